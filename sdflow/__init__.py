@@ -1,0 +1,3 @@
+"""sdflow: declarative Stable Diffusion pipelines on ONNX Runtime."""
+
+__version__ = "0.1.0"

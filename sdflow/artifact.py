@@ -1,0 +1,54 @@
+"""What a step produces: a directory of real files, named by its content, and the facts that were measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import FileEntry, digest_json
+
+MODEL_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+CONFIG_FILE = "config.json"
+
+Facts = Mapping[str, Any]
+"""Small JSON that a pass measured on its output: `nodes`, `operators` (type -> count), `dtypes`, `bytes`, ..."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A directory of files in the cache. `path` is the directory that holds them; `digest` is their tree digest."""
+
+    digest: str
+    path: Path
+    files: tuple[FileEntry, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+@dataclass(frozen=True)
+class Action:
+    """Everything that determines a step's output, as JSON. Its digest is the cache key.
+
+    `content` holds no path, no file name outside the artifact, no date: only digests, options and versions.
+    """
+
+    content: Mapping[str, Any]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_json(self.content))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the cache knows of a finished action: its output, the facts, and how it was built (seconds, bytes)."""
+
+    action: Action
+    artifact: Artifact
+    facts: Facts
+    built: Mapping[str, Any]

@@ -1,0 +1,96 @@
+"""A checked workflow: plain frozen data, every path resolved, every value with the place it was written at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a value was written. Lines and columns count from 1; line 0 means the command line."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """One step of a chain: a pass and its options as written (defaults are filled in when the plan is made).
+
+    expect: operator type -> count that the output must have. Not part of the cache key: it changes nothing.
+    """
+
+    pass_name: str
+    options: Mapping[str, Any]
+    expect: Mapping[str, int]
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """A LoRA as written: a file, a folder or `hf:owner/name[@revision]`, the file's name within, and its scale."""
+
+    reference: str
+    scale: float
+    weight_name: str | None
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class LatencySpec:
+    """Timed runs per submodel and for the whole pipeline. Counts of runs."""
+
+    warmup: int = 2
+    runs: int = 10
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """The picture that an evaluation draws. Height and width in pixels; None: the model's own size."""
+
+    prompt: str = "a photo of an astronaut riding a horse on mars"
+    negative_prompt: str = ""
+    steps: int = 20
+    guidance_scale: float = 7.5
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """What happens after assembly. `allow_fallback`: nodes may run on another provider than the target's."""
+
+    latency: LatencySpec | None = field(default_factory=LatencySpec)
+    image: ImageSpec | None = field(default_factory=ImageSpec)
+    allow_fallback: bool = False
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name."""
+
+    name: str
+    model: str
+    model_mark: Mark
+    target: str
+    loras: tuple[LoraSpec, ...]
+    submodels: Mapping[str, tuple[StepSpec, ...]]
+    evaluate: EvaluateSpec
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """A workflow file with everything it extends. `files`: every YAML file that was read, in order."""
+
+    path: Path
+    files: tuple[Path, ...]
+    pipelines: tuple[Pipeline, ...]

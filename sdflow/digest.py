@@ -1,0 +1,48 @@
+"""Canonical JSON and SHA-256 digests of values, files and trees of files.
+
+A digest is always the full 64 hexadecimal digits of SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one UTF-8 encoding of `value`: keys sorted, no white space, no NaN or infinity.
+
+    Raises ValueError for NaN and infinities, TypeError for what JSON cannot hold (paths, sets, bytes).
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 of a file's content, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, order=True)
+class FileEntry:
+    """A file of a tree: POSIX path relative to the tree's root, size in bytes, SHA-256 of the content."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+def digest_tree(entries: Iterable[FileEntry]) -> str:
+    """SHA-256 over the sorted (path, size, sha256) list: equal trees have equal digests, wherever they lie."""
+    return digest_json([[entry.path, entry.size, entry.sha256] for entry in sorted(entries)])

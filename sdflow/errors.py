@@ -1,0 +1,86 @@
+"""Error classes, one per kind of failure, each with the exit status of the command line.
+
+Every message answers three questions: where it happened, what was wrong, what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SdflowError(Exception):
+    """A failure that sdflow foresaw. `str()` gives the whole message; no traceback is owed to the user."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        located = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{located}\n  {self.remedy}" if self.remedy else located
+
+
+class UsageError(SdflowError):
+    """The command line asks for something that does not exist or does not fit together."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing wrong in a workflow file. Lines and columns count from 1; 0 means that no place is known."""
+
+    file: str
+    line: int
+    column: int
+    message: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        return f"{place}: {self.message}" + (f"\n  {self.remedy}" if self.remedy else "")
+
+
+class WorkflowError(SdflowError):
+    """A workflow is not valid. Carries every problem that was found, not just the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(sorted(set(problems)))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class CheckpointError(SdflowError):
+    """A checkpoint or a LoRA cannot be found, read, or used for what was asked."""
+
+    exit_code = 2
+
+
+class PassError(SdflowError):
+    """A pass failed, or its result does not keep what the pass or the workflow promises."""
+
+    exit_code = 3
+
+
+class CacheError(SdflowError):
+    """The cache cannot be read or written (disk full, permissions, a newer format)."""
+
+    exit_code = 3
+
+
+class VerificationError(SdflowError):
+    """An artifact does not compute what the PyTorch model computes, or does not fit its target."""
+
+    exit_code = 4
+
+
+class TargetUnavailableError(SdflowError):
+    """The target's execution provider is not on this machine and was required."""
+
+    exit_code = 5

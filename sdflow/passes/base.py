@@ -1,0 +1,81 @@
+"""What a pass is.
+
+A pass reads a submodel's checkpoint or the artifact of the step before, and writes one artifact. It never sees the
+cache. It runs in a process of its own (`sdflow.passes.worker`), so heavy imports belong inside `run`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from sdflow.artifact import Facts
+
+SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
+
+InputKind = Literal["checkpoint", "onnx"]
+
+
+class PassConfig(BaseModel):
+    """Options of a pass. Unknown options are errors; every default enters the cache key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+C = TypeVar("C", bound=PassConfig)
+
+
+@dataclass(frozen=True)
+class LoraInput:
+    """A LoRA file on disk and the scale to merge it at."""
+
+    path: Path
+    scale: float
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What a pass reads.
+
+    model: the directory of the step before (`model.onnx`, ...), or None for the first step.
+    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON. Also given to later
+        steps, for passes that need the architecture.
+    loras: in the order of the workflow; empty unless the pass has `takes_loras`.
+    progress: call it with a short phrase when a new phase begins.
+    """
+
+    submodel: str
+    model: Path | None
+    checkpoint: Mapping[str, Any]
+    loras: tuple[LoraInput, ...] = ()
+    progress: Callable[[str], None] = field(default=lambda phrase: None)
+
+
+class Pass(ABC, Generic[C]):
+    """One transformation. Subclasses set the class variables and `run`.
+
+    name: as written in workflows; Olive's name where Olive has such a pass.
+    version: raise it whenever the same inputs would give other bytes: it is part of the cache key.
+    uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
+    accepts: "checkpoint" for the first step of a chain, "onnx" for the others.
+    takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    uses: ClassVar[tuple[str, ...]] = ()
+    accepts: ClassVar[InputKind] = "onnx"
+    takes_loras: ClassVar[bool] = False
+    Config: ClassVar[type[PassConfig]]
+
+    @abstractmethod
+    def run(self, inputs: PassInputs, out: Path, config: C) -> Facts:
+        """Write the artifact's files into the empty directory `out` and return the facts measured on them.
+
+        Raises sdflow.errors.PassError when the input cannot be transformed or the transformation had no effect.
+        """
