@@ -1,4 +1,4 @@
-"""Workflow to Plan: for every step of every chain, its action (the cache key), and whether it is cached, with the reason.
+"""Workflow to Plan: for every step of every chain its action (the cache key), whether it is cached, and why not.
 
 Planning reads the workflow, the checkpoint's and the LoRAs' digests (cached by file stat) and the cache's index. It
 imports neither torch nor onnx nor olive, and nothing leaves the machine.
@@ -61,6 +61,11 @@ class Step:
     @property
     def id(self) -> str:
         return f"{self.pipeline}/{self.submodel}/{self.index}"
+
+    @property
+    def base(self) -> Path:
+        """The folder that a pass given by path is looked up from."""
+        return Path(self.spec.mark.file).parent
 
     @property
     def name(self) -> str:

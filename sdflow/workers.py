@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from sdflow import errors
@@ -104,7 +105,7 @@ def run_worker(
 
 
 def clean_environment(home: str) -> dict[str, str]:
-    """The environment of a worker: what finds programs and devices, no secrets, no proxies, nothing that phones home."""
+    """The environment of a worker: what finds programs and devices, no secrets, no proxies, no telemetry."""
     kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     homes = {"HOME": home, "USERPROFILE": home, "XDG_CACHE_HOME": home, "HF_HOME": home}
     return {**kept, **homes, **SILENCED}
@@ -182,17 +183,17 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    try:
-        result = work(request, lambda phrase: answer(phase=phrase))
-    except SdflowError as error:
-        traceback.print_exc()
-        answer(error={"kind": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy})
-    except BaseException as error:  # the parent reports it; this process has nobody else to tell
-        traceback.print_exc()
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
-        answer(error={"kind": type(error).__name__, "what": str(error), "where": None, "remedy": None})
-    else:
-        answer(result=result, peak_memory=peak_memory())
+        where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
+        what = error.what if isinstance(error, SdflowError) else str(error)
+        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy})
+        os._exit(1)
+
+    sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
+    result = work(request, lambda phrase: answer(phase=phrase))
+    answer(result=result, peak_memory=peak_memory())
     sys.stderr.flush()
     os._exit(0)  # no exit handlers: some libraries send their telemetry there
 
