@@ -27,11 +27,11 @@ BUILD_DISK = 20 * GIB  # one SD1.5 target with its conversions
 
 # (distribution, versions, level, what happens, what to do)
 KNOWN_BREAKS: tuple[tuple[str, str, Level, str, str], ...] = (
-    ("numpy", ">=2.4", "error", "onnxruntime.transformers' attention fusions raise TypeError", "pip install 'numpy<2.4'"),
+    ("numpy", ">=2.4", "error", "attention fusions of onnxruntime raise TypeError", "pip install 'numpy<2.4'"),
     ("numpy", "<2", "error", "olive-ai and onnx need numpy 2", "pip install 'numpy>=2,<2.4'"),
     ("pydantic", ">=2.14", "error", "olive-ai's data configs raise AttributeError", "pip install 'pydantic<2.14'"),
-    ("olive-ai", ">=0.14", "warning", "options of Olive's passes were recorded for 0.13", "pip install 'olive-ai<0.14'"),
-    ("transformers", "<5", "warning", "the text encoder's export is made for transformers 5", "pip install 'transformers>=5'"),
+    ("olive-ai", ">=0.14", "warning", "passes' options were recorded for 0.13", "pip install 'olive-ai<0.14'"),
+    ("transformers", "<5", "warning", "the text encoder's export needs 5", "pip install 'transformers>=5'"),
 )  # fmt: skip
 CORE = ("torch", "diffusers", "transformers", "peft", "onnx", "onnx-ir", "onnxscript", "olive-ai", "numpy", "pydantic")
 
@@ -75,9 +75,7 @@ def _onnxruntime() -> list[Finding]:
             continue
     found = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
-        return [
-            Finding("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]' (or [cuda], [directml], [migraphx])")
-        ]
+        return [Finding("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]', or [cuda], [directml], …")]
     if len(installed) > 1:
         return [
             Finding(

@@ -56,9 +56,7 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
     """
     started = time.perf_counter()
     plan = make_plan(workflow, cache, download=True)
-    executor = Executor(
-        cache, listener, rebuild=options.rebuild, check=options.check, keep_failed=options.keep_failed
-    )
+    executor = Executor(cache, listener, rebuild=options.rebuild, check=options.check, keep_failed=options.keep_failed)
     with cache.lease() as lease:
         executor.lease = lease
         finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
@@ -73,9 +71,7 @@ def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) 
         "target": plan.pipeline.target,
         "model": plan.pipeline.model,
         "checkpoint": plan.checkpoint.provenance if plan.checkpoint else None,
-        "loras": [
-            {"reference": lora.reference, "sha256": lora.sha256, "scale": lora.scale} for lora in plan.loras
-        ],
+        "loras": [{"reference": lora.reference, "sha256": lora.sha256, "scale": lora.scale} for lora in plan.loras],
         "submodels": {
             submodel: {
                 "digest": chain[-1].record.artifact.digest,

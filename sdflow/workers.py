@@ -78,7 +78,7 @@ def run_worker(
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],  # -P: no file of the current folder shadows a package
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sink,

@@ -1,4 +1,4 @@
-"""The commands and their options. Each body imports what it needs, so that `--help` stays quick, and calls one function."""
+"""The commands and their options. Each body imports what it needs, so that `--help` is quick, and calls one function."""
 
 from __future__ import annotations
 
