@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ INDEX_FILE = "model_index.json"
 FORMAT_VERSION = 1
 ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
 
-# Names that transformers 5 no longer has, as old checkpoints write them.
-_RENAMED = {"CLIPFeatureExtractor": "CLIPImageProcessor", "CLIPImageProcessorFast": "CLIPImageProcessor"}
+# The same in every Stable Diffusion 1.x and 2.x; old checkpoints name classes that transformers 5 no longer has.
+_CLASSES = {
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "feature_extractor": ["transformers", "CLIPImageProcessor"],
+}
 _STALE_SECONDS = 60
 
 
@@ -49,20 +53,19 @@ def assemble(
     *,
     parts: Mapping[str, Artifact],
     companions: Mapping[str, Path],
-    index: Mapping[str, Any],
     manifest: Mapping[str, Any],
     copy: bool = False,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
     parts: submodel -> artifact. companions: tokenizer, scheduler, feature_extractor -> folder; small, always copied.
-    index: the checkpoint's own model_index.json, for the companions' classes. manifest: what the caller knows, for
-    sdflow.json; under `submodels` more about each part. copy: real copies in place of links; always so on Windows.
+    manifest: JSON that the caller knows, for sdflow.json; its `submodels` may hold more about each part. copy: real
+    copies in place of links; always so on Windows.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = Path(os.path.abspath(out))  # not resolve(): a link at `out` is somebody's, and refused below
     copy = copy or sys.platform == "win32"
-    described = _describe(parts, companions, index, manifest, copy)
+    described = _describe(parts, companions, manifest, copy)
     _refuse_foreign(out)
     if _is_current(out, described):
         return Assembled(out, changed=False)
@@ -86,11 +89,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format_version"]
+        found = manifest["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError("this is no pipeline of sdflow", where=str(path), remedy="Build one: sdflow run.") from error
-    if version != FORMAT_VERSION:
-        raise UsageError(f"format_version {version} is not known, only {FORMAT_VERSION}", where=str(path))
+    if found != FORMAT_VERSION:
+        raise UsageError(f"format_version {found} is not known, only {FORMAT_VERSION}", where=str(path))
     return dict(manifest)
 
 
@@ -100,21 +103,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _describe(
     parts: Mapping[str, Artifact],
     companions: Mapping[str, Path],
-    index: Mapping[str, Any],
     manifest: Mapping[str, Any],
     copy: bool,
 ) -> dict[str, bytes]:
     """The two JSON files. They hold no path and no date: equal pipelines have equal manifests."""
     components: dict[str, Any] = {
         "_class_name": "OnnxStableDiffusionPipeline",
-        "_diffusers_version": index.get("_diffusers_version", "0.0.0"),
+        "_diffusers_version": version("diffusers"),
         "requires_safety_checker": "safety_checker" in parts,
         "safety_checker": [None, None],
         "feature_extractor": [None, None],
     }
-    for name in companions:
-        library, class_name = index[name]
-        components[name] = [library, _RENAMED.get(class_name, class_name)]
+    for name, folder in companions.items():
+        components[name] = ["diffusers", _scheduler_class(folder)] if name == "scheduler" else _CLASSES[name]
     components.update(dict.fromkeys(parts, ONNX_COMPONENT))
 
     files = [INDEX_FILE, MANIFEST_FILE]
@@ -195,6 +196,11 @@ def _copy_file(source: Path, destination: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
         shutil.copyfile(source, destination)
+
+
+def _scheduler_class(folder: Path) -> str:
+    config = json.loads((folder / "scheduler_config.json").read_text(encoding="utf-8"))
+    return str(config["_class_name"])
 
 
 def _files(folder: Path) -> list[str]:
