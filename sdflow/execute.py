@@ -13,16 +13,19 @@ is sound is found in the cache. A failure publishes nothing.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sdflow.artifact import Action, Facts, Record
 from sdflow.errors import PassError, VerificationError
 from sdflow.plan import Chain, PipelinePlan, Step
-from sdflow.store import Cache, CorruptArtifactError
-from sdflow.workers import run_worker
+from sdflow.store import Cache, CorruptArtifactError, Staging
+from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.passes.worker"
 
@@ -130,46 +133,61 @@ class Executor:
         if before is not None:
             self.cache.check(before.artifact)
         with self.cache.staging(action, keep_failed=self.keep_failed) as staging:
-            request = {
-                "pass": step.spec.pass_name,
-                "base": str(step.base),
-                "submodel": step.submodel,
-                "model": str(before.artifact.path) if before else None,
-                "checkpoint": load,
-                "loras": [{"path": str(lora.path), "scale": lora.scale} for lora in step.loras],
-                "config": step.config,
-                "out": str(staging.files),
-            }
             try:
-                worker = run_worker(
-                    WORKER,
-                    request,
-                    log=staging.log,
-                    on_phase=lambda phrase: self.listener.phase(step, phrase),
-                    on_memory=lambda resident: self.listener.memory(step, resident),
-                )
-                facts: Facts = worker.value
-                check_expectations(step, facts)
+                worker = self._run_worker(step, before, load, staging)
+                check_expectations(step, worker.value)
             except PassError as error:
-                kept = f"\n  its output so far is kept in {staging.files.parent}" if self.keep_failed else ""
+                kept = f"\n  what it wrote is kept in {staging.path}-failed" if self.keep_failed else ""
                 place = f"{step.id} {step.name}" + (f" at {error.where}" if error.where else "")
                 raise PassError(error.what, where=place, remedy=(error.remedy or "") + kept or None) from error
             if compare_with is not None:
-                again = staging.digest()
-                if again != compare_with.artifact.digest:
-                    raise VerificationError(
-                        f"built again it gives {again[:12]}, the cache has {compare_with.artifact.digest[:12]}",
-                        where=f"{step.id} {step.name}",
-                        remedy="the pass is not deterministic, or the cached result was built by other code; "
-                        "--clean_cache replaces it",
-                    )
+                _compare(step, staging.tree_digest(), compare_with)
                 return compare_with
+            if self.rebuild:
+                self.cache.forget(action)
             built = {
                 "seconds": round(worker.seconds, 3),
                 "peak_memory": worker.peak_memory,
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
-            return staging.publish(facts, built)
+            return staging.publish(worker.value, built)
+
+    def _run_worker(
+        self, step: Step, before: Record | None, load: Mapping[str, Any], staging: Staging
+    ) -> WorkerResult:
+        request = {
+            "pass": step.spec.pass_name,
+            "base": str(step.base),
+            "submodel": step.submodel,
+            "model": str(before.artifact.path.absolute()) if before else None,
+            "checkpoint": load,
+            "loras": [{"path": str(lora.path.absolute()), "scale": lora.scale} for lora in step.loras],
+            "config": step.config,
+            "out": str(staging.files.absolute()),
+        }
+        with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
+            log = Path(folder) / "log.txt"
+            try:
+                return run_worker(
+                    WORKER,
+                    request,
+                    log=log,
+                    on_phase=lambda phrase: self.listener.phase(step, phrase),
+                    on_memory=lambda resident: self.listener.memory(step, resident),
+                )
+            except PassError:
+                if self.keep_failed:
+                    shutil.copy(log, staging.path)
+                raise
+
+
+def _compare(step: Step, again: str, cached: Record) -> None:
+    if again != cached.artifact.digest:
+        raise VerificationError(
+            f"built again it gives {again[:12]}, the cache has {cached.artifact.digest[:12]}",
+            where=f"{step.id} {step.name}",
+            remedy="The pass is not deterministic, or other code built the cached result; --clean_cache replaces it.",
+        )
 
 
 def check_expectations(step: Step, facts: Facts) -> None:

@@ -22,7 +22,7 @@ from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.passes import registry
 from sdflow.passes.base import Pass
-from sdflow.store import Cache
+from sdflow.store import Cache, explain
 
 ACTION_FORMAT = 1
 ONNXRUNTIME_FLAVOURS = (
@@ -260,4 +260,4 @@ def why_not_cached(step: Step, action: Action, cache: Cache) -> tuple[str, ...]:
     last = cache.last_action(step.id)
     if last is not None and last.digest == action.digest:
         return ("its cached result is gone from the cache",)
-    return cache.explain(last, action)
+    return explain(last, action)

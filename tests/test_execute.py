@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sdflow.errors import PassError, VerificationError
-from tests.conftest import Bench
+from small_workflows import Bench
 
 Chain = Callable[..., list[dict[str, Any]]]
 
