@@ -171,9 +171,9 @@ def passes(
 def targets(json: AsJson = False) -> None:
     """List the targets: which execution providers this machine has, and why not the others."""
     from sdflow.report import print_targets
-    from sdflow.runtime.availability import available_targets
+    from sdflow.runtime.availability import target_availability
 
-    print_targets(available_targets(), as_json=json)
+    print_targets(target_availability(), as_json=json)
 
 
 @app.command()

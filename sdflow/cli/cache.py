@@ -31,9 +31,9 @@ def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
 
     result = Cache(cache).verify()
     print_cache_verification(result, as_json=json)
-    if result.corrupt:
+    if result.damaged:
         raise CacheError(
-            f"{len(result.corrupt)} corrupt entries were moved to quarantine",
+            f"{len(result.damaged)} damaged entries were moved to quarantine",
             remedy="the next `sdflow run` builds them again; check the disk if this happens more than once",
         )
 
