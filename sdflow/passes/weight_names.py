@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs
-from sdflow.passes.onnx_files import write_graph
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +36,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class WeightName:
-    """The parameter that an initializer holds: its key in the module's state_dict, and the way from one to the other."""
+    """The parameter that an initializer holds: its key in the module's state_dict, and how one becomes the other."""
 
     key: str
     transform: tuple[Transform, ...] = ()
@@ -76,16 +75,14 @@ def read_weight_names(model: Path) -> dict[str, WeightName]:
         raise PassError(f"{WEIGHT_NAMES_FILE} is not readable: {cause!r}", remedy=remedy) from cause
 
 
-def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
-    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the model in `out`, in place.
+def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, WeightName]:
+    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the weights of a ModelProto, in place.
 
-    keys: the initializers that are parameters. They keep their names. Each takes the same bytes before and after, so the
-    data file is changed where it stands and one weight is in memory at a time. A weight that is used in two different
-    forms stays as it is. Returns what every parameter's initializer holds, in the order of the graph.
+    folder: where its data file lies. keys: the initializers that are parameters; they keep their names. Each takes the
+    same bytes before and after, so the data file is changed where it stands and one weight is in memory at a time. A
+    weight that is used in two different forms stays as it is. Returns what every parameter's initializer holds, in the
+    order of the graph.
     """
-    import onnx
-
-    model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     graph = model.graph
     names = {}
     users = _users(graph)
@@ -96,7 +93,7 @@ def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
             continue
         steps = []
         while step := _common_step(users, tensor, constants):
-            _apply(step, tensor, out)
+            _apply(step, tensor, folder)
             steps.append(step)
             moves = users[tensor.name]
             folded.update(node.output[0] for node in moves)
@@ -105,7 +102,6 @@ def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
                 user.input[:] = [tensor.name if name in folded else name for name in user.input]
         names[tensor.name] = WeightName(tensor.name, tuple(steps))
     _remove(graph, folded)
-    write_graph(model, out)
     return names
 
 
@@ -125,7 +121,7 @@ def tensor_values(tensor: Any, folder: Path, mode: Literal["r", "r+"]) -> np.nda
 
 
 def _users(graph: Any) -> dict[str, list[Any]]:
-    """Value -> the nodes that read it. None stands for a use that cannot be changed: in an inner graph, as an output."""
+    """Value -> the nodes that read it. None: a use that cannot be changed, in an inner graph or as an output."""
     users: dict[str, list[Any]] = {output.name: [None] for output in graph.output}
     for inner in subgraphs(graph):
         for node in inner.node:
