@@ -22,6 +22,7 @@ from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.passes import registry
 from sdflow.passes.base import Pass
+from sdflow.passes.user_pass import user_script_files
 from sdflow.store import Cache, explain
 
 ACTION_FORMAT = 1
@@ -223,7 +224,7 @@ def _step(
 ) -> Step:
     base = Path(spec.mark.file).parent
     implementation = registry.find_pass(spec.pass_name, base)
-    scripts = registry.user_script_files(spec.pass_name, base)
+    scripts = user_script_files(spec.pass_name, base)
     return Step(
         pipeline=pipeline.name,
         submodel=submodel,

@@ -52,7 +52,13 @@ class Bench:
     def workflow(self, passes: Sequence[Mapping[str, Any]], name: str = "small", **more: Any) -> Path:
         """Write a workflow whose UNet has these passes; `pass: Append` names one of tests/small_passes.py."""
         steps = [{**step, "pass": f"{SMALL_PASSES}:{step['pass']}"} for step in passes]
-        content = {"model": "synthetic:sd15-tiny", "target": "cpu", "submodels": {"unet": {"passes": steps}}, **more}
+        content = {
+            "model": "synthetic:sd15-tiny",
+            "target": "cpu",
+            "submodels": {"unet": {"passes": steps}},
+            "evaluate": {"image": None, "latency": None},
+            **more,
+        }
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(content))
         return path
