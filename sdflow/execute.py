@@ -42,8 +42,9 @@ class FinishedStep:
 
 
 class Listener(Protocol):
-    """Observes an execution; decides nothing."""
+    """Observes an execution; decides nothing. `note` is for what concerns no single step."""
 
+    def note(self, text: str) -> None: ...
     def started(self, step: Step) -> None: ...
     def phase(self, step: Step, phrase: str) -> None: ...
     def memory(self, step: Step, resident: int) -> None: ...
@@ -152,9 +153,7 @@ class Executor:
             }
             return staging.publish(worker.value, built)
 
-    def _run_worker(
-        self, step: Step, before: Record | None, load: Mapping[str, Any], staging: Staging
-    ) -> WorkerResult:
+    def _run_worker(self, step: Step, before: Record | None, load: Mapping[str, Any], staging: Staging) -> WorkerResult:
         request = {
             "pass": step.spec.pass_name,
             "base": str(step.base),

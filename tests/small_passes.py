@@ -13,6 +13,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from sdflow.artifact import Facts
 from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig, PassInputs
@@ -24,7 +26,7 @@ class Options(PassConfig):
     fail: bool = False
     kill: bool = False
     random: bool = False
-    operators: dict[str, int] = {}
+    operators: dict[str, int] = Field(default_factory=dict)
 
 
 def trace(name: str) -> None:

@@ -26,6 +26,9 @@ class Events:
 
     heard: list[tuple[str, str]] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        self.heard.append(("note", text))
+
     def started(self, step: Step) -> None:
         self.heard.append(("started", step.id))
 

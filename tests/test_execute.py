@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_workflows import Bench
 
 from sdflow.errors import PassError, VerificationError
-from small_workflows import Bench
 
 Chain = Callable[..., list[dict[str, Any]]]
 
@@ -54,7 +54,7 @@ def test_moving_and_renaming_a_workflow_rebuilds_nothing(bench: Bench, chain: Ch
 
 def test_a_failure_is_never_cached(bench: Bench, chain: Chain) -> None:
     for _ in range(2):
-        with pytest.raises(PassError, match="small/unet/1 .*told to fail"):
+        with pytest.raises(PassError, match=r"small/unet/1 .*told to fail"):
             bench.run(bench.workflow(chain(1, fail=True)))
     assert bench.ran() == ["Append", "Append", "Convert"], "the conversion was kept, the failure ran again"
 

@@ -1,4 +1,4 @@
-"""The commands and their options. Each body imports what it needs, so that `--help` is quick, and calls one function."""
+"""The commands and their options. Each body imports what it needs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def explain(
 @app.command()
 def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None) -> None:
     """Check workflows and report every mistake with file, line and column."""
-    from sdflow.errors import WorkflowError
+    from sdflow.errors import Problem, WorkflowError
 
-    problems = []
+    problems: list[Problem] = []
     for path in workflow:
         try:
             loaded = _load(path, overrides, target)

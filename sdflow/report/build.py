@@ -9,7 +9,7 @@ from sdflow.report.output import print_json, print_table
 from sdflow.report.units import megabytes, milliseconds, seconds
 
 if TYPE_CHECKING:
-    from sdflow.execute import FinishedStep
+    from sdflow.evaluate.statistics import Latency
     from sdflow.plan import Plan, PlannedStep
     from sdflow.run import PipelineResult, RunResult
     from sdflow.store import Cache
@@ -25,8 +25,8 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
     """Every step as cached or to run, with the reason."""
     planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.pipelines]
     if as_json:
-        steps = [_planned_json(step) for _, steps in planned for step in steps]
-        print_json("plan", {"steps": steps, "notes": [note for pipeline, _ in planned for note in pipeline.notes]})
+        listed = [_planned_json(step) for _, steps in planned for step in steps]
+        print_json("plan", {"steps": listed, "notes": [note for pipeline, _ in planned for note in pipeline.notes]})
         return
     for pipeline, steps in planned:
         print_table(
@@ -114,6 +114,63 @@ def _print_steps(pipeline: PipelineResult) -> None:
     )
     for note in pipeline.plan.notes:
         print(f"  {note}")
+
+
+def _print_evaluation(pipeline: PipelineResult) -> None:
+    result = pipeline.evaluation
+    if result is None:
+        return
+    if not result.measured:
+        print(f"not measured: {result.reason}")
+        return
+    timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
+    rows = [
+        (name, ", ".join(inputs.values()), *_latency_cells(latency))
+        for name, (inputs, latency) in timed.items()
+        if latency is not None
+    ]
+    if result.pipeline is not None:
+        settings = result.settings
+        size = f"{settings['height']}x{settings['width']}, {settings['steps']} steps"
+        rows.append(("whole image", size, *_latency_cells(result.pipeline)))
+    if rows:
+        columns = ("latency", "shapes", "runs", "first", "median", "p90", "p99", "min")
+        print_table(f"on {result.provider}", columns, rows, right=columns[2:])
+    for name, part in result.submodels.items():
+        if part.placement.fallen:
+            print(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
+    print(f"peak memory of the process: {megabytes(result.peak_memory_bytes or 0)}")
+    if result.image:
+        print(f"picture: {result.image}")
+
+
+def _latency_cells(latency: Latency) -> tuple[str, ...]:
+    times = (latency.first_ms, latency.median_ms, latency.p90_ms, latency.p99_ms, latency.min_ms)
+    return (str(latency.runs), *(milliseconds(each) for each in times))
+
+
+def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
+    return {
+        "name": pipeline.plan.pipeline.name,
+        "target": pipeline.plan.pipeline.target,
+        "folder": str(pipeline.folder),
+        "notes": list(pipeline.plan.notes),
+        "steps": [
+            {
+                "step": step.step.id,
+                "pass": step.step.name,
+                "outcome": step.outcome,
+                "action": step.record.action.digest,
+                "artifact": step.record.artifact.digest,
+                "bytes": step.record.artifact.bytes,
+                "built": step.record.built,
+                "facts": step.record.facts,
+            }
+            for chain in pipeline.steps.values()
+            for step in chain
+        ],
+        "evaluation": pipeline.evaluation.to_json() if pipeline.evaluation else None,
+    }
 
 
 def fused_operators(operators: Mapping[str, int]) -> str:

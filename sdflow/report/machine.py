@@ -66,7 +66,9 @@ def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
         return
     rows = [(each.name, each.origin, each.accepts, each.summary) for each in described]
     print_table("", ("pass", "from", "reads", "what it does"), rows)
-    print("sdflow passes NAME shows the options of one; --olive lists every other pass of olive-ai that a chain can name.")
+    print(
+        "sdflow passes NAME shows the options of one; --olive lists every other pass of olive-ai that chains can name."
+    )
     print("A pass of your own: pass: user_scripts/FILE.py (see the README).")
 
 

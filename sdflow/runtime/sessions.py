@@ -172,4 +172,3 @@ def numpy_type(value: Any) -> str:
     names = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
     element: str = names.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
     return element
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from sdflow.errors import UsageError
 from sdflow.runtime.pipeline import TextToImagePipeline
 
 # Largest difference of pixel values in [0, 1] after 5 steps, fp32 on the CPU.
