@@ -1,7 +1,7 @@
 """The content-addressed cache. It knows files, digests and actions, and nothing of models or passes."""
 
 from sdflow.store.cache import Cache, CorruptArtifactError
-from sdflow.store.explain import explain
+from sdflow.store.explanation import explain
 from sdflow.store.gc import Entry, GcReport
 from sdflow.store.publish import Staging
 from sdflow.store.stat_cache import StatCache

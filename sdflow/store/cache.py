@@ -8,7 +8,6 @@ manifest; `check` reads every byte again. What is damaged goes to quarantine and
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +15,16 @@ from pathlib import Path
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.digest import digest_json
 from sdflow.errors import CacheError
-from sdflow.store import gc, leases, verify
+from sdflow.store import leases
+from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, replace_file, writing
-from sdflow.store.locks import held, try_lock
+from sdflow.store.locks import file_lock, held
 from sdflow.store.objects import AbsentObject, BadTree, check, find
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, dump, load, load_action
 from sdflow.store.stat_cache import StatCache
+from sdflow.store.verify import VerifyReport, verify
 
 
 class CorruptArtifactError(CacheError):
@@ -59,8 +60,9 @@ class Cache:
             except BadRecord as error:
                 put_aside(self._layout, [path], str(error))
                 return None
-            if self._lease is not None:
-                self._lease.add(stored.object)
+            lease = self._lease
+            if lease is not None:
+                self._note(lambda: lease.add(stored.object), "a lease")
             if stored.object in self._damaged:
                 return None
             try:
@@ -105,12 +107,13 @@ class Cache:
         Raises CacheError if the cache cannot be written or the disk is full.
         """
         self._layout.ensure()
-        path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{secrets.token_hex(4)}"
+        path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
         with self._any_lease() as lease:
             staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
+            lock = file_lock(owner)
             with writing(self.root):
-                lock = try_lock(owner)  # held while we live: `gc` knows the directories of the dead by it
+                lock.acquire()  # held while we live: `gc` knows the directories of the dead by it
             try:
                 with writing(self.root):
                     staging.files.mkdir(parents=True)
@@ -122,8 +125,7 @@ class Cache:
             finally:
                 staging.clear(keep=keep_failed)
                 owner.unlink(missing_ok=True)
-                if lock is not None:
-                    lock.release()
+                lock.release()
 
     @contextmanager
     def lock(self, action: Action, waiting: Callable[[], None] | None = None) -> Iterator[None]:
@@ -144,8 +146,13 @@ class Cache:
         """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""
         if self.last_action(step_id) == action:
             return
-        body = {"format": 1, "step": step_id, "action": action.content}
-        self._note(lambda: replace_file(self._layout, self._step(step_id), dump(body)), "the last action of a step")
+
+        def write() -> None:
+            self._layout.ensure()
+            body = {"format": 1, "step": step_id, "action": action.content}
+            replace_file(self._layout, self._step(step_id), dump(body))
+
+        self._note(write, "the last action of a step")
 
     def last_action(self, step_id: str) -> Action | None:
         """The action that the step had when it was last run; None if that is not known."""
@@ -169,7 +176,12 @@ class Cache:
             yield
             return
         made: list[leases.Lease] = []
-        self._note(lambda: made.append(leases.Lease(self._layout)), "a lease")
+
+        def make() -> None:
+            self._layout.ensure()
+            made.append(leases.Lease(self._layout))
+
+        self._note(make, "a lease")
         try:
             self._lease = made[0] if made else None
             yield
@@ -199,6 +211,7 @@ class Cache:
         pin = leases.Pin(name, folder.absolute() if folder else None, tuple(digests))
 
         def write() -> None:
+            self._layout.ensure()
             with held(self._layout.lock(leases.GUARD)):
                 gone = [digest for digest in pin.objects if not self._layout.object(digest).exists()]
                 if gone:
@@ -210,36 +223,35 @@ class Cache:
         return self._note(write, f"the pin of {name}")
 
     def _note(self, write: Callable[[], None], what: str) -> bool:
-        """Write something that helps later runs but that no result needs: a read-only cache does without."""
+        """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits."""
         try:
-            self._layout.ensure()
             with writing(self.root):
                 write()
         except CacheError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in READ_ONLY:
-                log.info("%s not written: the cache is read-only", what)
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in READ_ONLY | FULL:
+                log.info("%s is not noted: %s", what, error.what)
                 return False
             raise
         return True
 
-    def entries(self) -> list[gc.Entry]:
+    def entries(self) -> list[Entry]:
         """Every finished action that the cache holds."""
         with writing(self.root):
-            return gc.entries(self._layout)
+            return entries(self._layout)
 
-    def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> gc.GcReport:
+    def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
         """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.
 
         What an assembled pipeline or a running build uses stays. Raises CacheError if the cache cannot be written.
         """
-        return gc.collect(self._layout, self.stat, max_size, dry_run=dry_run)
+        return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:
         """Empty the cache. Raises CacheError if the folder is not a cache of sdflow or a run is using it."""
         self.stat.close()
-        gc.clean(self._layout)
+        clean(self._layout)
         self.stat = StatCache(self._layout)
 
-    def verify(self, progress: Callable[[str, int], None] | None = None) -> verify.VerifyReport:
+    def verify(self, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
         """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes."""
-        return verify.verify(self._layout, self.stat, progress)
+        return verify(self._layout, self.stat, progress)

@@ -26,7 +26,7 @@ KEEP_SECONDS = 14 * 24 * 3600
 """How long damaged entries and kept failures stay."""
 
 STRAY_SECONDS = 3600
-"""From which age on a temporary file or lock that nobody owns is rubbish."""
+"""From which age on a temporary file, which lives for milliseconds, is rubbish."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,15 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
         elif path.is_dir():
             owner = try_lock(path.with_name(f"{path.name}.lock"))
             if owner is not None:  # held as long as the process lives
-                yield path
-                Path(owner.lock_file).unlink(missing_ok=True)
                 owner.release()
-        elif age > STRAY_SECONDS:
+                yield path
+        elif path.suffix != ".lock" and age > STRAY_SECONDS:
             yield path
 
 
 def _remove_idle_locks(layout: Layout) -> None:
     """Lock files that nobody holds. Who waits on one that goes sees it and takes a new one (filelock looks)."""
-    for path in layout.locks.glob("*.lock"):
+    for path in (*layout.locks.glob("*.lock"), *layout.staging.glob("*.lock")):
         if path.stem not in (GUARD, "gc", "stat"):
             lock = try_lock(path)
             if lock is not None:
@@ -197,6 +196,8 @@ def clean(layout: Layout) -> None:
     if not layout.root.exists():
         return
     if not layout.is_ours():
+        if not layout.foreign() and not layout.base.exists():
+            return
         raise CacheError(
             "this is not a cache of sdflow: its CACHEDIR.TAG is missing or another program's",
             where=str(layout.root),
@@ -219,4 +220,4 @@ def clean(layout: Layout) -> None:
         for path in layout.trash.glob("*"):
             remove_tree(path)
         _remove_idle_locks(layout)
-    layout.ensure()
+        layout.ensure()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,13 +83,14 @@ class Layout:
             ):
                 folder.mkdir(parents=True, exist_ok=True)
 
+    def foreign(self) -> list[str]:
+        """What lies in the root that is neither ours nor a dot file."""
+        names = (entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
+        return sorted(name for name in names if name not in (self.base.name, "lost+found"))
+
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(
-            entry.name
-            for entry in self.root.iterdir()
-            if not entry.name.startswith(".") and entry.name not in ("v1", "lost+found", "CACHEDIR.TAG")
-        )
+        foreign = self.foreign()
         if foreign:
             raise CacheError(
                 f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
@@ -100,8 +100,8 @@ class Layout:
         ignore = self.root / ".gitignore"
         if not ignore.exists():
             ignore.write_text("*\n")
-        temporary = self.root / f".tag-{secrets.token_hex(8)}"
-        temporary.write_text(TAG)
+        temporary = self.root / f".tag-{os.urandom(8).hex()}"
+        write_file(temporary, TAG.encode())
         temporary.replace(self.tag)
 
 
@@ -124,7 +124,7 @@ def cache_error(root: Path, error: OSError, *, written: int | None = None) -> Ca
             remedy="What it holds can still be used. To build more, make it writable or give another cache folder.",
         )
     return CacheError(
-        f"the cache cannot be used ({error.strerror or error})",
+        f"the cache cannot be read or written ({error.strerror or error})",
         where=place,
         remedy="Look at the disk and the permissions, or give another cache folder.",
     )
@@ -158,7 +158,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 def replace_file(layout: Layout, path: Path, data: bytes) -> None:
     """Give `path` new content at once: readers see the old or the new, whatever is killed when."""
-    temporary = layout.staging / f"tmp-{secrets.token_hex(8)}"
+    temporary = layout.staging / f"tmp-{os.urandom(8).hex()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_file(temporary, data, durable=False)
@@ -188,7 +188,7 @@ def move(source: Path, destination: Path) -> None:
 def discard(layout: Layout, path: Path) -> None:
     """Remove a file or a directory: into the trash with one rename, and then for good. Missing is fine."""
     layout.trash.mkdir(parents=True, exist_ok=True)
-    grave = layout.trash / f"{path.name[:24]}-{secrets.token_hex(8)}"
+    grave = layout.trash / f"{path.name[:24]}-{os.urandom(8).hex()}"
     with suppress(FileNotFoundError):
         move(path, grave)
         remove_tree(grave)

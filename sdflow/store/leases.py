@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class Lease:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        name = f"{os.getpid()}-{secrets.token_hex(6)}"
+        name = f"{os.getpid()}-{os.urandom(6).hex()}"
         self._list = layout.leases / f"{name}.txt"
         self._digests: set[str] = set()
         self._thread_guard = threading.Lock()
@@ -47,7 +46,7 @@ class Lease:
 
     def close(self) -> None:
         if self._lock is not None:
-            self._list.unlink(missing_ok=True)
+            self._list.unlink(missing_ok=True)  # before its lock: a list without one would stay for ever
             Path(self._lock.lock_file).unlink(missing_ok=True)
             self._lock.release()
             self._lock = None
@@ -56,23 +55,27 @@ class Lease:
 def leased(layout: Layout) -> dict[str, int]:
     """Object digest -> process that uses it. Removes the leases of dead processes. Call it under the guard lock."""
     users: dict[str, int] = {}
-    for path in layout.leases.glob("*.txt"):
-        lock = try_lock(path.with_suffix(".lock"))
+    for path in layout.leases.glob("*.lock"):
+        listed = path.with_suffix(".txt")
+        lock = try_lock(path)
         if lock is not None:
+            listed.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-            path.with_suffix(".lock").unlink(missing_ok=True)
             lock.release()
             continue
-        process = int(path.name.split("-")[0])
         with suppress(FileNotFoundError):  # it ended just now
-            users.update(dict.fromkeys(path.read_text().split(), process))
+            users.update(dict.fromkeys(listed.read_text().split(), _process(path)))
     return users
+
+
+def _process(path: Path) -> int:
+    return int(path.name.split("-")[0])
 
 
 def live_leases(layout: Layout) -> list[int]:
     """The processes that hold a lease, with or without objects. Call it under the guard lock."""
     leased(layout)
-    return sorted(int(path.name.split("-")[0]) for path in layout.leases.glob("*.txt"))
+    return sorted(_process(path) for path in layout.leases.glob("*.lock"))
 
 
 @dataclass(frozen=True)

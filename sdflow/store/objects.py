@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from sdflow.artifact import Artifact
@@ -85,12 +86,8 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
 
 def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
-    try:
+    with _being_there(directory):
         data = (directory / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        if directory.exists():
-            raise BadTree("the manifest is missing") from error
-        raise AbsentObject(f"no object {digest}") from error
     try:
         entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
     except (ValueError, KeyError, TypeError) as error:
@@ -109,17 +106,15 @@ def find(layout: Layout, stats: StatCache, digest: str) -> Artifact:
     Files whose stat is not known are hashed again. Raises AbsentObject, BadTree.
     """
     directory = layout.object(digest)
-    entries = read_manifest(directory, digest)
-    for entry in entries:
-        path = directory / FILES / entry.path
-        try:
+    with _being_there(directory):
+        entries = read_manifest(directory, digest)
+        for entry in entries:
+            path = directory / FILES / entry.path
             found = path.lstat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise BadTree(f"{entry.path} is missing") from error
-        if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
-            raise BadTree(f"{entry.path} does not have {entry.size} bytes")
-        if stats.recall(path, SHA256, identity(found)) != entry.sha256 and _rehash(path, stats) != entry.sha256:
-            raise BadTree(f"{entry.path} does not have the content that was published")
+            if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
+                raise BadTree(f"{entry.path} does not have {entry.size} bytes")
+            if stats.recall(path, SHA256, identity(found)) != entry.sha256:
+                _rehash(path, entry, stats)
     return Artifact(digest, directory / FILES, entries)
 
 
@@ -129,24 +124,39 @@ def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
     Raises AbsentObject, BadTree.
     """
     directory = layout.object(digest)
-    entries = read_manifest(directory, digest)
-    try:
-        present = {name for name, _ in scan(directory / FILES)}
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadTree("files are missing") from error
-    if present != {entry.path for entry in entries}:
-        difference = sorted(present ^ {entry.path for entry in entries})
-        raise BadTree(f"missing or not listed in the manifest: {', '.join(difference)}")
-    for entry in entries:
-        if _rehash(directory / FILES / entry.path, stats) != entry.sha256:
-            raise BadTree(f"{entry.path} does not have the content that was published")
+    with _being_there(directory):
+        entries = read_manifest(directory, digest)
+        difference = {name for name, _ in scan(directory / FILES)} ^ {entry.path for entry in entries}
+        if difference:
+            raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
+        for entry in entries:
+            _rehash(directory / FILES / entry.path, entry, stats)
     return Artifact(digest, directory / FILES, entries)
 
 
-def _rehash(path: Path, stats: StatCache) -> str:
+@contextmanager
+def _being_there(directory: Path) -> Iterator[None]:
+    """Tell damage from an object that another process removes, or puts back, while we look."""
+    try:
+        before = directory.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise AbsentObject(f"no object {directory.name}") from error
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, BadTree) as error:
+        if not directory.exists() or directory.stat().st_ino != before:
+            raise AbsentObject(f"object {directory.name} was removed") from error
+        if isinstance(error, OSError):
+            raise BadTree(f"{Path(error.filename).name} is missing") from error
+        raise
+
+
+def _rehash(path: Path, entry: FileEntry, stats: StatCache) -> None:
+    """Hash a file again and note the result. Raises BadTree if it is not what the manifest says."""
     before = path.stat()
     sha256 = digest_file(path)
     now = identity(before)
     if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
         stats.remember([Known(path, SHA256, now, sha256)])
-    return sha256
+    if sha256 != entry.sha256:
+        raise BadTree(f"{entry.path} does not have the content that was published")

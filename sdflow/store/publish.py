@@ -7,7 +7,7 @@ action file with one link, and the action file is made only when the object is o
 from __future__ import annotations
 
 import errno
-import secrets
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -135,7 +135,7 @@ class Staging:
         """Write the action file unless there is one; the first of several processes wins."""
         path = self._layout.action(self.action.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._layout.staging / f"tmp-{secrets.token_hex(8)}"
+        temporary = self._layout.staging / f"tmp-{os.urandom(8).hex()}"
         try:
             write_file(temporary, data)
             try:

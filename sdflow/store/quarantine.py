@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +15,17 @@ log = logging.getLogger("sdflow.store")
 
 def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
     """Move `paths` to quarantine with a note. Returns False, and says so, if the cache cannot be written."""
-    place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+    place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(4).hex()}"
     try:
         place.mkdir(parents=True)
+        moved = 0
         for path in paths:
             with suppress(FileNotFoundError):  # another process was first
                 move(path, place / path.name)
+                moved += 1
+        if not moved:
+            place.rmdir()
+            return True
         (place / "reason.txt").write_text("\n".join([reason, *map(str, paths)]) + "\n")
     except OSError as error:
         log.warning("damaged: %s: %s; it cannot be moved to quarantine (%s)", paths[0], reason, error)

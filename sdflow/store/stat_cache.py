@@ -59,6 +59,7 @@ class StatCache:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._database = layout.stat
+        self._root = Path(os.path.abspath(layout.root))  # noqa: PTH100  (resolve() would ask the disk)
         self._memory: dict[tuple[str, str], tuple[str, str]] = {}
         self._connection: sqlite3.Connection | None = None
         self._process = 0
@@ -127,9 +128,8 @@ class StatCache:
 
     def _key(self, path: Path) -> str:
         """Files of the cache by their place in it, so that it can be moved or mounted elsewhere; others absolute."""
-        absolute = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would ask the disk for every part)
-        root = Path(os.path.abspath(self._layout.root))  # noqa: PTH100
-        return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else str(absolute)
+        absolute = Path(os.path.abspath(path))  # noqa: PTH100
+        return absolute.relative_to(self._root).as_posix() if absolute.is_relative_to(self._root) else str(absolute)
 
     def _execute(self, statement: str, parameters: tuple[str, ...]) -> list[tuple[object, ...]]:
         with self._guard:
@@ -167,8 +167,8 @@ class StatCache:
             except CacheError as error:
                 log.debug("no stat cache: %s", error)
                 return None
-        uri = f"{Path(os.path.abspath(self._database)).as_uri()}?mode={'rwc' if create else 'rw'}"  # noqa: PTH100
-        connection = sqlite3.connect(uri, uri=True, timeout=10, isolation_level=None, check_same_thread=False)
+        uri = f"{self._database.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+        connection = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
         try:
             if _schema(connection) != SCHEMA:
                 with connection:
@@ -208,7 +208,7 @@ class StatCache:
     def _is_broken(self) -> bool:
         """Look again under the lock: another process may have put the corrupt one away already."""
         try:
-            connection = sqlite3.connect(self._database, timeout=10)
+            connection = sqlite3.connect(self._database, timeout=5)
             try:
                 return bool(connection.execute("PRAGMA quick_check").fetchone() != ("ok",))
             finally:

@@ -9,7 +9,7 @@ from typing import Any
 from sdflow.artifact import Action
 from sdflow.digest import canonical_json
 
-Path = tuple[str | int, ...]
+Leaf = tuple[str | int, ...]
 _DIGEST = re.compile(r"[0-9a-f]{40,64}")
 
 
@@ -29,7 +29,7 @@ def explain(old: Action | None, new: Action) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: Any, path: Leaf = ()) -> Iterator[tuple[Leaf, Any]]:
     """Maps and lists of maps are walked; scalars, and lists of scalars, are leaves, as are empty maps."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
@@ -41,7 +41,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _name(path: Path) -> str:
+def _name(path: Leaf) -> str:
     """What a user calls the leaf."""
     match path:
         case ("pass", "name"):
