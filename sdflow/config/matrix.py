@@ -100,7 +100,7 @@ def _axis(axes: YamlMap, axis: str, single: Node | None, problems: Problems) -> 
         labelled = [(label(to_data(item)), item) for item in node.items]
     else:
         expect_kind(node, "a list, or a map from a short name to each value", what, problems)
-        return [Choice()]
+        return []
     if not labelled:
         problems.add(node.mark, f"{what} is empty, which leaves no pipeline", "leave the axis out")
     first: dict[str, Mark] = {}

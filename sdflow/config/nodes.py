@@ -132,9 +132,12 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
             if not builder.take(event):
                 return None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark = builder.mark(error.problem_mark or error.context_mark)
+        last = _place(file, text.rstrip())
         context = f" ({error.context})" if error.context else ""
-        problems.add(builder.mark(mark), f"not valid YAML: {error.problem or 'syntax error'}{context}")
+        problems.add(
+            mark if at or mark <= last else last, f"not valid YAML: {error.problem or 'syntax error'}{context}"
+        )
         return None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The readers and PyYAML's scanner in Python, on escapes and directives that mean no character or number.

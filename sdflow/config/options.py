@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from sdflow.config.nodes import Node, YamlList, YamlMap, describe, to_data
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
 
 M = TypeVar("M", bound=BaseModel)
-_LISTS = ("tuple_type", "set_type", "frozen_set_type")
+_TYPES = ("tuple_type", "set_type", "frozen_set_type", "is_instance_of")
 _WORDS = {"a valid string": "text", "a valid array": "a list", "an object": "a map", "a valid dictionary": "a map"}
 
 
@@ -32,21 +32,27 @@ def check(
         # As JSON: in strict mode pydantic takes a list for a tuple, and text for a path or an enum, only from there.
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as failure:
-        # Below a Mapping, though, pydantic forgets that the input was JSON, and no list is strictly a tuple.
-        if all(error["type"] in _LISTS for error in failure.errors(include_url=False)):
-            with suppress(ValidationError):
-                return model.model_validate(data)
-        for place, message, remedy in _complaints(model, node, failure, known, partial):
-            problems.add(place, f"{what}: {message}", remedy)
-        return None
+        errors = failure.errors(include_url=False)
+    # Below a Mapping or a validator of its own, though, pydantic forgets that the input was JSON.
+    remaining = [error for error in errors if not (error["type"] in _TYPES and isinstance(error["input"], (list, str)))]
+    if len(remaining) < len(errors):
+        try:
+            checked = model.model_validate(data)
+            if not remaining:
+                return checked
+        except ValidationError as failure:
+            remaining += failure.errors(include_url=False)
+    for place, message, remedy in _complaints(model, node, remaining, known, partial):
+        problems.add(place, f"{what}: {message}", remedy)
+    return None
 
 
 def _complaints(
-    model: type[BaseModel], node: YamlMap, failure: ValidationError, known: Collection[str], partial: bool
+    model: type[BaseModel], node: YamlMap, errors: Sequence[ErrorDetails], known: Collection[str], partial: bool
 ) -> list[tuple[Mark, str, str | None]]:
     found: list[tuple[Mark, str, str | None]] = []
     values: dict[str, tuple[Node, list[str], list[str]]] = {}
-    for error in failure.errors(include_url=False):
+    for error in errors:
         path, value, keys = _follow(node, error["loc"] or _blamed(node, error["msg"]))
         if error["type"] == "missing":
             if not partial:

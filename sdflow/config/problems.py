@@ -34,6 +34,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     names = list(dict.fromkeys(known))
     folded = {candidate.casefold(): candidate for candidate in reversed(names)}
     close = get_close_matches(name[:200].casefold(), folded, n=1, cutoff=0.6)
+    if not close and len(name) > 2:
+        close = [candidate for candidate in folded if name.casefold() in candidate][:1]
     if close:
         return f"did you mean {folded[close[0]]!r}?"
     if not names:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Mark:
     """Where a value was written. Lines and columns count from 1; line 0 means the command line."""
 
