@@ -23,7 +23,7 @@ from sdflow.errors import PassError
 from sdflow.passes.onnx_files import store_model
 
 SILENCE = {"OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1"}
-"""Importing olive contacts a host unless all of these are set; OLIVE_DISABLE_TELEMETRY alone still tries a heartbeat."""
+"""Importing olive contacts a host unless all of these are set: with the first alone it still tries a heartbeat."""
 
 SCRATCH = ".scratch"
 
