@@ -37,6 +37,7 @@ class Target:
 
     providers: (execution provider, first ORT version or None, last ORT version or None), the best first.
     package: the distribution that brings the provider; for a machine that lacks it.
+    platform: the one `sys.platform` that the provider exists for, or None.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Target:
     providers: tuple[tuple[str, str | None, str | None], ...]
     package: str
     session: SessionSettings = field(default_factory=SessionSettings)
+    platform: str | None = None
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
@@ -102,6 +104,7 @@ TARGETS: Mapping[str, Target] = {
             (("DmlExecutionProvider", None, None),),
             "onnxruntime-directml",
             SessionSettings(memory_pattern=False, static_shapes=True),
+            platform="win32",
         ),
     )
 }

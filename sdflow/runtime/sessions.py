@@ -16,19 +16,18 @@ from sdflow.targets import CACHE_DIR, Target
 if TYPE_CHECKING:
     import onnxruntime
 
+_PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
+
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
 
 
 def import_onnxruntime(target: Target | None = None) -> ModuleType:
-    """ONNX Runtime with its telemetry off, and with CUDA's libraries found if the target needs them.
+    """ONNX Runtime with its telemetry off.
 
     Raises TargetUnavailableError when no ONNX Runtime is installed.
     """
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at import; without it a device id is written under HOME
-    needs_cuda = target is not None and target.session.needs_cuda
-    if needs_cuda:
-        import torch  # noqa: F401  first: its wheels bring CUDA and cuDNN, which ONNX Runtime then finds loaded
     try:
         import onnxruntime
     except ImportError as error:
@@ -38,8 +37,6 @@ def import_onnxruntime(target: Target | None = None) -> ModuleType:
             remedy=f"pip install {target.package if target else 'onnxruntime'}",
         ) from error
     onnxruntime.disable_telemetry_events()
-    if needs_cuda and hasattr(onnxruntime, "preload_dlls"):
-        onnxruntime.preload_dlls()
     return onnxruntime
 
 
@@ -48,6 +45,12 @@ def choose_provider(target: Target, version: str, available: Iterable[str]) -> s
 
     Raises TargetUnavailableError that says which package, or which version, is missing.
     """
+    if target.platform is not None and sys.platform != target.platform:
+        raise TargetUnavailableError(
+            f"it runs on {_PLATFORMS[target.platform]} only",
+            where=target.name,
+            remedy="Building for it works everywhere; take the pipeline folder there to run it (with --copy).",
+        )
     present, reasons = set(available), []
     for provider, first, last in target.providers:
         if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
@@ -83,6 +86,8 @@ def create_session(
     """
     ort = import_onnxruntime(target)
     provider = choose_provider(target, ort.__version__, ort.get_available_providers())
+    if target.session.needs_cuda:
+        _load_cuda(ort)
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors; what matters of the warnings is checked below
     options.enable_mem_pattern = target.session.memory_pattern
@@ -148,6 +153,14 @@ def free_dimensions(model: Path, shapes: Shapes) -> dict[str, int]:
                     f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=str(model)
                 )
     return sizes
+
+
+def _load_cuda(ort: ModuleType) -> None:
+    """Load CUDA and cuDNN from torch's or NVIDIA's wheels: the provider's library then finds them in the process."""
+    import torch  # noqa: F401
+
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
 
 
 def _require_cudnn(target: Target) -> None:
