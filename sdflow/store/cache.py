@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sdflow.artifact import Action, Artifact, Record
@@ -134,7 +134,9 @@ class Cache:
         waiting: called once if another process holds it. Raises CacheError if the cache cannot be written.
         """
         self._layout.ensure()
-        with held(self._layout.lock(action.digest), waiting):
+        with ExitStack() as stack:
+            with writing(self.root):
+                stack.enter_context(held(self._layout.lock(action.digest), waiting))
             yield
 
     def forget(self, action: Action) -> None:

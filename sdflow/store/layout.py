@@ -91,7 +91,7 @@ class Layout:
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         foreign = self.foreign()
-        if foreign:
+        if foreign and not self.is_ours():  # it may have become ours this moment, by another process
             raise CacheError(
                 f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
                 where=str(self.root),
