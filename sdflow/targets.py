@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+CPU_PROVIDER = "CPUExecutionProvider"
+"""ONNX Runtime adds it to every session; what no other provider takes runs there."""
+
+CACHE_DIR = "{cache}"
+"""Stands in an option's value for the directory where a provider keeps what it compiles; see `SessionSettings`."""
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a provider wants of a session.
+
+    options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` is set only
+        when the caller names a directory for compiled engines.
+    with_providers: providers that may take what the target's own leaves over, before the CPU does.
+    memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
+    static_shapes: every input's shape must be fixed when the session is created.
+    needs_cuda: CUDA's libraries must be found, cuDNN too, which is otherwise missed only at the first convolution.
+    """
+
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    with_providers: tuple[str, ...] = ()
+    memory_pattern: bool = True
+    static_shapes: bool = False
+    needs_cuda: bool = False
 
 
 @dataclass(frozen=True)
@@ -12,28 +36,75 @@ class Target:
     """A target that workflows can name.
 
     providers: (execution provider, first ORT version or None, last ORT version or None), the best first.
-    session: session settings that the provider needs, as data for `sdflow.runtime`.
+    package: the distribution that brings the provider; for a machine that lacks it.
+    platform: the one `sys.platform` that the provider exists for, or None.
     """
 
     name: str
     title: str
     providers: tuple[tuple[str, str | None, str | None], ...]
     package: str
-    session: Mapping[str, Any] = field(default_factory=dict)
+    session: SessionSettings = field(default_factory=SessionSettings)
+    platform: str | None = None
 
+
+# EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
+# 7, measured). kSameAsRequested keeps the arena from doubling: onnxruntime.transformers.models.stable_diffusion sets it.
+# https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
+_CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kSameAsRequested"}
+
+# TensorRT chooses precision and fusions itself. An engine takes minutes to build.
+# https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
+_TENSORRT = {
+    "trt_fp16_enable": "1",
+    "trt_engine_cache_enable": "1",
+    "trt_engine_cache_path": CACHE_DIR,
+    "trt_timing_cache_enable": "1",
+    "trt_timing_cache_path": CACHE_DIR,
+}
+
+# MIGraphX compiles anew for every shape it meets.
+# https://onnxruntime.ai/docs/execution-providers/MIGraphX-ExecutionProvider.html
+_MIGRAPHX = {"migraphx_model_cache_dir": CACHE_DIR}
 
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target("cpu", "CPU", (("CPUExecutionProvider", None, None),), "onnxruntime"),
-        Target("cuda", "NVIDIA CUDA", (("CUDAExecutionProvider", None, None),), "onnxruntime-gpu"),
-        Target("tensorrt", "NVIDIA TensorRT", (("TensorrtExecutionProvider", None, None),), "onnxruntime-gpu"),
+        Target("cpu", "CPU", ((CPU_PROVIDER, None, None),), "onnxruntime"),
+        Target(
+            "cuda",
+            "NVIDIA CUDA",
+            (("CUDAExecutionProvider", None, None),),
+            "onnxruntime-gpu",
+            SessionSettings({"CUDAExecutionProvider": _CUDA}, needs_cuda=True),
+        ),
+        Target(
+            "tensorrt",
+            "NVIDIA TensorRT",
+            (("TensorrtExecutionProvider", None, None),),
+            "onnxruntime-gpu",
+            SessionSettings(
+                {"TensorrtExecutionProvider": _TENSORRT, "CUDAExecutionProvider": _CUDA},
+                with_providers=("CUDAExecutionProvider",),
+                needs_cuda=True,
+            ),
+        ),
         Target(
             "rocm",
             "AMD ROCm",
             (("MIGraphXExecutionProvider", "1.23", None), ("ROCMExecutionProvider", None, "1.22")),
             "onnxruntime-migraphx",
+            SessionSettings({"MIGraphXExecutionProvider": _MIGRAPHX}, static_shapes=True),
         ),
-        Target("directml", "Windows DirectML", (("DmlExecutionProvider", None, None),), "onnxruntime-directml"),
+        # Memory patterns and parallel execution are not supported there, and operators compile for fixed shapes.
+        # https://onnxruntime.ai/docs/execution-providers/DirectML-ExecutionProvider.html
+        Target(
+            "directml",
+            "Windows DirectML",
+            (("DmlExecutionProvider", None, None),),
+            "onnxruntime-directml",
+            SessionSettings(memory_pattern=False, static_shapes=True),
+            platform="win32",
+        ),
     )
 }

@@ -43,8 +43,8 @@ class PassInputs:
     """What a pass reads.
 
     model: the directory of the step before (`model.onnx`, ...), or None for the first step.
-    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON. Also given to later
-        steps, for passes that need the architecture.
+    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON; empty for later steps,
+        whose cache key knows nothing of the checkpoint: they find the architecture in the artifact's `config.json`.
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
     progress: call it with a short phrase when a new phase begins.
     """

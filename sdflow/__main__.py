@@ -1,0 +1,5 @@
+"""`python -m sdflow` is the `sdflow` command."""
+
+from sdflow.cli import main
+
+main()

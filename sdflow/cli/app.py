@@ -1,0 +1,201 @@
+"""The commands and their options. Each body imports what it needs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sdflow import __version__
+from sdflow.cli.cache import app as cache_app
+
+app = typer.Typer(
+    name="sdflow",
+    help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
+    epilog="Exit status: 0 done; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
+    "5 the target is not available and was required; 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(cache_app, name="cache")
+
+Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
+OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]
+Targets = Annotated[
+    list[str] | None, typer.Option("--target", help="Build for this target instead of the workflow's. Repeatable.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
+]
+CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+
+
+@app.command()
+def run(
+    workflow: OneWorkflow,
+    target: Targets = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pipelines, one folder each.")] = Path("pipelines"),
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
+    clean_cache: Annotated[
+        bool,
+        typer.Option("--clean_cache", "--clean-cache", help="Build every step of this workflow anew."),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Build cached steps again and compare the digests; replaces nothing.")
+    ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate/--no-evaluate", help="Measure latency and draw the workflow's picture.")
+    ] = True,
+    require_target: Annotated[
+        bool, typer.Option("--require-target", help="Fail (status 5) if the target's provider is not on this machine.")
+    ] = False,
+    keep_failed: Annotated[
+        bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and pictures.")] = Path(
+        "results"
+    ),
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Build what is not cached, assemble the pipelines, and measure them."""
+    from sdflow.cli.progress import progress_view
+    from sdflow.report import print_run
+    from sdflow.run import RunOptions, run_workflow
+
+    options = RunOptions(
+        out=out,
+        results=results,
+        copy=copy,
+        rebuild=clean_cache,
+        check=check,
+        evaluate=evaluate,
+        require_target=require_target,
+        keep_failed=keep_failed,
+    )
+    with progress_view() as listener:
+        result = run_workflow(_load(workflow, overrides, target), _cache(cache), options, listener)
+    print_run(result, as_json=json)
+
+
+@app.command()
+def plan(
+    workflow: Workflows,
+    target: Targets = None,
+    overrides: Overrides = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Show every step as cached or to run, with the reason. Builds nothing."""
+    from sdflow.plan import make_plan
+    from sdflow.report import print_plan
+
+    opened = _cache(cache)
+    print_plan([make_plan(_load(path, overrides, target), opened) for path in workflow], opened, as_json=json)
+
+
+@app.command()
+def explain(
+    workflow: Workflows,
+    step: Annotated[
+        str | None, typer.Option(help="Only steps whose name contains this: unet, sd15_cuda/unet/2.")
+    ] = None,
+    target: Targets = None,
+    overrides: Overrides = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Say what changed in each step since it was last built."""
+    from sdflow.plan import make_plan
+    from sdflow.report import print_explanation
+
+    opened = _cache(cache)
+    plans = [make_plan(_load(path, overrides, target), opened) for path in workflow]
+    print_explanation(plans, opened, only=step, as_json=json)
+
+
+@app.command()
+def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None) -> None:
+    """Check workflows and report every mistake with file, line and column."""
+    from sdflow.errors import Problem, WorkflowError
+
+    problems: list[Problem] = []
+    for path in workflow:
+        try:
+            loaded = _load(path, overrides, target)
+        except WorkflowError as error:
+            problems.extend(error.problems)
+        else:
+            names = ", ".join(pipeline.name for pipeline in loaded.pipelines)
+            print(f"{path}: valid ({names})")
+    if problems:
+        raise WorkflowError(problems)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of workflows, for editors."""
+    import json
+
+    from sdflow.config import json_schema
+    from sdflow.passes.registry import catalog
+
+    print(json.dumps(json_schema(catalog()), indent=2))
+
+
+@app.command()
+def passes(
+    name: Annotated[str | None, typer.Argument(help="Show the options of this pass.")] = None,
+    olive: Annotated[bool, typer.Option("--olive", help="List olive-ai's other passes as well.")] = False,
+    json: AsJson = False,
+) -> None:
+    """List the passes, or the options of one."""
+    from sdflow.report import print_passes
+
+    print_passes(name, olive=olive, as_json=json)
+
+
+@app.command()
+def targets(json: AsJson = False) -> None:
+    """List the targets: which execution providers this machine has, and why not the others."""
+    from sdflow.report import print_targets
+    from sdflow.runtime.availability import target_availability
+
+    print_targets(target_availability(), as_json=json)
+
+
+@app.command()
+def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+    """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
+    from sdflow.doctor import diagnose
+    from sdflow.report import print_findings
+
+    findings = diagnose(_cache(cache))
+    print_findings(findings, as_json=json)
+    if any(finding.level == "error" for finding in findings):
+        sys.exit(1)
+
+
+def _load(path: Path, overrides: list[str] | None, targets: list[str] | None):  # type: ignore[no-untyped-def]
+    from sdflow.config import load_workflow
+    from sdflow.passes.registry import catalog
+
+    return load_workflow(path, catalog=catalog(), overrides=overrides or (), targets=targets or ())
+
+
+def _cache(root: Path):  # type: ignore[no-untyped-def]
+    from sdflow.store import Cache
+
+    return Cache(root)

@@ -1,0 +1,123 @@
+"""Checks this machine for what is known to go wrong, and says what to do about it.
+
+The table of versions is data: what breaks, seen where, and the remedy.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.specifiers import SpecifierSet
+
+from sdflow.errors import SdflowError
+from sdflow.plan import ONNXRUNTIME_FLAVOURS, distribution_version
+from sdflow.store import Cache
+
+Level = Literal["ok", "warning", "error"]
+
+GIB = 2**30
+BUILD_MEMORY = 18 * GIB  # fusing a full SD1.5 UNet while carrying its fp32 weights, measured
+BUILD_DISK = 20 * GIB  # one SD1.5 target with its conversions
+
+# (distribution, versions, level, what happens, what to do)
+KNOWN_BREAKS: tuple[tuple[str, str, Level, str, str], ...] = (
+    ("numpy", ">=2.4", "error", "attention fusions of onnxruntime raise TypeError", "pip install 'numpy<2.4'"),
+    ("numpy", "<2", "error", "olive-ai and onnx need numpy 2", "pip install 'numpy>=2,<2.4'"),
+    ("pydantic", ">=2.14", "error", "olive-ai's data configs raise AttributeError", "pip install 'pydantic<2.14'"),
+    ("olive-ai", ">=0.14", "warning", "passes' options were recorded for 0.13", "pip install 'olive-ai<0.14'"),
+    ("transformers", "<5", "warning", "the text encoder's export needs 5", "pip install 'transformers>=5'"),
+)  # fmt: skip
+CORE = ("torch", "diffusers", "transformers", "peft", "onnx", "onnx-ir", "onnxscript", "olive-ai", "numpy", "pydantic")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    subject: str
+    what: str
+    remedy: str | None = None
+
+
+def diagnose(cache: Cache) -> tuple[Finding, ...]:
+    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, disk, cache."""
+    return (*_packages(), *_onnxruntime(), _memory(), _disk(cache.root), _cache(cache))
+
+
+def _packages() -> list[Finding]:
+    findings = [Finding("ok", "python", sys.version.split()[0])]
+    for name in CORE:
+        try:
+            version = distribution_version(name)
+        except SdflowError as error:
+            findings.append(Finding("error", name, error.what, error.remedy))
+            continue
+        broken = [row for row in KNOWN_BREAKS if row[0] == name and version in SpecifierSet(row[1], prereleases=True)]
+        findings += [Finding(level, name, f"{version}: {what}", remedy) for _, _, level, what, remedy in broken]
+        if not broken:
+            findings.append(Finding("ok", name, version))
+    return findings
+
+
+def _onnxruntime() -> list[Finding]:
+    installed = {}
+    for name in ONNXRUNTIME_FLAVOURS:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if not installed:
+        return [Finding("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]', or [cuda], [directml], …")]
+    if len(installed) > 1:
+        return [
+            Finding(
+                "error",
+                "onnxruntime",
+                f"{found} are installed together: they overwrite each other's files",
+                f"pip uninstall {' '.join(installed)}, then install the one for your target",
+            )
+        ]
+    return [Finding("ok", "onnxruntime", found)]
+
+
+def _memory() -> Finding:
+    total = psutil.virtual_memory().total
+    what = f"{total / GIB:.0f} GiB"
+    if total < BUILD_MEMORY:
+        return Finding(
+            "warning",
+            "memory",
+            f"{what}: fusing a full SD1.5 UNet takes up to {BUILD_MEMORY / GIB:.0f} GiB",
+            "build on a larger machine and copy the pipeline folder (--copy), or build smaller architectures",
+        )
+    return Finding("ok", "memory", what)
+
+
+def _disk(root: Path) -> Finding:
+    place = root if root.exists() else root.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    what = f"{free / GIB:.0f} GiB free for the cache {root}"
+    if free < BUILD_DISK:
+        return Finding(
+            "warning", "disk", f"{what}: one SD1.5 target takes about {BUILD_DISK / GIB:.0f} GiB",
+            "sdflow cache gc --max-size 10GB, or --cache on another disk",
+        )  # fmt: skip
+    return Finding("ok", "disk", what)
+
+
+def _cache(cache: Cache) -> Finding:
+    try:
+        entries = list(cache.entries())
+    except SdflowError as error:
+        return Finding("error", "cache", str(error), error.remedy)
+    return Finding("ok", "cache", f"{len(entries)} entries in {cache.root}; `sdflow cache verify` reads them all")

@@ -1,0 +1,275 @@
+"""The process that evaluates: `python -m sdflow.evaluate.worker`, a request on standard input, messages on standard output.
+
+The request is one line of JSON (`Request`); the messages are lines of JSON, each with one key: `progress`, `result` or
+`error`. The process ends when its standard input is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.assemble import read_manifest
+from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+from sdflow.errors import SdflowError, VerificationError
+from sdflow.evaluate.device import device, peak_memory_bytes, versions
+from sdflow.evaluate.result import EvaluationResult, SubmodelResult
+from sdflow.evaluate.statistics import Latency, measure
+from sdflow.passes.submodel_io import dummy_inputs
+from sdflow.runtime.pipeline import (
+    Images,
+    Submodel,
+    TextToImagePipeline,
+    load_companions,
+    load_submodel,
+    onnx_submodels,
+    submodel_config,
+)
+from sdflow.runtime.placement import placement, placement_by_profile
+from sdflow.runtime.process import end_with_parent
+from sdflow.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate. image: the PNG file to write, if the spec has an image. threads: of the CPU, None: all."""
+
+    folder: Path
+    name: str
+    target: str
+    spec: EvaluateSpec
+    image: Path | None = None
+    engine_cache: Path | None = None
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        paths = {key: str(value) if value else None for key, value in vars(self).items() if key in _PATHS}
+        return asdict(self) | paths
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Request:
+        spec = value["spec"]
+        latency, image = spec["latency"], spec["image"]
+        paths = {key: Path(value[key]) if value[key] else None for key in _PATHS}
+        return cls(**{
+            **value,
+            **paths,
+            "spec": EvaluateSpec(
+                latency=LatencySpec(**latency) if latency is not None else None,
+                image=ImageSpec(**image) if image is not None else None,
+                allow_fallback=spec["allow_fallback"],
+            ),
+        })
+
+
+_PATHS = ("folder", "image", "engine_cache")
+
+
+def run(request: Request, progress: Progress) -> EvaluationResult:
+    """Load every submodel, see where its nodes are, time it, then draw the picture.
+
+    Each submodel is timed at the batch it has in the pipeline: the UNet and the text encoder 2 with guidance on (both
+    halves in one run) and 1 without; the VAE and the safety checker 1. Times include the copies between host and device.
+    Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
+    """
+    target = TARGETS[request.target]
+    manifest = read_manifest(request.folder)
+    image = at_own_size(request.folder, request.spec.image or ImageSpec())
+    loaded: dict[str, Submodel] = {}
+    parts: dict[str, SubmodelResult] = {}
+    for name, inputs in pipeline_inputs(request.folder, image).items():
+        parts[name], loaded[name] = _evaluate_submodel(request, target, name, inputs, progress)
+
+    artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
+    pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
+    return EvaluationResult(
+        name=request.name,
+        target=target.name,
+        measured=True,
+        provider=loaded["unet"].session.get_providers()[0],
+        submodels=parts,
+        pipeline=pipeline_latency,
+        settings={**asdict(image), "unet_batch": _unet_batch(image)},
+        image=str(request.image) if request.image and request.spec.image else None,
+        nsfw_content_detected=flagged,
+        peak_memory_bytes=peak_memory_bytes(),
+        artifacts=artifacts,
+        versions=versions(),
+        device=device(target),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        failure=None if request.spec.allow_fallback else _failure(parts),
+    )
+
+
+def at_own_size(folder: Path, image: ImageSpec) -> ImageSpec:
+    """The picture with the model's own height and width in pixels where the spec names none."""
+    scale = _vae_scale(submodel_config(folder, "vae_decoder"))
+    own = submodel_config(folder, "unet")["sample_size"] * scale
+    return replace(image, height=image.height or own, width=image.width or own)
+
+
+def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
+    """Submodel -> random inputs at the shapes of a pipeline that draws one such picture."""
+    configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
+    sizes = {} if image.height is None or image.width is None else {"height": image.height, "width": image.width}
+    return {
+        name: dummy_inputs(
+            name,
+            config,
+            batch=_unet_batch(image) if name in ("unet", "text_encoder") else 1,
+            vae_scale=_vae_scale(configs["vae_decoder"]),
+            sequence=configs["text_encoder"]["max_position_embeddings"],
+            **sizes,
+        )
+        for name, config in configs.items()
+    }
+
+
+def _unet_batch(image: ImageSpec) -> int:
+    return 2 if image.guidance_scale > 1 else 1
+
+
+def _vae_scale(config: Mapping[str, Any]) -> int:
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
+def _evaluate_submodel(
+    request: Request, target: Target, name: str, inputs: Mapping[str, np.ndarray], progress: Progress
+) -> tuple[SubmodelResult, Submodel]:
+    progress(f"{name}: loading")
+    begin = time.perf_counter()
+    options: dict[str, Any] = {
+        "shapes": {key: value.shape for key, value in inputs.items()},
+        "engine_cache": request.engine_cache,
+        "threads": request.threads,
+    }
+    submodel = load_submodel(request.folder, name, target, **options)
+    load_seconds = time.perf_counter() - begin
+    model = (request.folder / name / MODEL_FILE).resolve()
+    cast = {key: value.astype(submodel.input_types[key]) for key, value in inputs.items()}
+    if hasattr(submodel.session, "get_provider_graph_assignment_info"):
+        placed = placement(submodel.session, model)
+    else:
+        placed = placement_by_profile(model, target, cast, **options)
+    latency: Latency | None = None
+    if request.spec.latency is not None:
+        progress(f"{name}: timing")
+        spec = request.spec.latency
+        latency = measure(lambda: submodel(**cast), warmup=spec.warmup, runs=spec.runs)
+    described = {key: f"{'x'.join(map(str, value.shape))} {value.dtype}" for key, value in cast.items()}
+    return SubmodelResult(described, load_seconds, placed, latency), submodel
+
+
+def _evaluate_pipeline(
+    request: Request, loaded: Mapping[str, Submodel], image: ImageSpec, artifacts: Mapping[str, str], progress: Progress
+) -> tuple[Latency | None, bool | None]:
+    """The latency of a whole picture, and whether the safety checker objected; writes the picture."""
+    import torch
+
+    if request.spec.latency is None and request.spec.image is None:
+        return None, None
+    pipeline = TextToImagePipeline(loaded, **load_companions(request.folder))
+    drawn: list[Images] = []
+
+    def draw() -> None:
+        images = pipeline(
+            image.prompt,
+            negative_prompt=image.negative_prompt,
+            height=image.height,
+            width=image.width,
+            num_inference_steps=image.steps,
+            guidance_scale=image.guidance_scale,
+            generator=torch.Generator().manual_seed(image.seed),
+        )
+        drawn[:] = [images]
+
+    latency: Latency | None = None
+    progress("pipeline: drawing")
+    if request.spec.latency is None:
+        draw()
+    else:
+        latency = measure(draw, warmup=request.spec.latency.warmup, runs=request.spec.latency.runs)
+    if request.spec.image is not None and request.image is not None:
+        settings = {
+            **asdict(image),
+            "scheduler": type(pipeline.scheduler).__name__,
+            "target": request.target,
+            "artifacts": artifacts,
+            "versions": versions(),
+        }
+        _write_png(drawn[0].images[0], request.image, settings)
+    flags = drawn[0].nsfw_content_detected
+    return latency, None if flags is None else flags[0]
+
+
+def _write_png(picture: Any, path: Path, settings: Mapping[str, Any]) -> None:
+    """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
+    from PIL.PngImagePlugin import PngInfo
+
+    chunk = PngInfo()
+    chunk.add_itxt("sdflow", json.dumps(settings, ensure_ascii=False, sort_keys=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        picture.save(temporary, format="PNG", pnginfo=chunk)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _failure(parts: Mapping[str, SubmodelResult]) -> str | None:
+    messages = []
+    for name, part in parts.items():
+        try:
+            part.placement.require_complete(name)
+        except VerificationError as error:
+            messages.append(str(error))
+    return "\n".join(messages) or None
+
+
+def main() -> None:
+    """Serve one request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    with open(os.dup(1), "w", encoding="utf-8") as messages:
+        os.dup2(2, 1)  # what libraries print is no message
+        sys.exit(_serve(messages))
+
+
+def _serve(messages: IO[str]) -> int:
+    def send(kind: str, content: object) -> None:
+        messages.write(json.dumps({kind: content}, allow_nan=False) + "\n")
+        messages.flush()
+
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return 1
+        line += byte
+    end_with_parent(0)
+    request = Request.from_json(json.loads(line))
+    try:
+        result = run(request, lambda phrase: send("progress", phrase))
+    except SdflowError as error:
+        send("error", {"type": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy})
+        return 0
+    send("result", result.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The process a pass runs in: `python -m sdflow.passes.worker`, spoken to by `sdflow.workers`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import CONFIG_FILE
+from sdflow.passes import registry
+from sdflow.passes.base import LoraInput, PassInputs
+from sdflow.workers import serve_request
+
+
+def run_pass(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
+    """Run one pass. The request names it, its options and where its input lies; returns the pass's facts."""
+    implementation = registry.find_pass(request["pass"], Path(request["base"]))
+    inputs = PassInputs(
+        submodel=request["submodel"],
+        model=Path(request["model"]) if request["model"] else None,
+        checkpoint=request["checkpoint"],
+        loras=tuple(LoraInput(Path(lora["path"]), lora["scale"]) for lora in request["loras"]),
+        progress=phase,
+    )
+    out = Path(request["out"])
+    facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+    if inputs.model is not None and not (out / CONFIG_FILE).exists() and (inputs.model / CONFIG_FILE).exists():
+        shutil.copyfile(inputs.model / CONFIG_FILE, out / CONFIG_FILE)  # the architecture stays with the graph
+    return facts
+
+
+if __name__ == "__main__":
+    serve_request(run_pass)

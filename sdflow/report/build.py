@@ -1,0 +1,178 @@
+"""Output of `sdflow plan`, `sdflow explain` and `sdflow run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdflow.report.output import print_json, print_table
+from sdflow.report.units import megabytes, milliseconds, seconds
+
+if TYPE_CHECKING:
+    from sdflow.evaluate.statistics import Latency
+    from sdflow.plan import Plan, PlannedStep
+    from sdflow.run import PipelineResult, RunResult
+    from sdflow.store import Cache
+
+# Fused operators worth a column, in the order they are shown.
+FUSED = (
+    "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm",
+    "NhwcConv", "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
+)  # fmt: skip
+
+
+def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
+    """Every step as cached or to run, with the reason."""
+    planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.pipelines]
+    if as_json:
+        listed = [_planned_json(step) for _, steps in planned for step in steps]
+        print_json("plan", {"steps": listed, "notes": [note for pipeline, _ in planned for note in pipeline.notes]})
+        return
+    for pipeline, steps in planned:
+        print_table(
+            f"{pipeline.pipeline.name}: {pipeline.pipeline.model} for {pipeline.pipeline.target}",
+            ("submodel", "pass", "state", "reason"),
+            [(step.step.submodel, step.step.name, step.state, "; ".join(step.reasons)) for step in steps],
+        )
+        for note in pipeline.notes:
+            print(f"  {note}")
+    every = [step for _, steps in planned for step in steps]
+    print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached")
+
+
+def _planned_json(planned: PlannedStep) -> dict[str, Any]:
+    return {
+        "step": planned.step.id,
+        "pass": planned.step.name,
+        "state": planned.state,
+        "reasons": list(planned.reasons),
+        "action": planned.action.digest if planned.action else None,
+        "artifact": planned.record.artifact.digest if planned.record else None,
+    }
+
+
+def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, as_json: bool) -> None:
+    """What changed in each step since its last build."""
+    chosen = [
+        step
+        for plan in plans
+        for pipeline in plan.pipelines
+        for step in pipeline.steps(cache)
+        if only is None or only in f"{step.step.id} {step.step.name}"
+    ]
+    if as_json:
+        print_json("explanation", {"steps": [_planned_json(step) for step in chosen]})
+        return
+    for step in chosen:
+        built = f"built {step.record.built['finished']}" if step.record else ""
+        lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
+        print(f"{step.step.id} {step.step.name}: {lines[0] if lines else ''}")
+        for line in lines[1:]:
+            print(f"  {line}")
+
+
+def print_run(result: RunResult, *, as_json: bool) -> None:
+    """What was built, what came from the cache, how fast it runs."""
+    if as_json:
+        print_json(
+            "run",
+            {"seconds": round(result.seconds, 3), "pipelines": [_pipeline_json(each) for each in result.pipelines]},
+        )
+        return
+    for pipeline in result.pipelines:
+        _print_steps(pipeline)
+        _print_evaluation(pipeline)
+        print(f"pipeline: {pipeline.folder}\n")
+    every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
+    ran = sum(step.outcome != "cached" for step in every)
+    print(f"{ran} of {len(every)} steps ran, the others came from the cache; {seconds(result.seconds)} in all")
+
+
+def _print_steps(pipeline: PipelineResult) -> None:
+    rows = []
+    for submodel, chain in pipeline.steps.items():
+        for step in chain:
+            built, facts = step.record.built, step.record.facts
+            rows.append(
+                (
+                    submodel,
+                    step.step.name,
+                    step.outcome,
+                    seconds(built["seconds"]),
+                    megabytes(built["peak_memory"]),
+                    str(facts.get("nodes", "")),
+                    fused_operators(facts.get("operators", {})),
+                    megabytes(step.record.artifact.bytes),
+                )
+            )
+    planned = pipeline.plan.pipeline
+    print_table(
+        f"{planned.name}: {planned.model} for {planned.target}",
+        ("submodel", "pass", "", "build time", "peak memory", "nodes", "fused operators", "size"),
+        rows,
+        right=("build time", "peak memory", "nodes", "size"),
+    )
+    for note in pipeline.plan.notes:
+        print(f"  {note}")
+
+
+def _print_evaluation(pipeline: PipelineResult) -> None:
+    result = pipeline.evaluation
+    if result is None:
+        return
+    if not result.measured:
+        print(f"not measured: {result.reason}")
+        return
+    timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
+    rows = [
+        (name, ", ".join(inputs.values()), *_latency_cells(latency))
+        for name, (inputs, latency) in timed.items()
+        if latency is not None
+    ]
+    if result.pipeline is not None:
+        settings = result.settings
+        size = f"{settings['height']}x{settings['width']}, {settings['steps']} steps"
+        rows.append(("whole image", size, *_latency_cells(result.pipeline)))
+    if rows:
+        columns = ("latency", "shapes", "runs", "first", "median", "p90", "p99", "min")
+        print_table(f"on {result.provider}", columns, rows, right=columns[2:])
+    for name, part in result.submodels.items():
+        if part.placement.fallen:
+            print(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
+    print(f"peak memory of the process: {megabytes(result.peak_memory_bytes or 0)}")
+    if result.image:
+        print(f"picture: {result.image}")
+
+
+def _latency_cells(latency: Latency) -> tuple[str, ...]:
+    times = (latency.first_ms, latency.median_ms, latency.p90_ms, latency.p99_ms, latency.min_ms)
+    return (str(latency.runs), *(milliseconds(each) for each in times))
+
+
+def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
+    return {
+        "name": pipeline.plan.pipeline.name,
+        "target": pipeline.plan.pipeline.target,
+        "folder": str(pipeline.folder),
+        "notes": list(pipeline.plan.notes),
+        "steps": [
+            {
+                "step": step.step.id,
+                "pass": step.step.name,
+                "outcome": step.outcome,
+                "action": step.record.action.digest,
+                "artifact": step.record.artifact.digest,
+                "bytes": step.record.artifact.bytes,
+                "built": step.record.built,
+                "facts": step.record.facts,
+            }
+            for chain in pipeline.steps.values()
+            for step in chain
+        ],
+        "evaluation": pipeline.evaluation.to_json() if pipeline.evaluation else None,
+    }
+
+
+def fused_operators(operators: Mapping[str, int]) -> str:
+    """ "MultiHeadAttention 32, GroupNorm 16": the fused operators that a graph has."""
+    return ", ".join(f"{name} {operators[name]}" for name in FUSED if operators.get(name))

@@ -1,0 +1,114 @@
+"""The main job: execute a workflow's plan, assemble its pipelines, evaluate them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.assemble import assemble
+from sdflow.config.workflow import Workflow
+from sdflow.evaluate import EvaluationResult, evaluate
+from sdflow.execute import Executor, FinishedStep, Listener
+from sdflow.plan import PipelinePlan, make_plan
+from sdflow.store import Cache
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `sdflow run` was asked to do. Paths: folders for pipelines and for measurements."""
+
+    out: Path
+    results: Path
+    copy: bool = False
+    rebuild: bool = False
+    check: bool = False
+    evaluate: bool = True
+    require_target: bool = False
+    keep_failed: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """A built pipeline: its folder, the steps of each submodel, and what was measured."""
+
+    plan: PipelinePlan
+    folder: Path
+    steps: Mapping[str, tuple[FinishedStep, ...]]
+    evaluation: EvaluationResult | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Everything one run did, and the seconds it took."""
+
+    pipelines: tuple[PipelineResult, ...]
+    seconds: float
+
+
+def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener: Listener) -> RunResult:
+    """Build, assemble and evaluate every pipeline of a workflow.
+
+    Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
+    """
+    started = time.perf_counter()
+    plan = make_plan(workflow, cache, download=True)
+    executor = Executor(cache, listener, rebuild=options.rebuild, check=options.check, keep_failed=options.keep_failed)
+    with cache.lease():
+        finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
+    return RunResult(tuple(finished), time.perf_counter() - started)
+
+
+def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -> PipelineResult:
+    steps = executor.run(plan)
+    folder = options.out / plan.pipeline.name
+    parts = {submodel: chain[-1].record.artifact for submodel, chain in steps.items()}
+    if options.copy:
+        for artifact in parts.values():
+            executor.cache.check(artifact)
+    companions = plan.checkpoint.companions if plan.checkpoint else {}
+    assemble(folder, parts=parts, companions=companions, manifest=manifest(plan, steps), copy=options.copy)
+    if not options.copy:
+        executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
+    spec = plan.pipeline.evaluate
+    if not options.evaluate or (spec.latency is None and spec.image is None):
+        return PipelineResult(plan, folder, steps, None)
+    evaluation = evaluate(
+        folder,
+        spec,
+        plan.pipeline.target,
+        name=plan.pipeline.name,
+        results=options.results,
+        required=options.require_target,
+        progress=executor.listener.note,
+    )
+    evaluation.raise_for_failure()
+    return PipelineResult(plan, folder, steps, evaluation)
+
+
+def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) -> dict[str, Any]:
+    """The content of a pipeline's `sdflow.json`: where every file came from, and what was measured on it."""
+    return {
+        "name": plan.pipeline.name,
+        "target": plan.pipeline.target,
+        "model": plan.pipeline.model,
+        "checkpoint": plan.checkpoint.provenance if plan.checkpoint else None,
+        "loras": [{"reference": lora.reference, "sha256": lora.sha256, "scale": lora.scale} for lora in plan.loras],
+        "submodels": {
+            submodel: {
+                "steps": [
+                    {
+                        "pass": result.step.name,
+                        "action": result.record.action.digest,
+                        "config": result.step.config,
+                        "uses": result.step.uses,
+                        "facts": result.record.facts,
+                    }
+                    for result in chain
+                ]
+            }
+            for submodel, chain in steps.items()
+        },
+    }

@@ -1,0 +1,187 @@
+"""ONNX Runtime sessions: one submodel on one target's execution provider, or an error; never another provider instead."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.targets import CACHE_DIR, Target
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+_PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
+
+Shapes = Mapping[str, Sequence[int]]
+"""Input name -> its size along each axis."""
+
+
+def import_onnxruntime(target: Target | None = None) -> ModuleType:
+    """ONNX Runtime with its telemetry off.
+
+    Raises TargetUnavailableError when no ONNX Runtime is installed.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at import; without it a device id is written under HOME
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise TargetUnavailableError(
+            f"ONNX Runtime cannot be imported: {error}",
+            where=target.name if target else None,
+            remedy=f"pip install {target.package if target else 'onnxruntime'}",
+        ) from error
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime
+
+
+def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
+    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
+
+    Raises TargetUnavailableError that says which package, or which version, is missing.
+    """
+    if target.platform is not None and sys.platform != target.platform:
+        raise TargetUnavailableError(
+            f"it runs on {_PLATFORMS[target.platform]} only",
+            where=target.name,
+            remedy="Building for it works everywhere; take the pipeline folder there to run it (with --copy).",
+        )
+    present, reasons = set(available), []
+    for provider, first, last in target.providers:
+        if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
+            bound = f"{first} or later" if first else f"{last} or earlier"
+            reasons.append(f"{provider} needs ONNX Runtime {bound}, this is {version}")
+        elif provider not in present:
+            reasons.append(f"the installed ONNX Runtime {version} was built without {provider}")
+        else:
+            return provider
+    raise TargetUnavailableError(
+        "; ".join(reasons),
+        where=target.name,
+        remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+    )
+
+
+def create_session(
+    model: Path,
+    target: Target,
+    *,
+    shapes: Shapes | None = None,
+    engine_cache: Path | None = None,
+    threads: int | None = None,
+    profile: Path | None = None,
+) -> onnxruntime.InferenceSession:
+    """Load `model` on the target's provider.
+
+    shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
+    engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
+    threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
+    profile: prefix of a profile that `end_profiling` writes.
+    Raises TargetUnavailableError when the provider is missing or cannot be loaded.
+    """
+    ort = import_onnxruntime(target)
+    provider = choose_provider(target, ort.__version__, ort.get_available_providers())
+    if target.session.needs_cuda:
+        _load_cuda(ort)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # errors; what matters of the warnings is checked below
+    options.enable_mem_pattern = target.session.memory_pattern
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    if target.session.static_shapes:
+        for name, size in free_dimensions(model, shapes or {}).items():
+            options.add_free_dimension_override_by_name(name, size)
+
+    wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
+    with_options = [(name, provider_options(target, name, engine_cache)) for name in wanted]
+    try:
+        session = ort.InferenceSession(
+            str(model),
+            options,
+            # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
+            providers=with_options,
+            enable_fallback=0,
+        )
+    except ort.capi.onnxruntime_pybind11_state.EPFail as error:
+        raise TargetUnavailableError(str(error), where=target.name, remedy="See `sdflow doctor`.") from error
+    if session.get_providers()[0] != provider:
+        raise TargetUnavailableError(
+            f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
+            where=target.name,
+            remedy="Its libraries or its device are missing: see `sdflow targets`.",
+        )
+    if target.session.needs_cuda:
+        _require_cudnn(target)
+    return session
+
+
+def provider_options(target: Target, provider: str, engine_cache: Path | None) -> dict[str, str]:
+    """The options of one of the target's providers, with the engine cache's directory filled in or left out."""
+    options = target.session.options.get(provider, {})
+    if engine_cache is None:
+        return {name: value for name, value in options.items() if CACHE_DIR not in value}
+    return {name: value.replace(CACHE_DIR, str(engine_cache)) for name, value in options.items()}
+
+
+def free_dimensions(model: Path, shapes: Shapes) -> dict[str, int]:
+    """The sizes of the model's named dimensions when its inputs have these shapes.
+
+    Raises VerificationError when a dimension stays free, or two inputs want different sizes of one dimension.
+    """
+    import onnx
+
+    sizes: dict[str, int] = {}
+    for value in onnx.load(model, load_external_data=False).graph.input:
+        axes = value.type.tensor_type.shape.dim
+        shape = shapes.get(value.name)
+        if shape is None or len(shape) != len(axes):
+            raise VerificationError(f"no shape is known for its input {value.name}", where=str(model))
+        for axis, size in zip(axes, shape, strict=True):
+            if axis.HasField("dim_value") and axis.dim_value != size:
+                raise VerificationError(f"{value.name} has size {axis.dim_value}, not {size}", where=str(model))
+            if axis.dim_param and sizes.setdefault(axis.dim_param, size) != size:
+                raise VerificationError(
+                    f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=str(model)
+                )
+    return sizes
+
+
+def _load_cuda(ort: ModuleType) -> None:
+    """Load CUDA and cuDNN from torch's or NVIDIA's wheels: the provider's library then finds them in the process."""
+    import torch  # noqa: F401
+
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+
+
+def _require_cudnn(target: Target) -> None:
+    library = "cudnn64_9.dll" if sys.platform == "win32" else "libcudnn.so.9"
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        raise TargetUnavailableError(
+            f"cuDNN 9 cannot be loaded: {error}",
+            where=target.name,
+            remedy="Install a CUDA build of torch (its wheels bring cuDNN) or the nvidia-cudnn package of its CUDA.",
+        ) from error
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def numpy_type(value: Any) -> str:
+    """The numpy type name of a session's input or output (`onnxruntime.NodeArg`)."""
+    names = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
+    element: str = names.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
+    return element

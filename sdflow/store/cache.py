@@ -1,0 +1,257 @@
+"""The content-addressed cache of build steps.
+
+An entry is an action file, which names an object. `lookup` believes an entry only if the action file carries its own
+digest, belongs to the action, and the object's files have the sizes and, by the stat cache, the content of its
+manifest; `check` reads every byte again. What is damaged goes to quarantine and counts as never built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sdflow.artifact import Action, Artifact, Record
+from sdflow.digest import digest_json
+from sdflow.errors import CacheError
+from sdflow.store import leases
+from sdflow.store.gc import Entry, GcReport, clean, collect, entries
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, replace_file, writing
+from sdflow.store.locks import file_lock, held
+from sdflow.store.objects import AbsentObject, BadTree, check, find
+from sdflow.store.publish import Staging
+from sdflow.store.quarantine import put_aside
+from sdflow.store.records import BadRecord, dump, load, load_action
+from sdflow.store.stat_cache import StatCache
+from sdflow.store.verify import VerifyReport, verify
+
+
+class CorruptArtifactError(CacheError):
+    """An artifact of the cache is not what was published. It has been put aside: build its action again."""
+
+
+class Cache:
+    """A cache directory. Opening it touches nothing; the directory is made by the first write.
+
+    salt: for the planner to put into every action, so that a user can set apart what would be equal.
+    """
+
+    def __init__(self, root: Path, *, salt: str = "") -> None:
+        self.root = root
+        self.salt = salt
+        self._layout = Layout(root)
+        self.stat = StatCache(self._layout)
+        self._lease: leases.Lease | None = None
+        self._damaged: set[str] = set()  # objects that could not be moved to quarantine
+
+    def lookup(self, action: Action) -> Record | None:
+        """The finished action, or None if it has to be built. Raises CacheError if the cache cannot be read."""
+        path = self._layout.action(action.digest)
+        with writing(self.root):
+            try:
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                stored = load_action(data)
+                if stored.action.digest != action.digest:
+                    raise BadRecord("it belongs to another action")
+            except BadRecord as error:
+                put_aside(self._layout, [path], str(error))
+                return None
+            lease = self._lease
+            if lease is not None:
+                self._note(lambda: lease.add(stored.object), "a lease")
+            if stored.object in self._damaged:
+                return None
+            try:
+                artifact = find(self._layout, self.stat, stored.object)
+            except AbsentObject:
+                return None
+            except BadTree as error:
+                self._quarantine(stored.object, str(error), path)
+                return None
+        try:
+            os.utime(path)  # the last use, for `gc`
+        except OSError as error:
+            log.debug("last use of %s not noted: %s", path, error)
+        return Record(action, artifact, stored.facts, stored.built)
+
+    def check(self, artifact: Artifact) -> None:
+        """Read and hash an artifact again, before a pass reads it or it is copied.
+
+        Raises CorruptArtifactError, after putting the entry aside, if it is not what was published.
+        """
+        with writing(self.root):
+            try:
+                check(self._layout, self.stat, artifact.digest)
+            except BadTree as error:
+                if not isinstance(error, AbsentObject):
+                    self._quarantine(artifact.digest, str(error))
+                raise CorruptArtifactError(
+                    f"the artifact is damaged: {error}",
+                    where=str(artifact.path),
+                    remedy="Run again: it is built anew. If this comes back, look at the disk and the memory.",
+                ) from error
+
+    def _quarantine(self, digest: str, reason: str, *actions: Path) -> None:
+        if not put_aside(self._layout, [self._layout.object(digest), *actions], reason):
+            self._damaged.add(digest)
+
+    @contextmanager
+    def staging(self, action: Action, *, keep_failed: bool = False) -> Iterator[Staging]:
+        """A directory for a pass to write into. Without `publish`, nothing of it stays.
+
+        keep_failed: a failure keeps its directory, as `staging/...-failed`; `Staging.kept` says where.
+        Raises CacheError if the cache cannot be written or the disk is full.
+        """
+        self._layout.ensure()
+        path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
+        owner = path.with_name(f"{path.name}.lock")
+        with self._any_lease() as lease:
+            staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
+            lock = file_lock(owner)
+            with writing(self.root):
+                lock.acquire()  # held while we live: `gc` knows the directories of the dead by it
+            try:
+                with writing(self.root):
+                    staging.files.mkdir(parents=True)
+                yield staging
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise cache_error(self.root, error, written=staging.bytes_written()) from error
+            finally:
+                staging.clear(keep=keep_failed)
+                owner.unlink(missing_ok=True)
+                lock.release()
+
+    @contextmanager
+    def lock(self, action: Action, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
+
+        waiting: called once if another process holds it. Raises CacheError if the cache cannot be written.
+        """
+        self._layout.ensure()
+        with held(self._layout.lock(action.digest), waiting):
+            yield
+
+    def forget(self, action: Action) -> None:
+        """Make the action one that has to be built. Its object stays until `gc`, if no other action gave it."""
+        with writing(self.root):
+            self._layout.action(action.digest).unlink(missing_ok=True)
+
+    def remember_step(self, step_id: str, action: Action) -> None:
+        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""
+        if self.last_action(step_id) == action:
+            return
+
+        def write() -> None:
+            self._layout.ensure()
+            body = {"format": 1, "step": step_id, "action": action.content}
+            replace_file(self._layout, self._step(step_id), dump(body))
+
+        self._note(write, "the last action of a step")
+
+    def last_action(self, step_id: str) -> Action | None:
+        """The action that the step had when it was last run; None if that is not known."""
+        try:
+            body = load(self._step(step_id).read_bytes())
+            return Action(body["action"]) if body["step"] == step_id else None
+        except (OSError, BadRecord, KeyError) as error:
+            log.debug("no last action of %s: %s", step_id, error)
+            return None
+
+    def _step(self, step_id: str) -> Path:
+        return self._layout.steps / f"{digest_json(step_id)}.json"
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Protect every object that is looked up or published in here from `gc`, by whatever process.
+
+        On a read-only cache this does nothing.
+        """
+        if self._lease is not None:  # inside another one
+            yield
+            return
+        made: list[leases.Lease] = []
+
+        def make() -> None:
+            self._layout.ensure()
+            made.append(leases.Lease(self._layout))
+
+        self._note(make, "a lease")
+        try:
+            self._lease = made[0] if made else None
+            yield
+        finally:
+            self._lease = None
+            for lease in made:
+                lease.close()
+
+    @contextmanager
+    def _any_lease(self) -> Iterator[leases.Lease]:
+        """The lease of the whole run, or one of our own."""
+        if self._lease is not None:
+            yield self._lease
+            return
+        with writing(self.root):
+            lease = leases.Lease(self._layout)
+        try:
+            yield lease
+        finally:
+            lease.close()
+
+    def pin(self, name: str, digests: Iterable[str], folder: Path | None = None) -> bool:
+        """Protect what an assembled pipeline uses for as long as its `folder` exists; replaces its earlier pin.
+
+        Returns False, and says so, if the cache is read-only. Raises CacheError if an object is not there.
+        """
+        pin = leases.Pin(name, folder.absolute() if folder else None, tuple(digests))
+
+        def write() -> None:
+            self._layout.ensure()
+            with held(self._layout.lock(leases.GUARD)):
+                gone = [digest for digest in pin.objects if not self._layout.object(digest).exists()]
+                if gone:
+                    raise CacheError(
+                        f"object {gone[0]} is not in the cache", where=str(self.root), remedy="Run the workflow again."
+                    )
+                leases.write_pin(self._layout, pin)
+
+        return self._note(write, f"the pin of {name}")
+
+    def _note(self, write: Callable[[], None], what: str) -> bool:
+        """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits."""
+        try:
+            with writing(self.root):
+                write()
+        except CacheError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in READ_ONLY | FULL:
+                log.info("%s is not noted: %s", what, error.what)
+                return False
+            raise
+        return True
+
+    def entries(self) -> list[Entry]:
+        """Every finished action that the cache holds."""
+        with writing(self.root):
+            return entries(self._layout)
+
+    def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
+        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.
+
+        What an assembled pipeline or a running build uses stays. Raises CacheError if the cache cannot be written.
+        """
+        return collect(self._layout, self.stat, max_size, dry_run=dry_run)
+
+    def clean(self) -> None:
+        """Empty the cache. Raises CacheError if the folder is not a cache of sdflow or a run is using it."""
+        self.stat.close()
+        clean(self._layout)
+        self.stat = StatCache(self._layout)
+
+    def verify(self, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
+        """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes."""
+        return verify(self._layout, self.stat, progress)

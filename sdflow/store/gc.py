@@ -1,0 +1,223 @@
+"""What the cache holds, and how it shrinks: least recently used first, never what is pinned or in use.
+
+Nothing is deleted in place: the action files go, then the object is renamed into the trash, then the trash is emptied.
+Killed at any moment, the cache has fewer entries and some rubbish for the next collection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.errors import CacheError
+from sdflow.store.layout import Layout, move, remove_tree, writing
+from sdflow.store.leases import GUARD, leased, live_leases, pins
+from sdflow.store.locks import held, try_lock
+from sdflow.store.objects import BadTree, read_manifest
+from sdflow.store.quarantine import put_aside
+from sdflow.store.records import BadRecord, load_action
+from sdflow.store.stat_cache import StatCache
+
+KEEP_SECONDS = 14 * 24 * 3600
+"""How long damaged entries and kept failures stay."""
+
+STRAY_SECONDS = 3600
+"""From which age on a temporary file, which lives for milliseconds, is rubbish."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share."""
+
+    action: str
+    object: str
+    pass_name: str
+    submodel: str
+    published: float
+    last_used: float
+    bytes: int
+    pinned_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """removed: entries that went. orphans: objects that no action named. rubbish: leftovers of killed processes, old
+    quarantine and trash. bytes_freed, bytes_kept: of objects. over: kept bytes beyond the limit, being in use."""
+
+    removed: tuple[Entry, ...] = ()
+    orphans: int = 0
+    rubbish: int = 0
+    bytes_freed: int = 0
+    bytes_kept: int = 0
+    over: int = 0
+
+
+def entries(layout: Layout) -> list[Entry]:
+    """Every entry whose action file is sound and whose object is there."""
+    return [entry for _, entry in _entries(layout) if isinstance(entry, Entry)]
+
+
+def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
+    pinned_by = defaultdict(list)
+    for pin in pins(layout):
+        for digest in pin.objects:
+            pinned_by[digest].append(pin.name)
+    for path in sorted(layout.actions.glob("*/*.json")):
+        try:
+            used = path.stat().st_mtime
+            stored = load_action(path.read_bytes())
+            files = read_manifest(layout.object(stored.object), stored.object)
+        except FileNotFoundError:  # forgotten just now
+            continue
+        except (BadRecord, BadTree) as error:
+            yield path, error
+            continue
+        content = stored.action.content
+        step = content.get("pass")
+        yield (
+            path,
+            Entry(
+                action=stored.action.digest,
+                object=stored.object,
+                pass_name=str(step.get("name", "?")) if isinstance(step, dict) else "?",
+                submodel=str(content.get("submodel", "?")),
+                published=stored.published,
+                last_used=used,
+                bytes=sum(file.size for file in files),
+                pinned_by=tuple(pinned_by[stored.object]),
+            ),
+        )
+
+
+def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:
+    """Remove rubbish and, until the objects take at most `max_size` bytes, entries. Raises CacheError."""
+    if not layout.is_ours():
+        return GcReport()
+    if not dry_run:
+        layout.ensure()
+    with writing(layout.root), held(layout.lock("gc")):
+        with held(layout.lock(GUARD)):  # no lease is taken, and so nothing published, while we decide and move
+            report = _collect_objects(layout, max_size, dry_run=dry_run)
+        rubbish = list(_rubbish(layout))
+        if not dry_run:
+            for path in rubbish:
+                remove_tree(path)
+            _remove_idle_locks(layout)
+            stats.prune()
+    return GcReport(**{**vars(report), "rubbish": len(rubbish)})
+
+
+def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
+    # Leases are read before actions: a build that ends in between has left either its lease or its action.
+    protected = set(leased(layout)) | {digest for pin in pins(layout) for digest in pin.objects}
+    by_object: defaultdict[str, list[Entry]] = defaultdict(list)
+    for path, entry in _entries(layout):
+        if isinstance(entry, Entry):
+            by_object[entry.object].append(entry)
+        elif not dry_run:
+            put_aside(layout, [path], str(entry)) if isinstance(entry, BadRecord) else path.unlink(missing_ok=True)
+    sizes = {path.name: _size(path) for path in layout.objects.glob("*/*")}
+    orphans = [digest for digest in sizes if digest not in by_object and digest not in protected]
+    doomed = list(orphans)
+    kept = sum(sizes.values()) - sum(sizes[digest] for digest in orphans)
+    if max_size is not None:
+        for digest in sorted(by_object, key=lambda digest: max(entry.last_used for entry in by_object[digest])):
+            if kept <= max_size:
+                break
+            if digest not in protected:
+                doomed.append(digest)
+                kept -= sizes[digest]
+    removed = [entry for digest in doomed for entry in by_object.get(digest, ())]
+    if not dry_run:
+        for entry in removed:
+            layout.action(entry.action).unlink(missing_ok=True)
+        for digest in doomed:
+            with suppress(FileNotFoundError):  # moved to quarantine just now
+                move(layout.object(digest), layout.trash / f"{digest[:16]}-{time.time_ns()}")
+    return GcReport(
+        removed=tuple(removed),
+        orphans=len(orphans),
+        bytes_freed=sum(sizes[digest] for digest in doomed),
+        bytes_kept=kept,
+        over=max(0, kept - max_size) if max_size is not None else 0,
+    )
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files in a directory; what vanishes meanwhile counts nothing."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                total += path.stat().st_size
+    return total
+
+
+def _rubbish(layout: Layout) -> Iterator[Path]:
+    """The trash, what dead processes left in staging, and damaged entries and failures kept long enough."""
+    now = time.time()
+    yield from layout.trash.glob("*")
+    for path in layout.quarantine.glob("*"):
+        if path.stat().st_mtime < now - KEEP_SECONDS:
+            yield path
+    for path in layout.staging.glob("*"):
+        try:
+            age = now - path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if path.name.endswith("-failed"):
+            if age > KEEP_SECONDS:
+                yield path
+        elif path.is_dir():
+            owner = try_lock(path.with_name(f"{path.name}.lock"))
+            if owner is not None:  # held as long as the process lives
+                owner.release()
+                yield path
+        elif path.suffix != ".lock" and age > STRAY_SECONDS:
+            yield path
+
+
+def _remove_idle_locks(layout: Layout) -> None:
+    """Lock files that nobody holds. Who waits on one that goes sees it and takes a new one (filelock looks)."""
+    for path in (*layout.locks.glob("*.lock"), *layout.staging.glob("*.lock")):
+        if path.stem not in (GUARD, "gc", "stat"):
+            lock = try_lock(path)
+            if lock is not None:
+                path.unlink(missing_ok=True)
+                lock.release()
+
+
+def clean(layout: Layout) -> None:
+    """Empty the cache. Raises CacheError if the directory is not a cache of ours or a run is using it."""
+    if not layout.root.exists():
+        return
+    if not layout.is_ours():
+        if not layout.foreign() and not layout.base.exists():
+            return
+        raise CacheError(
+            "this is not a cache of sdflow: its CACHEDIR.TAG is missing or another program's",
+            where=str(layout.root),
+            remedy="Nothing was removed. Give the cache folder, or remove this one by hand if it is what you mean.",
+        )
+    layout.ensure()
+    with writing(layout.root), held(layout.lock("gc")), held(layout.lock(GUARD)):
+        users = live_leases(layout)
+        if users:
+            raise CacheError(
+                f"the cache is in use by process {', '.join(map(str, users))}",
+                where=str(layout.root),
+                remedy="Nothing was removed. Wait until it ends.",
+            )
+        # The actions first: from then on nothing of the rest counts.
+        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.quarantine, layout.staging]
+        for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
+            with suppress(FileNotFoundError):
+                move(path, layout.trash / f"{path.name}-{time.time_ns()}")
+        for path in layout.trash.glob("*"):
+            remove_tree(path)
+        _remove_idle_locks(layout)
+        layout.ensure()

@@ -1,0 +1,213 @@
+"""Where everything lies in a cache directory, and how to write there without ever leaving half a file.
+
+CACHEDIR.TAG  .gitignore
+v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-only
+   actions/ab/<action digest>.json                     the commit point: this action gave that object
+   steps/<digest of step id>.json                      the last action of a step, for `explain`
+   staging/ quarantine/ trash/ locks/ leases/ pins/
+   stat.sqlite
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CacheError
+
+log = logging.getLogger("sdflow.store")
+
+SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"  # https://bford.info/cachedir/
+TAG = f"{SIGNATURE}\n# This file is a cache directory tag created by sdflow.\n# See https://bford.info/cachedir/\n"
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class Layout:
+    """The paths of a cache. Making one touches no disk; `ensure` makes the directories."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tag = root / "CACHEDIR.TAG"
+        self.base = root / "v1"
+        self.objects = self.base / "objects"
+        self.actions = self.base / "actions"
+        self.steps = self.base / "steps"
+        self.staging = self.base / "staging"
+        self.quarantine = self.base / "quarantine"
+        self.trash = self.base / "trash"
+        self.locks = self.base / "locks"
+        self.leases = self.base / "leases"
+        self.pins = self.base / "pins"
+        self.stat = self.base / "stat.sqlite"
+
+    def object(self, digest: str) -> Path:
+        return self.objects / digest[:2] / digest
+
+    def action(self, digest: str) -> Path:
+        return self.actions / digest[:2] / f"{digest}.json"
+
+    def lock(self, name: str) -> Path:
+        return self.locks / f"{name}.lock"
+
+    def is_ours(self) -> bool:
+        """Whether the root carries the tag that `ensure` writes."""
+        try:
+            text = self.tag.read_text(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return text.startswith(SIGNATURE) and "sdflow" in text
+
+    def ensure(self) -> None:
+        """Make the directories, the tag first. Raises CacheError when the root is a foreign directory or read-only."""
+        with writing(self.root):
+            if not self.is_ours():
+                self._adopt()
+            for folder in (
+                self.objects,
+                self.actions,
+                self.steps,
+                self.staging,
+                self.quarantine,
+                self.trash,
+                self.locks,
+                self.leases,
+                self.pins,
+            ):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def foreign(self) -> list[str]:
+        """What lies in the root that is neither ours nor a dot file."""
+        names = (entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
+        return sorted(name for name in names if name not in (self.base.name, "lost+found"))
+
+    def _adopt(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        foreign = self.foreign()
+        if foreign:
+            raise CacheError(
+                f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
+                where=str(self.root),
+                remedy="Give an empty or a new folder as the cache.",
+            )
+        ignore = self.root / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n")
+        temporary = self.root / f".tag-{os.urandom(8).hex()}"
+        write_file(temporary, TAG.encode())
+        temporary.replace(self.tag)
+
+
+def cache_error(root: Path, error: OSError, *, written: int | None = None) -> CacheError:
+    """What an OSError means for the user of the cache at `root`. `written`: bytes that were already put there."""
+    place = str(error.filename or root)
+    if error.errno in FULL:
+        so_far = f" after {written:,} bytes" if written else ""
+        limit = "the file size limit of this process is reached" if error.errno == errno.EFBIG else "the disk is full"
+        return CacheError(
+            f"{limit}{so_far}: {free_bytes(root):,} bytes are free ({error.strerror})",
+            where=place,
+            remedy="Nothing was lost and finished steps are kept. Free some space, for example with "
+            "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run goes on from here.",
+        )
+    if error.errno in READ_ONLY:
+        return CacheError(
+            f"the cache cannot be written ({error.strerror})",
+            where=place,
+            remedy="What it holds can still be used. To build more, make it writable or give another cache folder.",
+        )
+    return CacheError(
+        f"the cache cannot be read or written ({error.strerror or error})",
+        where=place,
+        remedy="Look at the disk and the permissions, or give another cache folder.",
+    )
+
+
+def free_bytes(root: Path) -> int:
+    """Bytes that the file system under `root` has left for us; 0 when it cannot be asked."""
+    for place in (root, *root.parents):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+@contextmanager
+def writing(root: Path, *, written: Callable[[], int] | None = None) -> Iterator[None]:
+    """Turn an OSError of the body into a CacheError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise cache_error(root, error, written=written() if written else None) from error
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a new file and, if `durable`, wait until the disk has it."""
+    with path.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        if durable:
+            os.fsync(stream.fileno())
+
+
+def replace_file(layout: Layout, path: Path, data: bytes) -> None:
+    """Give `path` new content at once: readers see the old or the new, whatever is killed when."""
+    temporary = layout.staging / f"tmp-{os.urandom(8).hex()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_file(temporary, data, durable=False)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the names in a directory. Windows cannot, and journals them itself."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def move(source: Path, destination: Path) -> None:
+    """Rename; a sealed directory must be writable for the moment, or an ordinary user cannot change its parent."""
+    if source.is_dir():
+        source.chmod(0o755)
+    source.replace(destination)
+
+
+def discard(layout: Layout, path: Path) -> None:
+    """Remove a file or a directory: into the trash with one rename, and then for good. Missing is fine."""
+    layout.trash.mkdir(parents=True, exist_ok=True)
+    grave = layout.trash / f"{path.name[:24]}-{os.urandom(8).hex()}"
+    with suppress(FileNotFoundError):
+        move(path, grave)
+        remove_tree(grave)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a directory, also a sealed one. Another process may be removing it as well."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    for directory, _, names in os.walk(path):
+        with suppress(FileNotFoundError):
+            Path(directory).chmod(0o700)
+        if os.name == "nt":  # there, a read-only file cannot be removed
+            for name in names:
+                (Path(directory) / name).chmod(0o600)
+
+    def tolerate(function: Any, place: str, info: tuple[type[BaseException], BaseException, Any]) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            raise info[1]
+
+    shutil.rmtree(path, onerror=tolerate)

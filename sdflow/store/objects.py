@@ -1,0 +1,162 @@
+"""Objects: directories of files named by their tree digest, each with the manifest that lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from sdflow.artifact import Artifact
+from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
+from sdflow.store.layout import Layout, sync_directory, write_file
+from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
+
+MANIFEST = "manifest.json"
+FILES = "files"
+
+
+class BadTree(Exception):
+    """Files that are not what an object may hold, or not what its manifest says."""
+
+
+class AbsentObject(BadTree):
+    """There is no such object."""
+
+
+def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file under `files` with its POSIX path and stat.
+
+    Raises BadTree for links, devices and files with a second hardlink: onnx refuses to read weights through them.
+    """
+    with os.scandir(files) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            path = Path(entry.path)
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode):
+                yield from ((f"{entry.name}/{inner}", file) for inner, file in scan(path))
+            elif stat.S_ISLNK(found.st_mode):
+                raise BadTree(f"{entry.name} is a symbolic link")
+            elif not stat.S_ISREG(found.st_mode):
+                raise BadTree(f"{entry.name} is not a regular file")
+            elif found.st_nlink > 1:
+                raise BadTree(f"{entry.name} is a hardlink to another file")
+            else:
+                yield entry.name, found
+
+
+def seal(files: Path) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+    """Write everything under `files` out to the disk, make it read-only, and hash it.
+
+    Returns the entries, and (path, identity, SHA-256) of each for the stat cache. Raises BadTree when there is
+    nothing, or something that is no plain file. Empty directories go: they have no digest.
+    """
+    names = [name for name, _ in scan(files)]
+    if not names:
+        raise BadTree("no file was written")
+    entries, stats = [], []
+    for name in names:
+        path = files / name
+        with path.open("rb" if os.name != "nt" else "r+b") as stream:
+            os.fsync(stream.fileno())
+        path.chmod(0o444)
+        sha256 = digest_file(path)
+        after = path.stat()
+        entries.append(FileEntry(name, after.st_size, sha256))
+        stats.append((name, identity(after), sha256))
+    for directory, _, _ in os.walk(files, topdown=False):
+        if not os.listdir(directory):  # noqa: PTH208  (os.walk gives strings)
+            os.rmdir(directory)  # noqa: PTH106
+            continue
+        sync_directory(Path(directory))
+        os.chmod(directory, 0o555)  # noqa: PTH101
+    return tuple(sorted(entries)), stats
+
+
+def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
+    """Put the manifest beside `files`, on the disk and read-only."""
+    files = [[entry.path, entry.size, entry.sha256] for entry in entries]
+    path = directory / MANIFEST
+    write_file(path, canonical_json({"format": 1, "digest": digest_tree(entries), "files": files}))
+    path.chmod(0o444)
+    sync_directory(directory)
+
+
+def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
+    """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
+    with _being_there(directory):
+        data = (directory / MANIFEST).read_bytes()
+    try:
+        entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadTree(f"the manifest cannot be read ({error})") from error
+    if digest_tree(entries) != digest:
+        raise BadTree("the manifest does not belong to this object")
+    for entry in entries:
+        if PurePosixPath(entry.path).is_absolute() or ".." in PurePosixPath(entry.path).parts:
+            raise BadTree(f"the manifest names {entry.path}, which is outside the object")
+    return entries
+
+
+def find(layout: Layout, stats: StatCache, digest: str) -> Artifact:
+    """The object, if each of its files has the right size and, by its stat, the content that was hashed before.
+
+    Files whose stat is not known are hashed again. Raises AbsentObject, BadTree.
+    """
+    directory = layout.object(digest)
+    with _being_there(directory):
+        entries = read_manifest(directory, digest)
+        for entry in entries:
+            path = directory / FILES / entry.path
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
+                raise BadTree(f"{entry.path} does not have {entry.size} bytes")
+            if stats.recall(path, SHA256, identity(found)) != entry.sha256:
+                _rehash(path, entry, stats)
+    return Artifact(digest, directory / FILES, entries)
+
+
+def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
+    """The object, with every byte read and hashed again and nothing beside what the manifest lists.
+
+    Raises AbsentObject, BadTree.
+    """
+    directory = layout.object(digest)
+    with _being_there(directory):
+        entries = read_manifest(directory, digest)
+        difference = {name for name, _ in scan(directory / FILES)} ^ {entry.path for entry in entries}
+        if difference:
+            raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
+        for entry in entries:
+            _rehash(directory / FILES / entry.path, entry, stats)
+    return Artifact(digest, directory / FILES, entries)
+
+
+@contextmanager
+def _being_there(directory: Path) -> Iterator[None]:
+    """Tell damage from an object that another process removes, or puts back, while we look."""
+    try:
+        before = directory.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise AbsentObject(f"no object {directory.name}") from error
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, BadTree) as error:
+        if not directory.exists() or directory.stat().st_ino != before:
+            raise AbsentObject(f"object {directory.name} was removed") from error
+        if isinstance(error, OSError):
+            raise BadTree(f"{Path(error.filename).name} is missing") from error
+        raise
+
+
+def _rehash(path: Path, entry: FileEntry, stats: StatCache) -> None:
+    """Hash a file again and note the result. Raises BadTree if it is not what the manifest says."""
+    before = path.stat()
+    sha256 = digest_file(path)
+    now = identity(before)
+    if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
+        stats.remember([Known(path, SHA256, now, sha256)])
+    if sha256 != entry.sha256:
+        raise BadTree(f"{entry.path} does not have the content that was published")

@@ -1,0 +1,153 @@
+"""Publishing: from a staging directory to an object and, last, the action file that makes it count.
+
+Whatever is killed, and whenever, the cache holds the whole entry or none: the object appears with one rename, the
+action file with one link, and the action file is made only when the object is on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import Action, Artifact, Facts, Record
+from sdflow.digest import FileEntry, canonical_json, digest_tree
+from sdflow.errors import PassError
+from sdflow.store.layout import Layout, discard, log, move, sync_directory, write_file, writing
+from sdflow.store.leases import Lease
+from sdflow.store.objects import FILES, MANIFEST, AbsentObject, BadTree, check, seal, write_manifest
+from sdflow.store.quarantine import put_aside
+from sdflow.store.records import Stored, dump_action
+from sdflow.store.stat_cache import SHA256, Known, StatCache
+
+
+class Staging:
+    """Where a pass writes. `files` is an empty directory; `publish` makes it an entry of the cache."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        stats: StatCache,
+        action: Action,
+        path: Path,
+        lease: Lease,
+        lookup: Callable[[Action], Record | None],
+    ) -> None:
+        self.action = action
+        self.path = path
+        self.files = path / FILES
+        self.kept: Path | None = None
+        self._published = False
+        self._layout = layout
+        self._stats = stats
+        self._lease = lease
+        self._lookup = lookup
+        self._sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+
+    def clear(self, *, keep: bool) -> None:
+        """Clear the directory away; after a failure, `keep` leaves it as `<name>-failed`, where `kept` says."""
+        if not self.path.exists():
+            return
+        if keep and not self._published:
+            kept = self.path.with_name(f"{self.path.name}-failed")
+            move(self.path, kept)
+            self.kept = kept
+            return
+        discard(self._layout, self.path)
+
+    def bytes_written(self) -> int:
+        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
+
+    def tree_digest(self) -> str:
+        """The digest of what was written, to compare without publishing. Seals the files: nothing may follow."""
+        return digest_tree(self._seal()[0])
+
+    def publish(self, facts: Facts, built: Mapping[str, Any]) -> Record:
+        """Make the files the result of the action, and return the record that the cache now has.
+
+        That is another build's record when another process was first: the first result stands, so that all agree.
+        Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
+        """
+        canonical_json([facts, built])  # fails here, not half way, when they are no JSON
+        entries, _ = self._seal()
+        digest = digest_tree(entries)
+        with writing(self._layout.root, written=self.bytes_written):
+            self._lease.add(digest)
+            artifact = self._place_object(digest, entries)
+            record = Record(self.action, artifact, facts, built)
+            data = dump_action(Stored(self.action, digest, facts, built, time.time()))
+            while not self._commit(data):
+                first = self._lookup(self.action)
+                if first is not None:  # another process was first
+                    record = first
+                    break
+                # Its entry is damaged, or its object gone: the place is ours.
+                self._layout.action(self.action.digest).unlink(missing_ok=True)
+            self._published = True
+            return record
+
+    def _seal(self) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+        if self._sealed is None:
+            with writing(self._layout.root, written=self.bytes_written):
+                try:
+                    self._sealed = seal(self.files)
+                except BadTree as error:
+                    raise PassError(
+                        f"the result cannot be kept: {error}",
+                        where=str(self.files),
+                        remedy="A pass must write real files of its own, each with one link, into its output folder.",
+                    ) from error
+        return self._sealed
+
+    def _place_object(self, digest: str, entries: tuple[FileEntry, ...]) -> Artifact:
+        """Rename our copy into the objects, or take the one that is there if it is sound."""
+        target = self._layout.object(digest)
+        if not (self.path / MANIFEST).exists():
+            write_manifest(self.path, entries)
+        while True:
+            try:
+                artifact = check(self._layout, self._stats, digest)
+                log.debug("object %s is there already", digest)
+                return artifact
+            except AbsentObject:
+                pass
+            except BadTree as error:
+                put_aside(self._layout, [target], str(error))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.rename(target)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was first: look at its copy
+                    continue
+                raise
+            target.chmod(0o555)
+            sync_directory(target.parent)
+            sync_directory(self._layout.objects)
+            artifact = Artifact(digest, target / FILES, entries)
+            _, stats = self._seal()
+            self._stats.remember(Known(artifact.path / name, SHA256, now, sha256) for name, now, sha256 in stats)
+            return artifact
+
+    def _commit(self, data: bytes) -> bool:
+        """Write the action file unless there is one; the first of several processes wins."""
+        path = self._layout.action(self.action.digest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._layout.staging / f"tmp-{os.urandom(8).hex()}"
+        try:
+            write_file(temporary, data)
+            try:
+                path.hardlink_to(temporary)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                temporary.replace(path)  # a file system without hardlinks: the last process wins
+            sync_directory(path.parent)
+            sync_directory(self._layout.actions)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,219 @@
+"""Digests of files that did not change since they were last read, by their stat: no rehash of gigabytes per run.
+
+An entry is believed when size, mtime, inode and (except on Windows, where it means something else) ctime are the same
+as when the content was read. ctime cannot be set back, so a change with restored mtime is seen as well.
+
+A file that changes twice within one tick of the clock keeps its stat. As git does, an entry is therefore only kept if
+the file had been left alone for `SETTLED_NS` when reading began: any later write then shows. Objects of the cache are
+the exception (`settled=True`): they are made read-only before they are hashed, and are hashed again before use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sdflow.digest import digest_file
+from sdflow.errors import CacheError
+from sdflow.store.layout import Layout, discard
+from sdflow.store.locks import held
+
+log = logging.getLogger("sdflow.store")
+
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a common file system, FAT
+SCHEMA = 1
+SHA256 = "sha256"
+_HEX = re.compile(r"[0-9a-f]{64}")
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class Known(NamedTuple):
+    """A value of a file, and the stat at which it was true."""
+
+    path: Path
+    what: str
+    identity: str
+    value: str
+
+
+def identity(stat: os.stat_result) -> str:
+    """What of a file's stat must be the same for its content to count as the same."""
+    changed = 0 if os.name == "nt" else stat.st_ctime_ns
+    return f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}:{changed}"
+
+
+def _schema(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+class StatCache:
+    """Remembers values of files in `stat.sqlite`. Without a usable database everything works, by reading again."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._database = layout.stat
+        self._root = Path(os.path.abspath(layout.root))  # noqa: PTH100  (resolve() would ask the disk)
+        self._memory: dict[tuple[str, str], tuple[str, str]] = {}
+        self._connection: sqlite3.Connection | None = None
+        self._process = 0
+        self._guard = threading.RLock()
+
+    def digest(self, path: Path) -> str:
+        """SHA-256 of a file's content. Raises OSError if it cannot be read, CacheError if it keeps changing."""
+        return self.value(path, SHA256, digest_file)
+
+    def value(self, path: Path, what: str, compute: Callable[[Path], str], *, settled: bool = False) -> str:
+        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version.
+
+        Raises what `compute` raises, OSError for a missing file, CacheError for one that changes while it is read.
+        """
+        for _ in range(3):
+            began = time.time_ns()
+            before = path.stat()
+            known = self.recall(path, what, identity(before))
+            if known is not None:
+                return known
+            value = compute(path)
+            after = path.stat()
+            if identity(before) == identity(after):
+                touched = before.st_mtime_ns if os.name == "nt" else before.st_ctime_ns
+                if settled or touched < began - SETTLED_NS:
+                    self.remember([Known(path, what, identity(after), value)])
+                return value
+        raise CacheError(
+            "the file changes while it is read", where=str(path), remedy="Wait until it is complete and run again."
+        )
+
+    def recall(self, path: Path, what: str, now: str) -> str | None:
+        """The value of a file whose identity is `now`, if it is known."""
+        key = self._key(path)
+        entry = self._memory.get((key, what))
+        if entry is None:
+            rows = self._execute("SELECT identity, value FROM stat WHERE path = ? AND what = ?", (key, what))
+            if not rows:
+                return None
+            entry = (str(rows[0][0]), str(rows[0][1]))
+            if what == SHA256 and not _HEX.fullmatch(entry[1]):
+                return None
+            self._memory[key, what] = entry
+        return entry[1] if entry[0] == now else None
+
+    def remember(self, values: Iterable[Known]) -> None:
+        """Keep values, in this process and, where the cache can be written, for later ones."""
+        rows = [(self._key(known.path), known.what, known.identity, known.value) for known in values]
+        self._memory.update({(row[0], row[1]): (row[2], row[3]) for row in rows})
+        self._execute_many("INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)", rows)
+
+    def prune(self) -> int:
+        """Forget files that are no longer there; returns how many entries went."""
+        paths = [str(row[0]) for row in self._execute("SELECT DISTINCT path FROM stat", ())]
+        gone = [(path,) for path in paths if not (self._layout.root / path).exists()]
+        self._execute_many("DELETE FROM stat WHERE path = ?", gone)
+        self._memory.clear()
+        return len(gone)
+
+    def close(self) -> None:
+        """Close the database; it opens again when needed."""
+        with self._guard:
+            if self._connection is not None and self._process == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def _key(self, path: Path) -> str:
+        """Files of the cache by their place in it, so that it can be moved or mounted elsewhere; others absolute."""
+        absolute = Path(os.path.abspath(path))  # noqa: PTH100
+        return absolute.relative_to(self._root).as_posix() if absolute.is_relative_to(self._root) else str(absolute)
+
+    def _execute(self, statement: str, parameters: tuple[str, ...]) -> list[tuple[object, ...]]:
+        with self._guard:
+            try:
+                connection = self._open(create=False)
+                return connection.execute(statement, parameters).fetchall() if connection else []
+            except sqlite3.DatabaseError as error:
+                self._cope(error)
+                return []
+
+    def _execute_many(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
+        if not rows:
+            return
+        with self._guard:
+            for _ in range(2):  # once more, on a new database, if this one is corrupt
+                try:
+                    connection = self._open(create=True)
+                    if connection is not None:
+                        with connection:
+                            connection.execute("BEGIN IMMEDIATE")
+                            connection.executemany(statement, rows)
+                    return
+                except sqlite3.DatabaseError as error:
+                    if not self._cope(error):
+                        return
+
+    def _open(self, *, create: bool) -> sqlite3.Connection | None:
+        if self._connection is not None and self._process == os.getpid():
+            return self._connection
+        if not self._database.exists():
+            if not create:
+                return None
+            try:
+                self._layout.ensure()
+            except CacheError as error:
+                log.debug("no stat cache: %s", error)
+                return None
+        uri = f"{self._database.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+        connection = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
+        try:
+            if _schema(connection) != SCHEMA:
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    if _schema(connection) != SCHEMA:  # nobody else made it while we waited
+                        connection.execute("DROP TABLE IF EXISTS stat")
+                        connection.execute(
+                            "CREATE TABLE stat (path TEXT, what TEXT, identity TEXT NOT NULL, value TEXT NOT NULL,"
+                            " PRIMARY KEY (path, what)) WITHOUT ROWID"
+                        )
+                        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        except sqlite3.DatabaseError:
+            connection.close()
+            raise
+        self._connection, self._process = connection, os.getpid()
+        return connection
+
+    def _cope(self, error: sqlite3.DatabaseError) -> bool:
+        """A corrupt database is put away (True: try again); a locked, full or read-only one is done without."""
+        self.close()
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code not in _BROKEN:
+            log.debug("stat cache not used: %s", error)
+            return False
+        log.warning("%s is corrupt (%s); starting a new one", self._database, error)
+        try:
+            self._layout.ensure()
+            with held(self._layout.lock("stat")):
+                if self._is_broken():
+                    discard(self._layout, Path(f"{self._database}-journal"))
+                    discard(self._layout, self._database)
+        except (CacheError, OSError) as reason:
+            log.debug("the corrupt stat cache stays: %s", reason)
+            return False
+        return True
+
+    def _is_broken(self) -> bool:
+        """Look again under the lock: another process may have put the corrupt one away already."""
+        try:
+            connection = sqlite3.connect(self._database, timeout=5)
+            try:
+                return bool(connection.execute("PRAGMA quick_check").fetchone() != ("ok",))
+            finally:
+                connection.close()
+        except sqlite3.OperationalError:
+            return False
+        except sqlite3.DatabaseError:
+            return True

@@ -1,0 +1,63 @@
+"""Reading the whole cache again: every byte of every object, every action file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.store.layout import Layout, writing
+from sdflow.store.objects import AbsentObject, BadTree, check
+from sdflow.store.quarantine import put_aside
+from sdflow.store.records import BadRecord, load_action
+from sdflow.store.stat_cache import StatCache
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """objects, actions, bytes: what was read and is sound. damaged: (path, what is wrong), now in quarantine."""
+
+    objects: int
+    actions: int
+    bytes: int
+    damaged: tuple[tuple[Path, str], ...]
+
+
+def verify(layout: Layout, stats: StatCache, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
+    """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes when done.
+
+    Raises CacheError if the cache cannot be read.
+    """
+    damaged: list[tuple[Path, str]] = []
+    actions_of: defaultdict[str, list[Path]] = defaultdict(list)
+    sound_bytes = sound_objects = actions = 0
+    with writing(layout.root):
+        for path in sorted(layout.actions.glob("*/*.json")):
+            try:
+                stored = load_action(path.read_bytes())
+                if layout.action(stored.action.digest) != path:
+                    raise BadRecord("it belongs to another action")
+            except FileNotFoundError:
+                continue
+            except BadRecord as error:
+                damaged.append((path, str(error)))
+                put_aside(layout, [path], str(error))
+                continue
+            actions_of[stored.object].append(path)
+            actions += 1
+        for path in sorted(layout.objects.glob("*/*")):
+            try:
+                artifact = check(layout, stats, path.name)
+            except AbsentObject:  # collected just now
+                continue
+            except BadTree as error:
+                damaged.append((path, str(error)))
+                actions -= len(actions_of[path.name])
+                put_aside(layout, [path, *actions_of[path.name]], str(error))
+                continue
+            sound_objects += 1
+            sound_bytes += artifact.bytes
+            if progress:
+                progress(path.name, artifact.bytes)
+    return VerifyReport(sound_objects, actions, sound_bytes, tuple(damaged))

@@ -1,0 +1,230 @@
+"""Runs a piece of work in a process of its own: clean environment, no network, ended with its parent.
+
+A pass or an evaluation may crash, leak, start threads or write into the home directory; whatever it does stays in its
+process, and its memory goes back to the machine. The parent sends one JSON request on standard input and keeps the
+pipe open: when it closes, because the parent finished or died, the worker ends at once. The worker answers with JSON
+lines: `{"phase": ...}` any number of times, then `{"result": ...}` or `{"error": ...}`. Whatever else it prints goes
+to the log file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from sdflow import errors
+from sdflow.errors import PassError, SdflowError
+
+PASSED_ON = (
+    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL",
+    "SYSTEMROOT", "WINDIR", "PATHEXT", "TMP", "TEMP", "TMPDIR",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH",
+    "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_PATH",
+)  # fmt: skip
+SILENCED = {
+    "OLIVE_DISABLE_TELEMETRY": "1",  # not enough by itself: see CI
+    "CI": "1",  # olive-ai sends a heartbeat unless it believes to run in CI
+    "ORT_DISABLE_TELEMETRY": "1",  # also keeps ONNX Runtime from writing a device id into the home directory
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What a worker returned, the seconds it took from start to end, and its peak resident memory in bytes."""
+
+    value: Any
+    seconds: float
+    peak_memory: int
+
+
+def run_worker(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    log: Path,
+    on_phase: Callable[[str], None] = lambda phrase: None,
+    on_memory: Callable[[int], None] = lambda rss: None,
+) -> WorkerResult:
+    """Run `python -m module` on a request and wait for its result.
+
+    log: file that takes everything the worker prints.
+    on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
+        from another thread.
+
+    Raises the SdflowError that the worker raised, or PassError when it crashed or was killed. Whatever ends this call,
+    the worker process is gone when it returns.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module],  # -P: no file of the current folder shadows a package
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            env=clean_environment(home),
+            start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with _ended_at_exit(process), _memory_watched(process.pid, on_memory):
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # it died at start: the empty answer below says so, with the log
+            for line in process.stdout:
+                message = json.loads(line)
+                if "phase" in message:
+                    on_phase(message["phase"])
+                elif "error" in message:
+                    raise _rebuilt_error(message["error"], log)
+                elif "result" in message:
+                    return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
+            raise _death(module, process.wait(), log)
+
+
+def clean_environment(home: str) -> dict[str, str]:
+    """The environment of a worker: what finds programs and devices, no secrets, no proxies, no telemetry."""
+    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    homes = {"HOME": home, "USERPROFILE": home, "XDG_CACHE_HOME": home, "HF_HOME": home}
+    return {**kept, **homes, **SILENCED}
+
+
+@contextmanager
+def _ended_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+
+
+@contextmanager
+def _memory_watched(pid: int, on_memory: Callable[[int], None]) -> Iterator[None]:
+    import psutil
+
+    done = threading.Event()
+
+    def watch() -> None:
+        try:
+            process = psutil.Process(pid)
+            while not done.wait(POLL_SECONDS):
+                on_memory(process.memory_info().rss)
+        except psutil.NoSuchProcess:
+            return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _rebuilt_error(error: Mapping[str, Any], log: Path) -> SdflowError:
+    kind = getattr(errors, error["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, SdflowError):
+        return kind(error["what"], where=error["where"], remedy=error["remedy"])
+    return PassError(f"{error['kind']}: {error['what']}", remedy=f"the whole output is in {log}\n{_tail(log)}")
+
+
+def _death(module: str, status: int, log: Path) -> PassError:
+    if status < 0:
+        name = signal.Signals(-status).name
+        likely = ", most likely because memory ran out" if name == "SIGKILL" else ""
+        return PassError(f"the process was killed by {name}{likely}", remedy=f"its last output:\n{_tail(log)}")
+    return PassError(f"the process ended with status {status} and no result", remedy=f"its last output:\n{_tail(log)}")
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    text = log.read_text(errors="replace").splitlines()
+    return "\n".join(f"  | {line}" for line in text[-lines:])
+
+
+def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any]) -> NoReturn:
+    """The worker's side: read the request, do `work(request, phase)`, answer, exit. Never returns."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libraries print belongs in the log, not between the answers
+    request = json.loads(sys.stdin.buffer.readline() or b"null")
+    if request is None:
+        os._exit(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    deny_network()
+
+    def answer(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
+        what = error.what if isinstance(error, SdflowError) else str(error)
+        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy})
+        os._exit(1)
+
+    sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
+    result = work(request, lambda phrase: answer(phase=phrase))
+    answer(result=result, peak_memory=peak_memory())
+    sys.stderr.flush()
+    os._exit(0)  # no exit handlers: some libraries send their telemetry there
+
+
+def _end_with_parent() -> None:
+    # A raw read: a buffered one holds a lock that the interpreter wants at exit.
+    while os.read(0, 4096):
+        continue
+    os._exit(1)
+
+
+def deny_network() -> None:
+    """Make every host look-up and every connection of this process raise PassError, except to local sockets."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+            raise PassError(f"a pass tried to look up the host {arguments[0]!r}", remedy="passes work without network")
+        if event == "socket.connect" and isinstance(arguments[1], tuple):
+            raise PassError(f"a pass tried to connect to {arguments[1]!r}", remedy="passes work without network")
+
+    sys.addaudithook(hook)
+
+
+def peak_memory() -> int:
+    """The highest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, VmHWM starts anew at exec
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import psutil
+
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "peak_wset", info.rss))

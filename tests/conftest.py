@@ -1,0 +1,16 @@
+"""Fixtures of the whole test suite; nothing that runs in it may reach the network or report anything."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    CI="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_OFFLINE="1",
+    OLIVE_DISABLE_TELEMETRY="1",
+    ORT_DISABLE_TELEMETRY="1",
+)
+
+from small_workflows import bench, chain  # noqa: F401
+from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401

@@ -1,0 +1,89 @@
+"""Passes without torch or onnx, for tests of the plan and the executor: each takes milliseconds and leaves traces.
+
+The folder named by the option `log` gets one file per run of a pass, so that a test can count what really ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from sdflow.artifact import Facts
+from sdflow.errors import PassError
+from sdflow.passes.base import Pass, PassConfig, PassInputs
+
+
+class Options(PassConfig):
+    text: str = ""
+    sleep: float = 0.0
+    fail: bool = False
+    kill: bool = False
+    random: bool = False
+    operators: dict[str, int] = Field(default_factory=dict)
+
+
+def trace(name: str) -> None:
+    folder = Path(os.environ["TMPDIR"]) / "ran"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}-{uuid.uuid4().hex}").touch()
+
+
+def finish(name: str, content: Any, out: Path, config: Options) -> Facts:
+    trace(name)
+    (out / "model.onnx").write_text(json.dumps(content)[:200])
+    time.sleep(config.sleep)
+    if config.fail:
+        raise PassError("told to fail", remedy="tell it not to")
+    if config.kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.random:
+        (out / "noise").write_text(uuid.uuid4().hex)
+    (out / "model.onnx").write_text(json.dumps(content))
+    return {"operators": config.operators, "nodes": len(content)}
+
+
+class Convert(Pass[Options]):
+    """Starts a chain: writes its option `text`."""
+
+    name = "Convert"
+    version = 1
+    accepts = "checkpoint"
+    Config = Options
+
+    def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
+        return finish("Convert", [inputs.submodel, config.text], out, config)
+
+
+class Append(Pass[Options]):
+    """Continues a chain: appends its option `text`; with an empty text its output is its input's content."""
+
+    name = "Append"
+    version = 1
+    Config = Options
+
+    def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
+        assert inputs.model is not None
+        content = json.loads((inputs.model / "model.onnx").read_text())
+        return finish("Append", content + ([config.text] if config.text else []), out, config)
+
+
+class Merge(Pass[Options]):
+    """Takes LoRAs: appends the first line of each and its scale."""
+
+    name = "Merge"
+    version = 1
+    takes_loras = True
+    Config = Options
+
+    def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
+        assert inputs.model is not None
+        content = json.loads((inputs.model / "model.onnx").read_text())
+        merged = [[lora.path.read_text().splitlines()[0], lora.scale] for lora in inputs.loras]
+        return finish("Merge", content + merged, out, config)

@@ -1,0 +1,159 @@
+"""A killed process leaves no bad entry: at every single file operation, and at random moments over many workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from sdflow.artifact import Action
+from sdflow.store import Cache
+
+from .builds import assert_complete, build, contents, make_action, names, publish
+from .faults import finish, in_process, killed_before_file_event, start
+
+ACTIONS = tuple(make_action(str(number)) for number in range(6))
+
+
+def assert_nothing_broken(root: Path, actions: Sequence[Action] = ACTIONS) -> None:
+    """Every entry verifies, every action can be built, and one collection removes every trace of the dead."""
+    cache = Cache(root)
+    report = cache.verify()
+    assert report.damaged == ()
+    for action in actions:
+        assert_complete(build(cache, action), contents(action))
+    cache.gc()
+    for folder in ("staging", "trash", "leases", "quarantine"):
+        assert [name for name in names(root / "v1" / folder) if not name.startswith("tmp-")] == []
+    assert {entry.action for entry in cache.entries()} >= {action.digest for action in actions}
+
+
+def test_killed_at_any_step_of_a_build_leaves_no_bad_entry(cache: Cache) -> None:
+    action = ACTIONS[0]
+    kills = 0
+    while not killed_before_file_event(kills, lambda: build(Cache(cache.root), action)):
+        kills += 1
+        found = Cache(cache.root).lookup(action)
+        if found is not None:
+            assert_complete(found, contents(action))
+        assert Cache(cache.root).verify().damaged == ()
+        if kills % 10 == 0:
+            assert_nothing_broken(cache.root, [action])
+        shutil.rmtree(cache.root, ignore_errors=True)
+    assert kills > 50
+    assert_nothing_broken(cache.root, [action])
+
+
+def _interrupted(cache: Cache, template: Path, work: Callable[[Cache], object], check: Callable[[], None]) -> int:
+    """Kill `work` before one file operation after the other, on a copy of `template` each time.
+
+    One to three operations further each time, to save time: which ones differs from run to run.
+    """
+    operation = kills = 0
+    while True:
+        shutil.rmtree(cache.root, ignore_errors=True)
+        shutil.copytree(template, cache.root)
+        ended = killed_before_file_event(operation, lambda: work(Cache(cache.root)))
+        check()
+        if ended:
+            return kills
+        kills += 1
+        operation += random.randint(1, 3)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A cache with four entries, an orphan, a dead build and trash."""
+    cache = Cache(tmp_path / "template")
+    for action in ACTIONS[:4]:
+        publish(cache, action)
+    cache.forget(ACTIONS[3])
+
+    def die() -> None:
+        with cache.staging(ACTIONS[4]) as staging:
+            (staging.files / "model.onnx").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert not in_process(die)
+    (cache.root / "v1/trash/old").mkdir()
+    cache.stat.close()
+    return cache.root
+
+
+def test_killed_at_any_step_of_a_collection_leaves_no_bad_entry(cache: Cache, filled: Path) -> None:
+    def check() -> None:
+        reader = Cache(cache.root)
+        for action in ACTIONS[:4]:
+            record = reader.lookup(action)
+            if record is not None:
+                reader.check(record.artifact)
+        assert reader.verify().damaged == ()
+
+    assert _interrupted(cache, filled, lambda cache: cache.gc(45_000), check) > 25
+    assert len(cache.entries()) == 2
+    assert_nothing_broken(cache.root)
+
+
+def test_a_clean_killed_at_any_step_leaves_a_cache_that_works(cache: Cache, filled: Path) -> None:
+    def check() -> None:
+        assert Cache(cache.root).verify().damaged == ()
+        assert_complete(build(Cache(cache.root), ACTIONS[0]), contents(ACTIONS[0]))
+
+    assert _interrupted(cache, filled, lambda cache: cache.clean(), check) > 25
+    cache.clean()
+    assert cache.entries() == []
+    assert names(cache.root / "v1/objects") == names(cache.root / "v1/staging") == names(cache.root / "v1/trash") == []
+    assert_nothing_broken(cache.root)
+
+
+def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> None:
+    """Workers build, read, forget and collect at once, on few actions; one after another dies at a random moment.
+
+    A worker that ever sees a hit with wrong content, or an error, fails, and the test with it.
+    """
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+
+    def work(worker: int, seed: int) -> None:
+        mine = random.Random(seed)
+        cache = Cache(cache_root)
+        while True:
+            action = mine.choice(ACTIONS)
+            roll = mine.random()
+            if roll < 0.1:
+                cache.gc(mine.choice([None, 0, 60_000]))
+            elif roll < 0.2:
+                cache.forget(action)
+            elif roll < 0.25:
+                assert cache.verify().damaged == ()
+            else:
+                with cache.lease():
+                    record = build(cache, action, locked=mine.random() < 0.5)
+                    cache.check(record.artifact)
+                    assert_complete(record, contents(action))
+                    cache.remember_step(f"worker{worker}", action)
+
+    cache_root = cache.root
+    workers = [start(lambda n=n: work(n, chance.randrange(1 << 32))) for n in range(5)]
+    kills = 0
+    until = time.monotonic() + 40
+    while kills < 120 and time.monotonic() < until:
+        time.sleep(chance.uniform(0.0, 0.12))
+        number = chance.randrange(len(workers))
+        os.kill(workers[number][0], signal.SIGKILL)
+        assert not finish(workers[number]), "a worker ended by itself"
+        kills += 1
+        workers[number] = start(lambda: work(number, chance.randrange(1 << 32)))
+    for child in workers:
+        os.kill(child[0], signal.SIGKILL)
+        assert not finish(child), "a worker ended by itself"
+        kills += 1
+    assert kills >= 100
+    assert names(cache.root / "v1/quarantine") == [], "a kill made a damaged entry"
+    assert_nothing_broken(cache.root)

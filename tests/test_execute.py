@@ -1,0 +1,178 @@
+"""The executor: runs what is not cached, and nothing else; a failure publishes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_workflows import Bench
+
+from sdflow.errors import PassError, VerificationError
+
+Chain = Callable[..., list[dict[str, Any]]]
+
+
+def test_a_second_run_executes_no_pass(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain())
+    first = bench.run(workflow)["small/unet"]
+    assert bench.ran() == ["Append", "Append", "Convert"]
+    second = bench.run(workflow)["small/unet"]
+    assert bench.ran() == []
+    assert [step.outcome for step in second] == ["cached"] * 3
+    assert [step.record.artifact.digest for step in first] == [step.record.artifact.digest for step in second]
+    assert (second[-1].record.artifact.path / "model.onnx").read_text() == '["unet", "a", "b", "c"]'
+
+
+def test_a_changed_option_rebuilds_from_its_step_on(bench: Bench, chain: Chain) -> None:
+    bench.run(bench.workflow(chain()))
+    bench.ran()
+    bench.run(bench.workflow(chain(1, text="B")))
+    assert bench.ran() == ["Append", "Append"]
+
+
+def test_a_rebuild_that_gives_the_same_bytes_ends_there(bench: Bench, chain: Chain) -> None:
+    bench.run(bench.workflow(chain()))
+    bench.ran()
+    steps = bench.run(bench.workflow(chain(1, sleep=0.01)))["small/unet"]
+    assert bench.ran() == ["Append"], "the option changed, the bytes did not: the step after it is a hit"
+    assert [step.outcome for step in steps] == ["cached", "built", "cached"]
+
+
+def test_moving_and_renaming_a_workflow_rebuilds_nothing(bench: Bench, chain: Chain) -> None:
+    bench.run(bench.workflow(chain()))
+    bench.ran()
+    bench.run(bench.workflow(chain(), name="other"))
+    assert bench.ran() == []
+
+
+def test_a_failure_is_never_cached(bench: Bench, chain: Chain) -> None:
+    for _ in range(2):
+        with pytest.raises(PassError, match=r"small/unet/1 .*told to fail"):
+            bench.run(bench.workflow(chain(1, fail=True)))
+    assert bench.ran() == ["Append", "Append", "Convert"], "the conversion was kept, the failure ran again"
+
+
+def test_a_killed_pass_is_an_error_and_leaves_nothing(bench: Bench, chain: Chain) -> None:
+    with pytest.raises(PassError, match="SIGKILL"):
+        bench.run(bench.workflow(chain(1, kill=True)))
+    assert list((bench.folder / "cache/v1/staging").iterdir()) == []
+
+
+def test_keep_failed_leaves_the_unfinished_files(bench: Bench, chain: Chain) -> None:
+    with pytest.raises(PassError) as caught:
+        bench.run(bench.workflow(chain(1, fail=True)), keep_failed=True)
+    kept = Path(str(caught.value.remedy).split("kept in ")[1])
+    assert [path.read_text() for path in kept.rglob("model.onnx")] == ['["unet", "a", "b"]']
+
+
+def test_an_operator_count_that_differs_from_expect_fails_and_is_not_cached(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(2, operators={"GroupNorm": 3}, expect={"GroupNorm": 4, "NhwcConv": 1}))
+    for _ in range(2):
+        with pytest.raises(PassError, match=r"GroupNorm: expected 4, found 3; NhwcConv: expected 1, found 0"):
+            bench.run(workflow)
+    assert bench.ran() == ["Append", "Append", "Append", "Convert"]
+
+
+def test_expect_is_checked_on_cached_results_too(bench: Bench, chain: Chain) -> None:
+    bench.run(bench.workflow(chain(2, operators={"GroupNorm": 3}, expect={"GroupNorm": 3})))
+    with pytest.raises(PassError, match="expected 4, found 3"):
+        bench.run(bench.workflow(chain(2, operators={"GroupNorm": 3}, expect={"GroupNorm": 4})))
+
+
+def test_clean_cache_builds_this_workflows_steps_anew_and_no_others(bench: Bench, chain: Chain) -> None:
+    other = bench.workflow(chain(2, text="other"), name="other")
+    bench.run(other)
+    workflow = bench.workflow(chain())
+    bench.run(workflow)
+    bench.ran()
+    bench.run(workflow, rebuild=True)
+    assert bench.ran() == ["Append", "Append", "Convert"]
+    bench.run(other)
+    assert bench.ran() == []
+
+
+def test_a_failing_rebuild_loses_nothing(bench: Bench, chain: Chain, tmp_path: Path) -> None:
+    workflow = bench.workflow(chain())
+    bench.run(workflow)
+    (tmp_path / "ran").rename(tmp_path / "moved")
+    (tmp_path / "ran").touch()  # the passes' trace folder is now a file: every pass fails
+    with pytest.raises(PassError):
+        bench.run(workflow, rebuild=True)
+    (tmp_path / "ran").unlink()
+    bench.run(workflow)
+    assert bench.ran() == []
+
+
+def test_check_builds_again_and_compares(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain())
+    bench.run(workflow)
+    bench.ran()
+    steps = bench.run(workflow, check=True)["small/unet"]
+    assert bench.ran() == ["Append", "Append", "Convert"]
+    assert [step.outcome for step in steps] == ["checked"] * 3
+
+
+def test_check_finds_a_pass_that_is_not_deterministic(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(1, random=True))
+    bench.run(workflow)
+    with pytest.raises(VerificationError, match="small/unet/1"):
+        bench.run(workflow, check=True)
+
+
+def test_a_corrupt_input_is_found_before_a_pass_reads_it_and_is_built_again(bench: Bench, chain: Chain) -> None:
+    bench.run(bench.workflow(chain()))
+    bench.ran()
+    victim = bench.run(bench.workflow(chain()))["small/unet"][1].record.artifact.path / "model.onnx"
+    before = victim.stat()
+    victim.chmod(0o644)
+    content = bytearray(victim.read_bytes())
+    content[3] ^= 1
+    victim.write_bytes(content)
+    os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
+    steps = bench.run(bench.workflow(chain(2, text="C")))["small/unet"]
+    assert bench.ran() == ["Append", "Append"], "the corrupt step and the changed one"
+    assert (steps[-1].record.artifact.path / "model.onnx").read_text() == '["unet", "a", "b", "C"]'
+
+
+def test_the_lora_key_holds_content_and_scale_but_no_name(bench: Bench, chain: Chain, tmp_path: Path) -> None:
+    steps = [{"pass": "Convert", "text": "a"}, {"pass": "Merge"}]
+    lora = tmp_path / "style.safetensors"
+    lora.write_text("weights")
+
+    def run(path: Path, scale: float) -> list[str]:
+        bench.run(bench.workflow(steps, loras=[{"file": str(path), "scale": scale}]))
+        return bench.ran()
+
+    assert run(lora, 0.5) == ["Convert", "Merge"]
+    assert run(lora.rename(tmp_path / "renamed.safetensors"), 0.5) == []
+    assert run(tmp_path / "renamed.safetensors", 0.6) == ["Merge"]
+    (tmp_path / "renamed.safetensors").write_text("others!")
+    assert run(tmp_path / "renamed.safetensors", 0.6) == ["Merge"]
+
+
+def test_an_interrupted_run_leaves_nothing_and_the_next_goes_on(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(1, sleep=30))
+    command = [sys.executable, "-m", "sdflow", "run", str(workflow), "--cache", str(bench.folder / "cache")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
+    traces = bench.folder / "ran"
+    end = time.monotonic() + 30
+    while not (traces.exists() and any(path.name.startswith("Append") for path in traces.iterdir())):
+        assert time.monotonic() < end
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert list((bench.folder / "cache/v1/staging").iterdir()) == []
+    bench.ran()
+    bench.run(bench.workflow(chain(1, sleep=0)))
+    assert bench.ran() == ["Append", "Append"], "the conversion that was finished is kept"

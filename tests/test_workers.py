@@ -1,0 +1,111 @@
+"""Workers: whatever happens in one stays there, and ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sdflow.errors import PassError
+from sdflow.workers import WorkerResult, run_worker
+
+Run = Callable[..., WorkerResult]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+
+    def run(do: str, on_phase: Callable[[str], None] = lambda phrase: None, **request: Any) -> WorkerResult:
+        return run_worker("worker_samples", {"do": do, **request}, log=tmp_path / "log", on_phase=on_phase)
+
+    return run
+
+
+def test_a_result_comes_back_with_its_phases_and_prints_go_to_the_log(run: Run, tmp_path: Path) -> None:
+    phases: list[str] = []
+    assert run("echo", phases.append, value={"counts": [1, 2.5, None]}).value == {"counts": [1, 2.5, None]}
+    assert phases == ["echoing"]
+    assert (tmp_path / "log").read_text() == "this goes to the log\n"
+
+
+def test_an_error_of_sdflow_keeps_its_class_place_and_remedy(run: Run) -> None:
+    with pytest.raises(PassError) as caught:
+        run("refuse")
+    assert (caught.value.what, caught.value.where, caught.value.remedy) == ("no such weight", "unet", "name another")
+
+
+def test_any_other_exception_is_a_pass_error_with_its_traceback(run: Run) -> None:
+    with pytest.raises(PassError, match="KeyError: 'missing'") as caught:
+        run("bug")
+    assert "worker_samples.py" in str(caught.value.remedy)
+
+
+def test_a_killed_worker_is_reported_by_its_signal(run: Run) -> None:
+    with pytest.raises(PassError, match="SIGKILL, most likely because memory ran out"):
+        run("die")
+
+
+def test_a_worker_that_exits_without_a_result_is_an_error(run: Run) -> None:
+    with pytest.raises(PassError, match="ended with status 7 and no result"):
+        run("exit")
+
+
+def test_peak_memory_is_the_workers_own(run: Run) -> None:
+    small = run("echo", value=0).peak_memory
+    large = run("allocate", bytes=200_000_000).peak_memory
+    assert 180_000_000 < large - small < 260_000_000
+
+
+def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    environment = run("environment").value
+    assert "HF_TOKEN" not in environment
+    assert "HTTPS_PROXY" not in environment
+    assert environment["ORT_DISABLE_TELEMETRY"] == environment["OLIVE_DISABLE_TELEMETRY"] == environment["CI"] == "1"
+
+
+def test_a_worker_writes_into_no_home_directory(run: Run) -> None:
+    home = Path(run("write home").value)
+    assert home != Path.home()
+    assert not home.exists(), "its home is removed with it"
+
+
+def test_a_worker_reaches_no_network(run: Run) -> None:
+    with pytest.raises(PassError, match=r"tried to look up the host 'example.com'"):
+        run("look up")
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PassError, match="tried to"):
+        run("connect", port=server.getsockname()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_worker_ends_with_its_parent(tmp_path: Path, run: Run, number: signal.Signals) -> None:
+    pid_file = tmp_path / "pid"
+    request = {"do": "sleep", "pid_file": str(pid_file)}
+    code = (
+        "from pathlib import Path; from sdflow.workers import run_worker\n"
+        f"run_worker('worker_samples', {request!r}, log=Path({str(tmp_path / 'log')!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    worker = psutil.Process(int(pid_file.read_text()))
+    parent.send_signal(number)
+    parent.wait(10)
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)

@@ -1,0 +1,56 @@
+"""The small Stable Diffusion (`synthetic:sd15-tiny`) as PyTorch pipeline, as artifacts, and as an assembled folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdflow.artifact import Artifact
+from sdflow.assemble import assemble
+from sdflow.digest import FileEntry, digest_file, digest_tree
+from sdflow.passes.base import SUBMODELS, PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
+
+
+def artifact_of(directory: Path) -> Artifact:
+    """An artifact of the files in a directory."""
+    entries = tuple(
+        FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, digest_file(path))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    )
+    return Artifact(digest_tree(entries), directory, entries)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Checkpoint:
+    return open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_torch(tiny_checkpoint: Checkpoint) -> Any:
+    pipeline = load_pipeline(tiny_checkpoint)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="session")
+def tiny_artifacts(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    root = tmp_path_factory.mktemp("artifacts")
+    for submodel in SUBMODELS:
+        (root / submodel).mkdir()
+        inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
+        OnnxConversion().run(inputs, root / submodel, OnnxConversionConfig())
+    return {submodel: artifact_of(root / submodel) for submodel in SUBMODELS}
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(
+    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("pipelines") / "tiny"
+    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest={"name": "tiny"})
+    return out
