@@ -19,7 +19,7 @@ from sdflow.config.workflow import Workflow
 from sdflow.errors import WorkflowError
 from sdflow.targets import TARGETS
 
-FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 WORDS = st.sampled_from(
     sorted(

@@ -1,0 +1,103 @@
+"""The JSON Schema that editors use, and the workflows of this repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from workflow_catalog import SmallCatalog
+
+from sdflow.config import json_schema, load_workflow
+from sdflow.config.fields import SUBMODELS
+from sdflow.targets import TARGETS
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "workflows").rglob("*.yaml"))
+COMPLETE = [name for name in WORKFLOWS if "base/" not in name]
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    schema = json_schema(SmallCatalog())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    json.dumps(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_workflow_of_the_repository_fits_the_schema(schema: jsonschema.Draft202012Validator, name: str) -> None:
+    schema.validate(yaml.safe_load((ROOT / name).read_text()))
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> None:
+    (pipeline,) = load_workflow(ROOT / name, catalog=SmallCatalog()).pipelines
+    assert pipeline.name == Path(name).stem
+    assert pipeline.name.endswith(pipeline.target)
+    assert list(pipeline.submodels) == list(SUBMODELS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", WORKFLOWS[:3])
+def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
+    overrides = ["model=synthetic:sd15"]
+    (pipeline,) = load_workflow(ROOT / name, catalog=SmallCatalog(), overrides=overrides, targets=[target]).pipelines
+    passes = [step.pass_name for step in pipeline.submodels["unet"]]
+    assert ("OnnxFloatToFloat16" in passes) == (target != "cpu")
+    assert ("OrtTransformersOptimization" in passes) == (target != "tensorrt")
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "unknown key": {"modle": "x"},
+    "unknown target": {"target": "gpu"},
+    "unknown pass": {"submodels": {"unet": {"passes": [{"pass": "Onnx"}]}}},
+    "unknown option": {"submodels": {"unet": {"passes": [{"pass": "OnnxConversion", "opset": 17}]}}},
+    "option of another type": {"submodels": {"unet": {"passes": [{"pass": "OnnxConversion", "target_opset": "x"}]}}},
+    "option out of range": {"submodels": {"unet": {"passes": [{"pass": "OnnxConversion", "target_opset": 3}]}}},
+    "expect of another type": {"submodels": {"unet": {"passes": [{"pass": "LoraMerge", "expect": {"A": "x"}}]}}},
+    "step without pass": {"submodels": {"unet": {"passes": [{"target_opset": 17}]}}},
+    "unknown submodel": {"submodels": {"vae": {"passes": [{"pass": "OnnxConversion"}]}}},
+    "unknown option of a change": {"targets": {"cpu": {"passes": {"OnnxConversion": {"opset": 17}}}}},
+    "unknown pass of a change": {"targets": {"cpu": {"passes": {"Onnx": None}}}},
+    "unknown fusion": {
+        "targets": {"cpu": {"passes": {"OrtTransformersOptimization": {"optimization_options": {"nhwc": True}}}}}
+    },
+    "LoRA without file": {"loras": [{"scale": 1}]},
+    "unknown axis": {"matrix": {"models": []}},
+    "no count of runs": {"evaluate": {"latency": {"runs": 0}}},
+}
+GOOD: dict[str, dict[str, Any]] = {
+    "own pass": {"submodels": {"unet": {"passes": [{"pass": "user_scripts/a.py:Mine", "any": 1}]}}},
+    "own pass changed": {"targets": {"cpu": {"passes": {"user_scripts/a.py:Mine": {"any": 1}}}}},
+    "submodel off": {"submodels": {"safety_checker": False, "vae_encoder": None}},
+    "step removed": {"submodels": {"unet": {"passes": {"OnnxFloatToFloat16": None}}}},
+    "matrix": {"matrix": {"model": {"a": "x"}, "loras": [[], [{"file": "f"}]], "target": ["cpu", "cuda"]}},
+    "nothing measured": {"evaluate": None},
+    "no LoRAs": {"loras": None, "extends": ["a.yaml", "b.yaml"]},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_the_schema_refuses(schema: jsonschema.Draft202012Validator, case: str) -> None:
+    assert not schema.is_valid(BAD[case])
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_the_schema_accepts(schema: jsonschema.Draft202012Validator, case: str) -> None:
+    schema.validate(GOOD[case])
+
+
+def test_the_schema_describes_every_key(schema: jsonschema.Draft202012Validator) -> None:
+    def described(node: Any, where: str) -> None:
+        if isinstance(node, dict):
+            for key, value in node.get("properties", {}).items():
+                if isinstance(value, dict) and where in ("top", "submodels", "overlay", "matrix", "lora", "evaluate"):
+                    assert value.get("description"), f"{where}.{key}"
+
+    described(schema.schema, "top")
+    for name, definition in schema.schema["$defs"].items():
+        described(definition, name)
