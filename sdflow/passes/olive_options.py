@@ -4,9 +4,9 @@
 
 writes `olive_options.json` anew from the installed olive-ai. A test holds the two equal.
 
-Per pass: its name, its module, one line of description, whether it takes ("onnx") and gives one ONNX model, whether it
-needs calibration data, which distributions it needs beside olive-ai's own, and, when it makes ONNX of ONNX, its options: type, default,
-description.
+Per pass: its name, its module, one line of description, what kinds of model it takes and gives, whether it needs
+calibration data, which distributions it needs beside olive-ai's own, and, when it makes ONNX of ONNX, its options:
+type, default, description.
 Types are JSON Schema. An option that is a path, a function or a data set is marked `external`: what it points to would
 not be part of a step's key.
 """

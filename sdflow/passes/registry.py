@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -102,9 +103,9 @@ def _option(name: str, field: FieldInfo) -> OptionInfo:
 
 
 def _type_name(annotation: Any) -> str:
-    text = (
-        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
-    )
-    for prefix in ("typing.", "collections.abc.", "pydantic.types.", "sdflow.passes."):
+    is_class = isinstance(annotation, type) and not hasattr(annotation, "__args__")
+    text = annotation.__name__ if is_class else str(annotation)
+    text = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", text)
+    for prefix in ("typing.", "collections.abc.", "sdflow.passes."):
         text = text.replace(prefix, "")
     return text
