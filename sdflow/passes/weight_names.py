@@ -1,0 +1,212 @@
+"""Which initializer of an ONNX model is which parameter of the PyTorch module.
+
+OnnxConversion records this in `weights.json`, {initializer: {"key": ..., "shape": [...], "transform": [...]}}, and
+LoraMerge reads it: a LoRA names parameters by their `state_dict` keys. The record is made while the weights are folded,
+not found out afterwards by comparing values, so it is exact whatever the values are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
+from sdflow.errors import PassError
+from sdflow.passes.graph_facts import subgraphs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WEIGHT_NAMES_FILE = "weights.json"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One step from a parameter to an initializer: a permutation of its axes, or another shape of the same values."""
+
+    kind: Literal["transpose", "reshape"]
+    axes: tuple[int, ...]
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        return values.transpose(self.axes) if self.kind == "transpose" else values.reshape(self.axes)
+
+    def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(shape[axis] for axis in self.axes) if self.kind == "transpose" else self.axes
+
+
+@dataclass(frozen=True)
+class WeightName:
+    """The parameter that an initializer holds: its key in the module's state_dict, its shape, and how it was moved."""
+
+    key: str
+    shape: tuple[int, ...]
+    transform: tuple[Transform, ...] = ()
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The initializer's shape."""
+        shape = self.shape
+        for step in self.transform:
+            shape = step.shape_after(shape)
+        return shape
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """The initializer's values for these of the parameter."""
+        for step in self.transform:
+            values = step.apply(values)
+        return values
+
+
+def write_weight_names(names: Mapping[str, WeightName], out: Path) -> None:
+    """Write `names` to `weights.json` in `out`."""
+    content = {
+        initializer: {
+            "key": name.key,
+            "shape": list(name.shape),
+            "transform": [{step.kind: list(step.axes)} for step in name.transform],
+        }
+        for initializer, name in names.items()
+    }
+    (out / WEIGHT_NAMES_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_weight_names(model: Path) -> dict[str, WeightName]:
+    """Read `weights.json` of the artifact `model`. Raises PassError when it has none or one of another form."""
+    path = model / WEIGHT_NAMES_FILE
+    remedy = f"{WEIGHT_NAMES_FILE} is written by OnnxConversion; a pass between that changes weights must remove it."
+    try:
+        return {
+            initializer: WeightName(
+                entry["key"],
+                tuple(entry["shape"]),
+                tuple(Transform(kind, tuple(axes)) for step in entry["transform"] for kind, axes in step.items()),
+            )
+            for initializer, entry in json.loads(path.read_text()).items()
+        }
+    except FileNotFoundError:
+        raise PassError("the step before does not say which weight is which", remedy=remedy) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise PassError(f"{WEIGHT_NAMES_FILE} is not readable: {cause!r}", remedy=remedy) from cause
+
+
+def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, WeightName]:
+    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the weights of a ModelProto, in place.
+
+    folder: where its data file lies. keys: the initializers that are parameters; they keep their names. Each takes the
+    same bytes before and after, so the data file is changed where it stands and one weight is in memory at a time. A
+    weight that is used in two different forms stays as it is. Returns what every parameter's initializer holds, in the
+    order of the graph.
+    """
+    graph = model.graph
+    names = {}
+    users = _users(graph)
+    constants = _constants(graph)
+    folded: set[str] = set()
+    for tensor in graph.initializer:
+        if tensor.name not in keys:
+            continue
+        shape, steps = tuple(tensor.dims), []
+        while step := _common_step(users, tensor, constants):
+            _apply(step, tensor, folder)
+            steps.append(step)
+            moves = users[tensor.name]
+            folded.update(node.output[0] for node in moves)
+            users[tensor.name] = [user for node in moves for user in users.get(node.output[0], ())]
+            for user in users[tensor.name]:
+                user.input[:] = [tensor.name if name in folded else name for name in user.input]
+        names[tensor.name] = WeightName(tensor.name, shape, tuple(steps))
+    _remove(graph, folded)
+    return names
+
+
+def weight_place(tensor: Any) -> tuple[int, int] | None:
+    """Where an initializer's values lie in the data file, (offset, length) in bytes; None if in the graph file."""
+    import onnx
+
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return None
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    if place["location"] != WEIGHTS_FILE:
+        raise PassError(
+            f"the weights of {tensor.name} lie in {place['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE
+        )
+    return int(place["offset"]), int(place["length"])
+
+
+def _users(graph: Any) -> dict[str, list[Any]]:
+    """Value -> the nodes that read it. None: a use that cannot be changed, in an inner graph or as an output."""
+    users: dict[str, list[Any]] = {output.name: [None] for output in graph.output}
+    for inner in subgraphs(graph):
+        for node in inner.node:
+            for name in node.input:
+                users.setdefault(name, []).append(node if inner is graph else None)
+    return users
+
+
+def _constants(graph: Any) -> dict[str, Any]:
+    """The values of the graph's Constant nodes that are tensors: the axes of an Unsqueeze are one."""
+    import onnx
+
+    return {
+        node.output[0]: onnx.numpy_helper.to_array(node.attribute[0].t)
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    }
+
+
+def _common_step(users: Mapping[str, list[Any]], tensor: Any, constants: Mapping[str, Any]) -> Transform | None:
+    """The one way in which all nodes that read `tensor` move its values, or None."""
+    steps = set()
+    for node in users.get(tensor.name, ()):
+        movable = node is not None and node.input[0] == tensor.name and None not in users.get(node.output[0], ())
+        steps.add(_step(node, tuple(tensor.dims), constants) if movable else None)
+    return steps.pop() if len(steps) == 1 else None
+
+
+def _step(node: Any, shape: tuple[int, ...], constants: Mapping[str, Any]) -> Transform | None:
+    if node.op_type == "Transpose":
+        reverse = tuple(reversed(range(len(shape))))
+        return Transform("transpose", next((tuple(entry.ints) for entry in node.attribute), reverse))
+    if node.op_type == "Unsqueeze" and node.input[1] in constants:
+        axes = constants[node.input[1]].tolist()
+        rank = len(shape) + len(axes)
+        added = {axis % rank for axis in axes}
+        old = iter(shape)
+        return Transform("reshape", tuple(1 if index in added else next(old) for index in range(rank)))
+    return None
+
+
+def _apply(step: Transform, tensor: Any, folder: Path) -> None:
+    """Store the values of `tensor` as `step` leaves them."""
+    import numpy as np
+    import onnx
+
+    values = onnx.numpy_helper.to_array(tensor, str(folder))
+    moved = np.ascontiguousarray(step.apply(values))
+    place = weight_place(tensor)
+    if place is None:
+        tensor.raw_data = moved.tobytes()
+    elif step.kind == "transpose":
+        with (folder / WEIGHTS_FILE).open("r+b") as data:
+            data.seek(place[0])
+            data.write(moved.data)
+    tensor.dims[:] = moved.shape
+
+
+def _remove(graph: Any, folded: Container[str]) -> None:
+    """Take out the nodes whose output is in `folded`, the constants that only they read, and what is said of both."""
+    read = {output.name for output in graph.output}
+    for inner in subgraphs(graph):
+        read.update(name for node in inner.node if node.output[0] not in folded for name in node.input)
+    gone = set()
+    for index in reversed(range(len(graph.node))):
+        node = graph.node[index]
+        if node.output[0] in folded or (node.op_type == "Constant" and node.output[0] not in read):
+            gone.add(node.output[0])
+            del graph.node[index]
+    for index in reversed(range(len(graph.value_info))):
+        if graph.value_info[index].name in gone:
+            del graph.value_info[index]
