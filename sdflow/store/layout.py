@@ -147,6 +147,19 @@ def writing(root: Path, *, written: Callable[[], int] | None = None) -> Iterator
         raise cache_error(root, error, written=written() if written else None) from error
 
 
+@contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Turn an OSError of reading into a CacheError."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the cache cannot be read ({error.strerror or error})",
+            where=str(error.filename or root),
+            remedy="Look at the permissions and the disk, or give another cache folder.",
+        ) from error
+
+
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write a new file and, if `durable`, wait until the disk has it."""
     with path.open("xb") as stream:

@@ -124,6 +124,19 @@ def test_damage_in_a_read_only_cache_is_a_miss(filled: Cache, bar: Callable[[Cac
     assert in_process(run)
 
 
+def test_a_cache_that_may_not_be_read_says_so(filled: Cache) -> None:
+    """Silence would mean to build everything again."""
+    (filled.root / "v1/actions").chmod(0o000)
+
+    def run() -> None:
+        ordinary_user()
+        with pytest.raises(CacheError, match="cannot be read"):
+            Cache(filled.root).lookup(make_action())
+
+    assert in_process(run)
+    (filled.root / "v1/actions").chmod(0o755)
+
+
 def test_an_ordinary_user_can_build_quarantine_collect_and_clean(open_path: Path) -> None:
     """Sealed folders are no obstacle to their owner, as they are none to root."""
     open_path.chmod(0o777)
