@@ -188,7 +188,8 @@ class Chains:
         found = self._passes[key]
         if isinstance(found, PassInfo):
             return found
-        self.problems.add(mark, str(found), nearest(name, self.catalog.names()))
+        reason = str(found)
+        self.problems.add(mark, reason, None if "did you mean" in reason else nearest(name, self.catalog.names()))
         return None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from workflow_catalog import SmallCatalog
 
 from sdflow.config import load_workflow
 from sdflow.errors import Problem, WorkflowError
+
+from .workflow_catalog import SmallCatalog
 
 # The first line of every workflow here is its own; this follows, so that only what a test writes is wrong.
 CHAINS = """

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from workflow_catalog import PASSES, SmallCatalog
 
 from sdflow.config import load_workflow
 from sdflow.config.fields import MATRIX, OVERLAY, STEP, SUBMODELS, WORKFLOW, EvaluateFields, ImageFields, LoraFields
@@ -18,6 +17,8 @@ from sdflow.config.problems import Problems
 from sdflow.config.workflow import Workflow
 from sdflow.errors import WorkflowError
 from sdflow.targets import TARGETS
+
+from .workflow_catalog import PASSES, SmallCatalog
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -8,10 +8,11 @@ from typing import Any
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from workflow_catalog import SmallCatalog
 
 from sdflow.config import load_workflow
 from sdflow.config.workflow import Pipeline
+
+from .workflow_catalog import SmallCatalog
 
 CHAINS = {
     "evaluate": None,

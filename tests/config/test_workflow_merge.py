@@ -9,7 +9,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workflow_catalog import SmallCatalog
 
 from sdflow.config import load_workflow
 from sdflow.config.merge import merge, merge_documents, patch_chain
@@ -17,6 +16,8 @@ from sdflow.config.nodes import Node, YamlList, YamlMap, parse, to_data
 from sdflow.config.problems import Problems
 from sdflow.config.workflow import Pipeline
 from sdflow.errors import WorkflowError
+
+from .workflow_catalog import SmallCatalog
 
 # A key tells what kind of value it has, as in every valid workflow; where kinds change, merging is not associative.
 LEAVES: dict[str, st.SearchStrategy[Any]] = {"l": st.lists(st.integers(0, 9), max_size=3), "s": st.integers(0, 9)}

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workflow_catalog import SmallCatalog
 
 from sdflow.config import load_workflow
 from sdflow.config.nodes import to_data
 from sdflow.config.override import parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.workflow import Pipeline
+
+from .workflow_catalog import SmallCatalog
 
 BASE = """
 model: synthetic:sd15
