@@ -12,4 +12,4 @@ os.environ.update(
     ORT_DISABLE_TELEMETRY="1",
 )
 
-from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: E402, F401
+from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
