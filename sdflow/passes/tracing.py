@@ -12,12 +12,13 @@ def traced_form(submodel: str, module: Any) -> Any:
 
     No wrapper: the names of its parameters stay the keys of its state_dict.
 
-    - text_encoder: eager attention under the causal mask of transformers 4.2x, the only one that ORT's CLIP fusion knows.
+    - text_encoder: eager attention under the causal mask of transformers 4.2x, the only one that ORT's fusion knows.
     - unet, vae: diffusers' default attention, scaled_dot_product_attention. For the UNet it is what the
       MultiHeadAttention fusion matches. For the VAE it is what `fusion_attention_vae` of ONNX Runtime 1.31 does *not*
       match: the older form fuses, but that fusion writes zeros in place of the biases of q, k and v.
     - vae_encoder, vae_decoder: the other half's parameters are dropped.
-    - safety_checker: diffusers' own `forward_onnx`.
+    - safety_checker: the scores of diffusers' `forward_onnx`. Its `images[flagged] = 0` is not exported as it is: that
+      becomes a Where whose condition, [batch], is broadcast along the images' last axis.
     """
     _FORMS[submodel](module)
     return module.eval().requires_grad_(False)
@@ -78,7 +79,18 @@ def _vae_decoder(module: Any) -> None:
 
 
 def _safety_checker(module: Any) -> None:
-    module.forward = module.forward_onnx
+    import torch
+    from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
+
+    def forward(clip_input: Any, images: Any) -> tuple[Any, Any]:
+        embeds = module.visual_projection(module.vision_model(clip_input)[1])
+        special = cosine_distance(embeds, module.special_care_embeds) - module.special_care_embeds_weights
+        adjustment = torch.any(special > 0, dim=1, keepdim=True) * 0.01
+        concepts = cosine_distance(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
+        flagged = torch.any(concepts > 0, dim=1)
+        return torch.where(flagged[:, None, None, None], torch.zeros_like(images), images), flagged
+
+    module.forward = forward
 
 
 _FORMS = {
@@ -94,10 +106,10 @@ _FORMS = {
 def weights_kept_apart() -> Iterator[None]:
     """While this is open, `torch.onnx.export(dynamo=False)` gives every parameter an initializer named by its key.
 
-    Left to itself, the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a MatMul
-    and the unsqueeze after a GroupNorm into new initializers with made-up names, and merges initializers of equal values.
-    Then nobody knows any more which is which, and the graph depends on coincidences among the weights. Constants are
-    still folded; `weight_names.fold_weights` folds the weights afterwards and records what it did.
+    Left to itself, the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a
+    MatMul and the unsqueeze after a GroupNorm into new initializers with made-up names, and merges initializers of
+    equal values. Then nobody knows any more which is which, and the graph depends on coincidences among the weights.
+    Constants are still folded; `weight_names.fold_weights` folds the weights afterwards and records what it did.
     """
     import torch
 
@@ -115,5 +127,5 @@ def weights_kept_apart() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._jit_pass_onnx_constant_fold = fold  # type: ignore[assignment]
-        torch._C._jit_pass_onnx_deduplicate_initializers = merge  # type: ignore[assignment]
+        torch._C._jit_pass_onnx_constant_fold = fold
+        torch._C._jit_pass_onnx_deduplicate_initializers = merge
