@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 import json
->>>>>>> runtime
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +12,12 @@ import onnx
 import pytest
 import torch
 
-<<<<<<< HEAD
-from sdflow.runtime.pipeline import TextToImagePipeline
-=======
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
 from sdflow.runtime.pipeline import TextToImagePipeline, load_submodel
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
->>>>>>> runtime
 
 # Largest difference of pixel values in [0, 1] after 5 steps, fp32 on the CPU. Measured: see the assertion's message;
 # 1.4e-5 with guidance and 6e-7 without, of a picture whose values spread over 0 to 1.
