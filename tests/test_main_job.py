@@ -1,0 +1,177 @@
+"""The main job from the shell: one command on a shipped workflow, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "workflows/tiny_cpu.yaml"
+
+# Python imports this in every process: it records each host name that is looked up, and each connection.
+RECORDER = """
+import os, sys
+def record(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+        what = str(arguments[0])
+    elif event == "socket.connect" and isinstance(arguments[1], tuple):
+        what = str(arguments[1])
+    else:
+        return
+    with open(os.path.join(os.path.dirname(__file__), "reached"), "a") as log:
+        log.write(what + "\\n")
+sys.addaudithook(record)
+"""
+
+
+@dataclass
+class Shell:
+    """A folder, a home directory and an environment of their own; sdflow is run there as a command."""
+
+    folder: Path
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
+        recorder = self.folder / "recorder"
+        recorder.mkdir(exist_ok=True)
+        (recorder / "sitecustomize.py").write_text(RECORDER)
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        environment = {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join([str(recorder), str(ROOT)])}
+        command = [sys.executable, "-m", "sdflow", *arguments]
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+
+    def json(self, *arguments: str) -> Any:
+        done = self.run(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(tmp_path_factory.mktemp("main_job"))
+
+
+@pytest.fixture(scope="module")
+def first(shell: Shell) -> Any:
+    return shell.json("run", str(TINY))
+
+
+def test_the_first_run_builds_every_step_and_draws_a_picture(shell: Shell, first: Any) -> None:
+    (pipeline,) = first["pipelines"]
+    assert first["format_version"] == 1
+    assert {step["outcome"] for step in pipeline["steps"]} == {"built"}
+    assert pipeline["evaluation"]["measured"]
+    assert pipeline["evaluation"]["pipeline"]["runs"] == 3
+    assert set(pipeline["evaluation"]["submodels"]) == {
+        "text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker",
+    }  # fmt: skip
+    with Image.open(shell.folder / "results/tiny_cpu.png") as picture:
+        assert picture.size == (64, 64)
+        assert json.loads(picture.info["sdflow"])["seed"] == 0
+    (line,) = (shell.folder / "results/tiny_cpu.jsonl").read_text().splitlines()
+    assert json.loads(line)["artifacts"] == pipeline["evaluation"]["artifacts"]
+
+
+def test_nothing_was_looked_up_or_connected_to_and_the_home_directory_is_clean(shell: Shell, first: Any) -> None:
+    assert not (shell.folder / "recorder/reached").exists()
+    assert list((shell.folder / "home").iterdir()) == []
+
+
+def test_the_recorder_of_the_test_above_does_record(shell: Shell) -> None:
+    code = "import socket; socket.getaddrinfo('localhost', 1)"
+    folder = shell.folder / "recorder"
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, check=True)
+    assert (folder / "reached").read_text() == "localhost\n"
+    (folder / "reached").unlink()
+
+
+def test_a_second_run_executes_no_pass_and_changes_nothing(shell: Shell, first: Any) -> None:
+    before = (shell.folder / "pipelines/tiny_cpu").stat()
+    (second,) = shell.json("run", str(TINY), "--no-evaluate")["pipelines"]
+    assert {step["outcome"] for step in second["steps"]} == {"cached"}
+    artifacts = [step["artifact"] for step in first["pipelines"][0]["steps"]]
+    assert [step["artifact"] for step in second["steps"]] == artifacts
+    assert (shell.folder / "pipelines/tiny_cpu").stat() == before
+
+
+def test_plan_and_explain_tell_what_changes(shell: Shell, first: Any) -> None:
+    assert {step["state"] for step in shell.json("plan", str(TINY))["steps"]} == {"cached"}
+    changed = shell.json("explain", str(TINY), "--set", "unet.passes.0.target_opset=16")["steps"]
+    reasons = {step["step"]: step["reasons"] for step in changed if step["reasons"]}
+    assert reasons == {
+        "tiny_cpu/unet/0": ["option target_opset: 17 -> 16"],
+        "tiny_cpu/unet/1": ["its input is built by the step before"],
+    }
+
+
+def test_another_target_reuses_the_conversions_and_says_that_it_was_not_measured(shell: Shell, first: Any) -> None:
+    only_text_encoder = ("--set", "submodels.unet=null", "--set", "submodels.vae_encoder=null")
+    more = (
+        "--set",
+        "submodels.vae_decoder=null",
+        "--set",
+        "submodels.safety_checker=null",
+        "--set",
+        "evaluate.image=null",
+    )
+    (cuda,) = shell.json("run", str(TINY), "--target", "cuda", *only_text_encoder, *more)["pipelines"]
+    assert [step["outcome"] for step in cuda["steps"]] == ["cached", "built", "built"]
+    assert not cuda["evaluation"]["measured"]
+    assert "CUDAExecutionProvider" in cuda["evaluation"]["reason"]
+    required = shell.run("run", str(TINY), "--target", "cuda", *only_text_encoder, *more, "--require-target")
+    assert required.returncode == 5
+
+
+def test_a_copied_pipeline_stands_alone(shell: Shell, first: Any) -> None:
+    shell.json("run", str(TINY), "--copy", "--no-evaluate", "--out", "copies")
+    copied = shell.folder / "copies/tiny_cpu"
+    assert not [path for path in copied.rglob("*") if path.is_symlink()]
+    assert (copied / "unet/model.onnx").read_bytes() == (
+        shell.folder / "pipelines/tiny_cpu/unet/model.onnx"
+    ).read_bytes()
+
+
+def test_a_new_onnxruntime_rebuilds_only_the_passes_that_use_it(
+    shell: Shell, first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = shell.folder / "recorder" / "onnxruntime-99.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n")
+    try:
+        steps = shell.json("explain", str(TINY))["steps"]
+    finally:
+        shutil.rmtree(metadata)
+    stale = {step["pass"] for step in steps if step["state"] == "to run"}
+    assert stale == {"OrtTransformersOptimization"}
+    assert all("uses onnxruntime: 1." in step["reasons"][0] for step in steps if step["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("run", "missing.yaml"), 2, "missing.yaml"),
+        (("run", str(TINY), "--set", "modle=x"), 2, "model"),
+        (("run", str(TINY), "--target", "cudda"), 2, "cuda"),
+        (("run", str(TINY), "--set", "model=absent_folder"), 2, "absent_folder"),
+        (("run",), 2, "WORKFLOW"),
+        (("passes", "OnnxConvers"), 2, "OnnxConversion"),
+        (("cache", "gc", "--max-size", "ten"), 2, "20GB"),
+    ],
+)
+def test_bad_input_ends_in_status_2_and_a_message(
+    shell: Shell, arguments: tuple[str, ...], status: int, says: str
+) -> None:
+    done = shell.run(*arguments)
+    assert done.returncode == status
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
