@@ -155,8 +155,7 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
 
     workers = [begin(number) for number in range(5)]
     kills = 0
-    until = time.monotonic() + 40
-    while kills < 120 and time.monotonic() < until:
+    while kills < 110:
         time.sleep(chance.uniform(0.0, 0.12))
         number = chance.randrange(len(workers))
         os.kill(workers[number][0], signal.SIGKILL)
