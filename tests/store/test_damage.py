@@ -186,6 +186,7 @@ def _remove_manifest(folder: Path) -> None:
 
 def _remove_files(folder: Path) -> None:
     folder.chmod(0o755)
+    (folder / "files").chmod(0o755)
     (folder / "files").rename(folder.parent / "stray")
 
 

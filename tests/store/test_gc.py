@@ -198,6 +198,7 @@ def test_staging_of_the_living_stays_and_of_the_dead_goes(cache: Cache) -> None:
 @pytest.mark.parametrize("days", [1, 30])
 def test_quarantine_and_kept_failures_stay_two_weeks(cache: Cache, days: int) -> None:
     record = publish(cache, make_action())
+    record.artifact.path.parent.chmod(0o755)
     (record.artifact.path.parent / "manifest.json").unlink()
     assert cache.lookup(record.action) is None
     with pytest.raises(RuntimeError), cache.staging(make_action(), keep_failed=True):
