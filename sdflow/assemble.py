@@ -63,7 +63,7 @@ def assemble(
     copies in place of links; always so on Windows.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
-    out = Path(os.path.abspath(out))  # not resolve(): a link at `out` is somebody's, and refused below
+    out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
     copy = copy or sys.platform == "win32"
     described = _describe(parts, companions, manifest, copy)
     _refuse_foreign(out)
@@ -173,11 +173,12 @@ def link_target(out: Path, artifact: Path) -> Path:
     when all they share is the home directory or something above it: then each may move without the other.
     """
     place, target = out.parent.resolve() / out.name, artifact.resolve()
+    home = Path(os.environ.get("HOME") or os.environ.get("USERPROFILE") or os.sep).resolve()
     try:
         shared = Path(os.path.commonpath([place, target]))
     except ValueError:  # Windows: two drives
         return target
-    if Path(os.path.expanduser("~")).resolve().is_relative_to(shared):
+    if home.is_relative_to(shared):
         return target
     return Path(os.path.relpath(target, place))
 

@@ -22,7 +22,7 @@ from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.passes import registry
 from sdflow.passes.base import Pass
-from sdflow.passes.user_pass import user_script_files
+from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.store import Cache, explain
 
 ACTION_FORMAT = 1
@@ -66,7 +66,7 @@ class Step:
     @property
     def base(self) -> Path:
         """The folder that a pass given by path is looked up from."""
-        return Path(self.spec.mark.file).parent
+        return self.spec.base
 
     @property
     def name(self) -> str:
@@ -222,9 +222,9 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
 def _step(
     pipeline: Pipeline, submodel: str, index: int, spec: StepSpec, loras: Sequence[LoraFile], cache: Cache
 ) -> Step:
-    base = Path(spec.mark.file).parent
+    base = spec.base
     implementation = registry.find_pass(spec.pass_name, base)
-    scripts = user_script_files(spec.pass_name, base)
+    scripts = user_script_files(spec.pass_name, base) if is_user_pass(spec.pass_name) else ()
     return Step(
         pipeline=pipeline.name,
         submodel=submodel,

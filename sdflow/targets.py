@@ -49,7 +49,7 @@ class Target:
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
-# 7, measured). kSameAsRequested keeps the arena from doubling: onnxruntime.transformers.models.stable_diffusion sets it.
+# 7, measured). kSameAsRequested keeps the arena from doubling, as in onnxruntime.transformers.models.stable_diffusion.
 # https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
 _CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kSameAsRequested"}
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sdflow.passes
+import sdflow.sources
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
-from sdflow.digest import FileEntry, digest_file, digest_tree
+from sdflow.digest import FileEntry, digest_file, digest_json, digest_tree
 from sdflow.passes.base import SUBMODELS, PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
@@ -38,12 +43,20 @@ def tiny_torch(tiny_checkpoint: Checkpoint) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_artifacts(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
-    root = tmp_path_factory.mktemp("artifacts")
-    for submodel in SUBMODELS:
-        (root / submodel).mkdir()
-        inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
-        OnnxConversion().run(inputs, root / submodel, OnnxConversionConfig())
+def tiny_artifacts(tiny_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> dict[str, Artifact]:
+    """The converted submodels, float32; kept in pytest's cache for as long as nothing that makes them changes."""
+    made_by = [sdflow.passes, sdflow.sources]
+    code = [path.read_text() for module in made_by for path in sorted(Path(module.__path__[0]).rglob("*.py"))]
+    versions = [version(name) for name in OnnxConversion.uses]
+    root = request.config.cache.mkdir("tiny-artifacts") / digest_json([code, versions])
+    if not root.exists():
+        shutil.rmtree(root.parent)
+        building = root.with_name(f"building-{os.getpid()}")
+        for submodel in SUBMODELS:
+            (building / submodel).mkdir(parents=True)
+            inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
+            OnnxConversion().run(inputs, building / submodel, OnnxConversionConfig())
+        building.rename(root)
     return {submodel: artifact_of(root / submodel) for submodel in SUBMODELS}
 
 

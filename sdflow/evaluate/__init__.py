@@ -36,7 +36,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a pipeline folder in a process of its own, anew each time.
 
-    results: the folder where `<name>.jsonl` gets one more line and, unless `image` says otherwise, `<name>.png` is drawn.
+    results: the folder where `<name>.jsonl` gets one more line. image: the PNG file; `<name>.png` there when None.
     required: a target that this machine cannot run is an error; otherwise the result says so and nothing is recorded.
     engine_cache: where the provider keeps compiled engines. progress: called with a short phrase for each phase.
     Raises TargetUnavailableError when required; VerificationError when the provider cannot run a graph; SdflowError

@@ -17,7 +17,7 @@ _DISTRIBUTIONS = ("diffusers", "numpy", "onnx", "torch", "transformers")
 
 
 def device(target: Target) -> dict[str, Any]:
-    """Processor, its cores that this process may use, memory in bytes, operating system, and the target's accelerator."""
+    """Processor, its cores that this process may use, memory in bytes, operating system, the target's accelerator."""
     import psutil
 
     return {
@@ -56,7 +56,7 @@ def peak_memory_bytes() -> int:
         return int(memory.peak_wset)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
 
 
 def _processor() -> str:
@@ -73,4 +73,4 @@ def _accelerator(target: Target) -> str | None:
         return None
     import torch  # ROCm builds answer under the same name
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""The process that evaluates: `python -m sdflow.evaluate.worker`, a request on standard input, messages on standard output.
+"""The process that evaluates: `python -m sdflow.evaluate.worker`, a request on standard input, messages on its output.
 
 The request is one line of JSON (`Request`); the messages are lines of JSON, each with one key: `progress`, `result` or
 `error`. The process ends when its standard input is closed.
@@ -25,6 +25,7 @@ from sdflow.evaluate.device import device, peak_memory_bytes, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.passes.submodel_io import dummy_inputs
+from sdflow.runtime.availability import try_target
 from sdflow.runtime.pipeline import (
     Images,
     Submodel,
@@ -65,15 +66,17 @@ class Request:
         spec = value["spec"]
         latency, image = spec["latency"], spec["image"]
         paths = {key: Path(value[key]) if value[key] else None for key in _PATHS}
-        return cls(**{
-            **value,
-            **paths,
-            "spec": EvaluateSpec(
-                latency=LatencySpec(**latency) if latency is not None else None,
-                image=ImageSpec(**image) if image is not None else None,
-                allow_fallback=spec["allow_fallback"],
-            ),
-        })
+        return cls(
+            **{
+                **value,
+                **paths,
+                "spec": EvaluateSpec(
+                    latency=LatencySpec(**latency) if latency is not None else None,
+                    image=ImageSpec(**image) if image is not None else None,
+                    allow_fallback=spec["allow_fallback"],
+                ),
+            }
+        )
 
 
 _PATHS = ("folder", "image", "engine_cache")
@@ -83,11 +86,13 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the picture.
 
     Each submodel is timed at the batch it has in the pipeline: the UNet and the text encoder 2 with guidance on (both
-    halves in one run) and 1 without; the VAE and the safety checker 1. Times include the copies between host and device.
+    halves in one run) and 1 without; the VAE and the safety checker 1. Times include copies between host and device.
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]
     manifest = read_manifest(request.folder)
+    progress(f"{target.title}: trying a tiny model")
+    try_target(target)  # from here on, what fails is the graph's fault, not the machine's
     image = at_own_size(request.folder, request.spec.image or ImageSpec())
     loaded: dict[str, Submodel] = {}
     parts: dict[str, SubmodelResult] = {}
@@ -244,7 +249,7 @@ def _failure(parts: Mapping[str, SubmodelResult]) -> str | None:
 def main() -> None:
     """Serve one request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with open(os.dup(1), "w", encoding="utf-8") as messages:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
         os.dup2(2, 1)  # what libraries print is no message
         sys.exit(_serve(messages))
 

@@ -26,6 +26,7 @@ from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.passes.olive import run_olive_pass
+from sdflow.passes.onnx_files import write_graph
 
 KeepFloat32 = bool | tuple[str, ...]
 """True: all inputs and outputs stay float32. False: none. Names: these, if the model has them."""
@@ -126,6 +127,8 @@ def convert_to_float16(
     with _forced_inputs(force_fp16_inputs or {}):
         run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+    if kept and undo_round_trips(result.graph, set(kept), keep_io_types):
+        write_graph(result, out)
     blocked = set(options.get("node_block_list") or ()) | set(kept)
     if op_include_list is None and node_include_list is None:
         _check_weights(result.graph, blocked, set(options["op_block_list"]), force_fp16_inputs or {})
@@ -148,6 +151,42 @@ def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:
     needed = {name for node in chosen for name in node.input}
     constants = [node for node in graph.node if node.op_type == "Constant" and needed.intersection(node.output)]
     return [node.name for node in (*constants, *chosen)]
+
+
+def undo_round_trips(graph: Any, kept: set[str], inputs: bool | Sequence[str]) -> bool:
+    """Where a value of the nodes `kept` goes through float16 to another of them, hand it over as it is.
+
+    ONNX Runtime's converter casts around every blocked node and then removes the pairs, but not around one that is a
+    Cast itself. Returns whether anything changed.
+    """
+    changed = False
+    while True:
+        producers = {name: node for node in graph.node for name in node.output}
+        exact = {name for node in graph.node if node.name in kept for name in node.output}
+        exact |= set() if isinstance(inputs, bool) else {item.name for item in graph.input if item.name in inputs}
+        for node in graph.node:
+            before = producers.get(node.input[0]) if _casts_to(node, "float32") else None
+            if before is not None and _casts_to(before, "float16") and before.input[0] in exact:
+                break
+        else:
+            return changed
+        _bypass(graph, node, before.input[0])
+        if not any(before.output[0] in other.input for other in graph.node):
+            graph.node.remove(before)
+        changed = True
+
+
+def _bypass(graph: Any, node: Any, value: str) -> None:
+    """Remove `node`; its readers read `value`."""
+    for other in graph.node:
+        for index, name in enumerate(other.input):
+            if name == node.output[0]:
+                other.input[index] = value
+    graph.node.remove(node)
+
+
+def _casts_to(node: Any, dtype: str) -> bool:
+    return bool(node.op_type == "Cast" and any(a.name == "to" and dtype_name(a.i) == dtype for a in node.attribute))
 
 
 def float16_facts(out: Path) -> dict[str, Any]:
@@ -233,10 +272,7 @@ def _check_kept(graph: Any, names: Sequence[str], kept: set[str]) -> None:
     }
     found: set[str] = set()
     for node in graph.node:
-        to_half = node.op_type == "Cast" and any(
-            attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT16 for attribute in node.attribute
-        )
-        if reached.intersection(node.input) and not to_half and node.op_type not in WEIGHTED:
+        if reached.intersection(node.input) and not _casts_to(node, "float16") and node.op_type not in WEIGHTED:
             found.add(node.name)
             reached.update(node.output)
     lost = sorted(node.name for node in graph.node if node.name in kept - found and node.op_type != "Constant")

@@ -65,10 +65,16 @@ def load_user_pass(name: str, base: Path) -> AnyPass:
 
 
 def _script(name: str, base: Path) -> Path:
-    path = (base / name.partition(":")[0]).resolve()
-    if not path.is_file():
-        raise PassError("there is no such script", where=str(path), remedy="Paths start at the workflow's folder.")
-    return path
+    written = name.partition(":")[0]
+    for folder in (base, *base.absolute().parents):
+        path = (folder / written).resolve()
+        if path.is_file():
+            return path
+    raise PassError(
+        "there is no such script",
+        where=str(base / written),
+        remedy="Paths start at the folder of the workflow or at one of the folders that it lies in.",
+    )
 
 
 def _load(script: Path) -> ModuleType:

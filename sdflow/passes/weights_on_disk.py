@@ -96,18 +96,15 @@ class _Files:
     def __init__(self, new: Path) -> None:
         self._new = new
         self._end = 0
-        self._maps: dict[str, Any] = {}
 
     def view(self, tensor: Any) -> Any:
-        """The values of a reference, read from the file as they are used."""
+        """The values of a reference, read from the file as they are used, mapped only as long as they are."""
         import numpy as np
         import onnx
 
         location, offset, _ = place(tensor)
-        if location not in self._maps or offset + tensor_bytes(tensor) > self._maps[location].size:
-            self._maps[location] = np.memmap(location, dtype=np.uint8, mode="r")
-        values = self._maps[location][offset : offset + tensor_bytes(tensor)]
-        return values.view(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        return np.memmap(location, dtype=dtype, mode="r", offset=offset, shape=tuple(tensor.dims))
 
     def append(self, tensor: Any, values: Any) -> None:
         """Write `values` to the file of new weights and make `tensor` a reference to them."""

@@ -7,6 +7,7 @@ a device. `python -m sdflow.runtime.availability TARGET` tries one target and pr
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,11 +17,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from sdflow.errors import TargetUnavailableError
+from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.runtime.process import clean_environment, python_command
 from sdflow.targets import TARGETS, Target
 
 _TIMEOUT_SECONDS = 120
+_INSTALL = "Install the driver and the libraries that https://onnxruntime.ai/docs/execution-providers/ lists for it."
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,21 @@ def try_target(target: Target) -> str:
     """
     import numpy as np
 
-    from sdflow.runtime.sessions import create_session, import_onnxruntime
+    from sdflow.runtime.sessions import create_session, import_onnxruntime, onnxruntime_errors
 
-    ort = import_onnxruntime(target)
     shapes = {"image": (1, 3, 8, 8)}
+    ort = import_onnxruntime(target)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "probe.onnx"
         model.write_bytes(_probe_model())
-        session = create_session(model, target, shapes=shapes)
         try:
+            session = create_session(model, target, shapes=shapes)
             (result,) = session.run(None, {"image": np.ones(shapes["image"], np.float32)})
-        except (ort.capi.onnxruntime_pybind11_state.Fail, ort.capi.onnxruntime_pybind11_state.EPFail) as error:
-            raise TargetUnavailableError(f"it does not run: {error}", where=target.name) from error
+        except (VerificationError, *onnxruntime_errors(ort)) as error:
+            cause = error.__cause__ or error
+            raise TargetUnavailableError(
+                f"a tiny model does not run: {cause}", where=target.name, remedy=_INSTALL
+            ) from error
     if not np.allclose(result, 27.0):
         raise TargetUnavailableError(f"it computes {result.ravel()[:3]} where 27 is right", where=target.name)
     return str(session.get_providers()[0])
@@ -119,10 +124,13 @@ def _try_elsewhere(name: str) -> Availability:
 
 
 def loader_errors(output: str) -> str:
-    """What ONNX Runtime printed about a library that it could not load, or a device that it could not find."""
-    clues = ("Failed to load library", "cannot open shared object", "no CUDA-capable device", "driver version", "hipErr")
-    lines = [line.strip() for line in output.splitlines() if any(clue in line for clue in clues)]
-    return "; ".join(dict.fromkeys(line.split("] ")[-1] for line in lines))
+    """What ONNX Runtime printed about a library that it could not load and the versions that it wants."""
+    found = [
+        f"{library} cannot be loaded: {cause.strip()}"
+        for library, cause in re.findall(r"Failed to load library \S*?([^/\\\s]+) with error: (.+)", output)
+    ]
+    found += [f"it needs {wanted}" for wanted in re.findall(r"Require (cuDNN \S+ and CUDA [\d.]*\d)", output)]
+    return "; ".join(dict.fromkeys(found))
 
 
 def _main(name: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
 from sdflow.errors import UsageError, VerificationError
+from sdflow.passes.base import SUBMODELS
 from sdflow.runtime.sessions import Shapes, create_session, numpy_type
 from sdflow.targets import TARGETS, Target
 
@@ -163,7 +164,8 @@ class TextToImagePipeline:
             truncation=True,
             return_tensors="np",
         )
-        return self.submodels["text_encoder"](input_ids=tokens.input_ids)["last_hidden_state"]
+        embeddings: np.ndarray = self.submodels["text_encoder"](input_ids=tokens.input_ids)["last_hidden_state"]
+        return embeddings
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Pictures, float32 NHWC in [0, 1], from latents; one run of the decoder per picture."""
@@ -172,7 +174,8 @@ class TextToImagePipeline:
         decoder = self.submodels["vae_decoder"]
         decoded = [decoder(latent_sample=latent[None] / self.scaling_factor)["sample"] for latent in latents]
         images = np.concatenate(decoded).astype(np.float32)
-        return np.clip(images / 2 + 0.5, 0, 1).transpose(0, 2, 3, 1)
+        pixels: np.ndarray = np.clip(images / 2 + 0.5, 0, 1).transpose(0, 2, 3, 1)
+        return pixels
 
     def check_safety(self, images: np.ndarray) -> tuple[np.ndarray, list[bool] | None]:
         """The pictures with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
@@ -207,7 +210,7 @@ def onnx_submodels(folder: Path) -> list[str]:
     if not index.is_file():
         raise UsageError("there is no pipeline here: model_index.json is missing", where=str(folder))
     components: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
-    return [name for name, value in components.items() if value == ["diffusers", "OnnxRuntimeModel"]]
+    return [name for name in SUBMODELS if components.get(name) == ["diffusers", "OnnxRuntimeModel"]]
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:

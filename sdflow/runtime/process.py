@@ -10,10 +10,13 @@ from pathlib import Path
 
 import sdflow
 
-_KEPT = frozenset(
-    "PATH PYTHONPATH VIRTUAL_ENV LD_LIBRARY_PATH DYLD_LIBRARY_PATH LANG LANGUAGE TZ TMPDIR TEMP TMP SYSTEMROOT WINDIR "
-    "SYSTEMDRIVE COMSPEC PATHEXT NUMBER_OF_PROCESSORS PROCESSOR_ARCHITECTURE PROCESSOR_IDENTIFIER".split()
-)
+# fmt: off
+_KEPT = frozenset((
+    "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR",
+    "TEMP", "TMP", "SYSTEMROOT", "WINDIR", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "NUMBER_OF_PROCESSORS",
+    "PROCESSOR_ARCHITECTURE", "PROCESSOR_IDENTIFIER",
+))
+# fmt: on
 _KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "HSA_", "MIGRAPHX_", "ORT_", "OMP_", "MKL_")
 
 _QUIET = {
@@ -29,10 +32,12 @@ _QUIET = {
 
 
 def clean_environment(home: Path, source: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of `source` only what finding programs, libraries and devices needs; no network; `home` for what gets written."""
-    kept = {
-        name: value for name, value in source.items() if name.upper() in _KEPT or name.upper().startswith(_KEPT_PREFIXES)
-    }
+    """Of `source` only what finding programs, libraries and devices needs; no network; `home` to write to."""
+
+    def is_kept(name: str) -> bool:
+        return name.upper() in _KEPT or name.upper().startswith(_KEPT_PREFIXES)
+
+    kept = {name: value for name, value in source.items() if is_kept(name)}
     here = str(Path(sdflow.__file__).parents[1])
     if "site-packages" not in Path(here).parts:  # a checkout: the new process must find it too
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [here, kept.get("PYTHONPATH")]))

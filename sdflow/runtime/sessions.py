@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: one submodel on one target's execution provider, or an error; never another provider instead."""
+"""ONNX Runtime sessions: one submodel on one target's execution provider, or an error; never on another instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError, VerificationError
@@ -22,7 +21,7 @@ Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
 
 
-def import_onnxruntime(target: Target | None = None) -> ModuleType:
+def import_onnxruntime(target: Target | None = None) -> Any:
     """ONNX Runtime with its telemetry off.
 
     Raises TargetUnavailableError when no ONNX Runtime is installed.
@@ -82,7 +81,8 @@ def create_session(
     engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
     profile: prefix of a profile that `end_profiling` writes.
-    Raises TargetUnavailableError when the provider is missing or cannot be loaded.
+    Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
+    run this graph.
     """
     ort = import_onnxruntime(target)
     provider = choose_provider(target, ort.__version__, ort.get_available_providers())
@@ -111,8 +111,8 @@ def create_session(
             providers=with_options,
             enable_fallback=0,
         )
-    except ort.capi.onnxruntime_pybind11_state.EPFail as error:
-        raise TargetUnavailableError(str(error), where=target.name, remedy="See `sdflow doctor`.") from error
+    except onnxruntime_errors(ort) as error:
+        raise VerificationError(f"{provider} cannot run this graph: {error}", where=str(model)) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
@@ -122,6 +122,13 @@ def create_session(
     if target.session.needs_cuda:
         _require_cudnn(target)
     return session
+
+
+def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:
+    """What making or running a session raises; ONNX Runtime's own errors have no common base."""
+    state = ort.capi.onnxruntime_pybind11_state
+    names = ("Fail", "EPFail", "NotImplemented", "InvalidGraph", "InvalidProtobuf", "InvalidArgument", "NoSuchFile")
+    return (RuntimeError, state.RuntimeException, *(getattr(state, name) for name in names))
 
 
 def provider_options(target: Target, provider: str, engine_cache: Path | None) -> dict[str, str]:
@@ -155,7 +162,7 @@ def free_dimensions(model: Path, shapes: Shapes) -> dict[str, int]:
     return sizes
 
 
-def _load_cuda(ort: ModuleType) -> None:
+def _load_cuda(ort: Any) -> None:
     """Load CUDA and cuDNN from torch's or NVIDIA's wheels: the provider's library then finds them in the process."""
     import torch  # noqa: F401
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sdflow.artifact import Action, Artifact, Record
@@ -17,7 +17,7 @@ from sdflow.digest import digest_json
 from sdflow.errors import CacheError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, replace_file, writing
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.objects import AbsentObject, BadTree, check, find
 from sdflow.store.publish import Staging
@@ -48,7 +48,7 @@ class Cache:
     def lookup(self, action: Action) -> Record | None:
         """The finished action, or None if it has to be built. Raises CacheError if the cache cannot be read."""
         path = self._layout.action(action.digest)
-        with writing(self.root):
+        with reading(self.root):
             try:
                 data = path.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ class Cache:
 
         Raises CorruptArtifactError, after putting the entry aside, if it is not what was published.
         """
-        with writing(self.root):
+        with reading(self.root):
             try:
                 check(self._layout, self.stat, artifact.digest)
             except BadTree as error:
@@ -134,7 +134,9 @@ class Cache:
         waiting: called once if another process holds it. Raises CacheError if the cache cannot be written.
         """
         self._layout.ensure()
-        with held(self._layout.lock(action.digest), waiting):
+        with ExitStack() as stack:
+            with writing(self.root):
+                stack.enter_context(held(self._layout.lock(action.digest), waiting))
             yield
 
     def forget(self, action: Action) -> None:
@@ -236,7 +238,7 @@ class Cache:
 
     def entries(self) -> list[Entry]:
         """Every finished action that the cache holds."""
-        with writing(self.root):
+        with reading(self.root):
             return entries(self._layout)
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:

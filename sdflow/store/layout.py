@@ -91,7 +91,7 @@ class Layout:
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         foreign = self.foreign()
-        if foreign:
+        if foreign and not self.is_ours():  # it may have become ours this moment, by another process
             raise CacheError(
                 f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
                 where=str(self.root),
@@ -145,6 +145,19 @@ def writing(root: Path, *, written: Callable[[], int] | None = None) -> Iterator
         yield
     except OSError as error:
         raise cache_error(root, error, written=written() if written else None) from error
+
+
+@contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Turn an OSError of reading into a CacheError."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the cache cannot be read ({error.strerror or error})",
+            where=str(error.filename or root),
+            remedy="Look at the permissions and the disk, or give another cache folder.",
+        ) from error
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:

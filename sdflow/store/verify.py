@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.store.layout import Layout, writing
+from sdflow.store.layout import Layout, reading
 from sdflow.store.objects import AbsentObject, BadTree, check
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action
@@ -32,7 +32,7 @@ def verify(layout: Layout, stats: StatCache, progress: Callable[[str, int], None
     damaged: list[tuple[Path, str]] = []
     actions_of: defaultdict[str, list[Path]] = defaultdict(list)
     sound_bytes = sound_objects = actions = 0
-    with writing(layout.root):
+    with reading(layout.root):
         for path in sorted(layout.actions.glob("*/*.json")):
             try:
                 stored = load_action(path.read_bytes())

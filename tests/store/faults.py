@@ -35,7 +35,7 @@ def start(body: Callable[[], object]) -> tuple[int, int]:
         os.close(reader)
         body()
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (the parent raises it)
         os.write(writer, traceback.format_exc().encode()[-60_000:])
     finally:
         os._exit(code)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sdflow.artifact import Record
 from sdflow.digest import canonical_json
 from sdflow.store import Cache, CorruptArtifactError
@@ -129,7 +130,9 @@ def test_a_truncated_action_file_is_a_miss(cache: Cache) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_changed_byte_of_an_action_file_is_a_miss(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_changed_byte_of_an_action_file_is_a_miss(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     cache = Cache(tmp_path_factory.getbasetemp() / "changed-byte")
     record = build(cache, make_action())
     path = action_file(cache, record)
@@ -142,7 +145,16 @@ def test_any_changed_byte_of_an_action_file_is_a_miss(tmp_path_factory: pytest.T
     assert cache.lookup(record.action) == record
 
 
-GARBAGE: list[bytes] = [b"", b"\0" * 4096, b"null", b"[]", b"{}", b'{"record": 1, "sha256": "x"}', b"\xff\xfe", b"[" * 5000]
+GARBAGE: list[bytes] = [
+    b"",
+    b"\0" * 4096,
+    b"null",
+    b"[]",
+    b"{}",
+    b'{"record": 1, "sha256": "x"}',
+    b"\xff\xfe",
+    b"[" * 5000,
+]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=[str(number) for number in range(len(GARBAGE))])

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from sdflow.artifact import Action
 from sdflow.errors import CacheError, PassError
 from sdflow.store import Cache, CorruptArtifactError

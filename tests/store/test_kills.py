@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
 from sdflow.artifact import Action
 from sdflow.store import Cache
 
 from .builds import assert_complete, build, contents, make_action, names, publish
 from .faults import finish, in_process, killed_before_file_event, start
+
+
+@pytest.fixture
+def cache(memory_path: Path) -> Cache:
+    return Cache(memory_path / "cache")
+
 
 ACTIONS = tuple(make_action(str(number)) for number in range(6))
 
@@ -67,9 +74,9 @@ def _interrupted(cache: Cache, template: Path, work: Callable[[Cache], object], 
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Path:
+def filled(memory_path: Path) -> Path:
     """A cache with four entries, an orphan, a dead build and trash."""
-    cache = Cache(tmp_path / "template")
+    cache = Cache(memory_path / "template")
     for action in ACTIONS[:4]:
         publish(cache, action)
     cache.forget(ACTIONS[3])
@@ -140,7 +147,12 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
                     cache.remember_step(f"worker{worker}", action)
 
     cache_root = cache.root
-    workers = [start(lambda n=n: work(n, chance.randrange(1 << 32))) for n in range(5)]
+
+    def begin(worker: int) -> tuple[int, int]:
+        seed = chance.randrange(1 << 32)
+        return start(lambda: work(worker, seed))
+
+    workers = [begin(number) for number in range(5)]
     kills = 0
     until = time.monotonic() + 40
     while kills < 120 and time.monotonic() < until:
@@ -149,7 +161,7 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
         os.kill(workers[number][0], signal.SIGKILL)
         assert not finish(workers[number]), "a worker ended by itself"
         kills += 1
-        workers[number] = start(lambda: work(number, chance.randrange(1 << 32)))
+        workers[number] = begin(number)
     for child in workers:
         os.kill(child[0], signal.SIGKILL)
         assert not finish(child), "a worker ended by itself"
