@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
 from sdflow.config.fields import LORA_SUBMODELS, OVERLAY, SUBMODEL, SUBMODELS, EvaluateFields
@@ -134,7 +135,7 @@ class Chains:
         options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect")}
         tree = YamlMap(options, node.keys, mark)
         check(info.options, tree, info.name, self.problems, known=("expect",), partial=partial)
-        base = self.files.folder(named.mark if named else mark)
+        base = self._base(info.name, named.mark if named else mark)
         return StepSpec(info.name, to_data(tree), self._expect(node), mark, base)
 
     def _expect(self, node: YamlMap) -> dict[str, int]:
@@ -178,19 +179,34 @@ class Chains:
             )
 
     def _find(self, name: str, mark: Mark) -> PassInfo | None:
-        folder = self.files.folder(mark)
+        folder = self._base(name, mark)
         key = (name, str(folder))
         if key not in self._passes:
             try:
                 self._passes[key] = self.catalog.find(name, folder)
-            except PassNotFound as reason:
-                self._passes[key] = reason
+            except PassNotFound as unknown:
+                self._passes[key] = unknown
         found = self._passes[key]
         if isinstance(found, PassInfo):
             return found
         reason = str(found)
         self.problems.add(mark, reason, None if "did you mean" in reason else nearest(name, self.catalog.names()))
         return None
+
+    def _base(self, name: str, mark: Mark) -> Path:
+        """The folder from which a pass is looked up: for one at a path, the nearest that has its file.
+
+        That is the folder of the YAML file that names it, those above, or the current one. A path written in
+        `workflows/` can so begin with `user_scripts/`.
+        """
+        folder = self.files.folder(mark)
+        script, separator, _ = name.rpartition(":")
+        if not separator or "\0" in script:
+            return folder
+        try:
+            return next(above for above in (folder, *folder.parents, Path.cwd()) if (above / script).is_file())
+        except (OSError, StopIteration):  # a name too long; no such file
+            return folder
 
 
 def is_off(node: Node) -> bool:

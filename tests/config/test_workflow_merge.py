@@ -246,6 +246,22 @@ def test_a_pass_at_a_path_is_looked_up_from_the_file_that_names_it(tmp_path: Pat
         load(tmp_path, {"w.yaml": chains + "\ntarget: cpu\nmodel: synthetic:sd15"})
 
 
+@pytest.mark.parametrize("place", ["flows", ".", "elsewhere"])
+def test_a_pass_at_a_path_is_found_above_its_file_and_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    for name in ("flows", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    script = tmp_path / place / "scripts" / "mine.py"
+    script.parent.mkdir()
+    script.touch()
+    text = "submodels: {unet: {passes: [{pass: OnnxConversion}, {pass: 'scripts/mine.py:Mine'}]}}\nevaluate: null\n"
+    (tmp_path / "flows" / "w.yaml").write_text(text + "target: cpu\nmodel: synthetic:sd15")
+    (pipeline,) = load_workflow(tmp_path / "flows" / "w.yaml", catalog=SmallCatalog()).pipelines
+    assert pipeline.submodels["unet"][1].base.resolve() == (tmp_path / place).resolve()
+
+
 def test_a_step_that_merges_loras_is_left_out_where_there_are_none(tmp_path: Path) -> None:
     chains = "submodels: {unet: {passes: [{pass: OnnxConversion}, {pass: LoraMerge}]}}\nevaluate: null\n"
     text = chains + "model: synthetic:sd15\ntarget: cpu\n"

@@ -14,6 +14,7 @@ import yaml
 
 from sdflow.config import json_schema, load_workflow
 from sdflow.config.fields import SUBMODELS
+from sdflow.errors import WorkflowError
 from sdflow.passes import base
 from sdflow.passes.registry import catalog
 from sdflow.targets import TARGETS
@@ -75,6 +76,29 @@ def test_all_workflows_of_the_repository_load_within_half_a_second_of_processor_
     # The best of three: a machine that is busy elsewhere only ever adds to it.
     runs = [subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 0.5
+
+
+def test_the_example_of_a_users_pass_is_found_from_the_folder_of_workflows(tmp_path: Path) -> None:
+    for folder in ("workflows", "user_scripts"):
+        (tmp_path / folder).mkdir()
+    script = ROOT / "user_scripts" / "static_shapes.py"
+    (tmp_path / "user_scripts" / script.name).write_text(script.read_text())
+    path = tmp_path / "workflows" / "w.yaml"
+    text = """target: cpu
+model: synthetic:sd15
+evaluate: null
+submodels:
+  unet:
+    passes:
+      - {pass: OnnxConversion}
+      - {pass: 'user_scripts/static_shapes.py:StaticShapes', sizes: {batch: SIZE}}
+"""
+    path.write_text(text.replace("SIZE", "2"))
+    (pipeline,) = load_workflow(path, catalog=catalog()).pipelines
+    assert pipeline.submodels["unet"][1].options == {"sizes": {"batch": 2}}
+    path.write_text(text.replace("SIZE", "two"))
+    with pytest.raises(WorkflowError, match=r"w\.yaml:8:77: .*'sizes.batch' must be a valid integer, found the text"):
+        load_workflow(path, catalog=catalog())
 
 
 BAD: dict[str, dict[str, Any]] = {
