@@ -30,9 +30,7 @@ def checkpoint() -> Checkpoint:
 def converted(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """Submodel -> the artifact's directory and its facts."""
     folder = tmp_path_factory.mktemp("converted")
-    return {
-        name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS
-    }
+    return {name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +100,13 @@ def test_every_parameter_is_an_initializer_known_by_its_key(
         np.testing.assert_array_equal(stored[initializer], name.apply(weights[name.key]))
 
 
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_onnx_finds_every_shape_consistent(submodel: str, converted: dict[str, tuple[Path, Any]]) -> None:
+    import onnx
+
+    onnx.checker.check_model(str(converted[submodel][0] / "model.onnx"), full_check=True)
+
+
 def test_weights_before_a_matmul_are_stored_transposed(converted: dict[str, tuple[Path, Any]]) -> None:
     """As the exporter would have folded them: ORT's fusions look for MatMul with an initializer."""
     import onnx
@@ -154,7 +159,9 @@ def test_fractional_timesteps_survive(modules: dict[str, Any], converted: dict[s
     for timestep in (10.0, 10.6, 11.0):
         inputs["timestep"] = np.array([timestep], np.float32)
         outputs[timestep] = running.run(None, inputs)[0]
-        np.testing.assert_allclose(outputs[timestep], torch_outputs("unet", modules["unet"], inputs)[0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            outputs[timestep], torch_outputs("unet", modules["unet"], inputs)[0], rtol=0, atol=2e-5
+        )
     assert np.abs(outputs[10.6] - outputs[10.0]).max() > 1e-4
     assert np.abs(outputs[10.6] - outputs[11.0]).max() > 1e-4
 
