@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from sdflow.errors import PassError
+from sdflow.errors import CheckpointError, PassError
 from sdflow.passes.base import SUBMODELS
 from sdflow.passes.onnx_conversion import OnnxConversionConfig
 from sdflow.passes.submodel_io import dummy_inputs, submodel_io
@@ -218,6 +218,13 @@ def test_writes_the_same_bytes_again(
     assert b"torch" not in files["model.onnx"] and str(tmp_path.parent).encode() not in files["model.onnx"]
 
 
+def test_config_says_what_the_model_is_and_not_who_saved_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["text_encoder"].load))
+    load["config"] |= {"_name_or_path": "/home/me/model", "transformers_version": "4.0.0"}
+    convert("text_encoder", load, tmp_path / "out")
+    assert config_of(tmp_path / "out") == checkpoint.submodels["text_encoder"].load["config"]
+
+
 def test_facts_are_those_of_the_files(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
     model, facts = converted["unet"]
     assert facts["opset"] == 17
@@ -317,6 +324,13 @@ def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: P
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
     load["config"]["addition_embed_type"] = "text_time"
     with pytest.raises(PassError, match="addition_embed_type='text_time'"):
+        convert("unet", load, tmp_path / "out")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
+    load["config"]["norm_num_groups"] = 7
+    with pytest.raises(CheckpointError, match="its configuration does not make a UNet2DConditionModel"):
         convert("unet", load, tmp_path / "out")
 
 
