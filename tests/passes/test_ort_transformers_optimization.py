@@ -101,6 +101,15 @@ def test_a_fusion_that_fuses_nothing_is_an_error(tiny_linear: Any, tmp_path: Pat
         optimize(tiny_linear.path, tmp_path, model_type="unet")
 
 
+def test_a_vae_without_anything_to_fuse_for_the_cpu_passes(
+    vae_with_eager_attention: Any, tmp_path: Path, run_onnx: Any
+) -> None:
+    switches = {f"enable_{name}": value for name, value in CPU.items()} | {"enable_attention": False}
+    exported = vae_with_eager_attention
+    assert optimize(exported.path, tmp_path, model_type="vae", optimization_options=switches)["fused"] == {}
+    assert np.array_equal(run_onnx(tmp_path, exported.feeds), run_onnx(exported.path, exported.feeds))
+
+
 def test_with_every_fusion_off_the_graph_is_only_cleaned(tiny_linear: Any, tmp_path: Path, run_onnx: Any) -> None:
     off = {name: False for name in FusionSwitches.model_fields if name.startswith("enable_")}
     facts = optimize(
