@@ -114,7 +114,12 @@ def _snapshot() -> dict[str, Any]:
 @cache
 def _make(name: str, description: str) -> type[OlivePass]:
     config = _unchecked_config(name) if snapshot_note() else _checked_config(name)
-    return type(name, (OlivePass,), {"name": name, "Config": config, "__doc__": description})
+    return type(name, (OlivePass,), {"name": name, "Config": config, "__doc__": description or _words(name)})
+
+
+def _words(name: str) -> str:
+    """The name in words, for the passes that Olive does not describe."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize()
 
 
 def _checked_config(name: str) -> type[OlivePassConfig]:

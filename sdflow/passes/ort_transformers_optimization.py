@@ -45,6 +45,13 @@ FUSED = (
 )
 """What the fusions make. LayerNormalization and Gelu are standard operators too, and may be there before."""
 
+CERTAIN = {
+    "clip": ("enable_gelu", "enable_layer_norm", "enable_skip_layer_norm"),
+    "unet": ("enable_attention", "enable_group_norm", "enable_nhwc_conv", "enable_skip_layer_norm"),
+    "vae": ("enable_group_norm", "enable_nhwc_conv"),
+}
+"""Fusions that find something in every model of the type. A VAE's attention is matched in one form of export only."""
+
 
 class FusionSwitches(PassConfig):
     """Switches of `onnxruntime.transformers.fusion_options.FusionOptions`."""
@@ -95,9 +102,9 @@ class FusionSwitches(PassConfig):
             )
         return self
 
-    def anything_on(self) -> bool:
-        """Whether any fusion is asked for."""
-        return any(value for name, value in self if name.startswith("enable_") and name != "enable_shape_inference")
+    def must_fuse(self, model_type: str) -> bool:
+        """Whether a fusion is on that every model of this type has a use for."""
+        return any(getattr(self, name) for name in CERTAIN[model_type])
 
 
 class OrtTransformersOptimizationConfig(PassConfig):
@@ -169,7 +176,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
             run_olive_pass(self.name, options, inputs.model, fused_dir, keep_weights_on_disk=config.opt_level == 0)
         after = graph_facts(fused_dir / MODEL_FILE)
         fused = fused_operators(before, after)
-        if config.optimization_options.anything_on() and not config.only_onnxruntime and not any(fused.values()):
+        if config.optimization_options.must_fuse(config.model_type) and not config.only_onnxruntime and not fused:
             raise PassError(
                 f"nothing was fused: the graph is not one that model_type {config.model_type} knows",
                 where=self.name,

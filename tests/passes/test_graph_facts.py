@@ -46,8 +46,9 @@ def test_counts_nodes_of_subgraphs_types_of_weights_and_bytes(tmp_path: Path) ->
 
 
 def test_external_data_is_sized_and_not_read(tmp_path: Path) -> None:
-    weights = helper.make_tensor("w", TensorProto.FLOAT, [1 << 20, 1 << 15], b"", raw=True)
-    weights.data_location = TensorProto.EXTERNAL
+    weights = TensorProto(
+        name="w", data_type=TensorProto.FLOAT, dims=[1 << 20, 1 << 15], data_location=TensorProto.EXTERNAL
+    )
     for key, value in (("location", "model.onnx.data"), ("offset", "0"), ("length", str(1 << 37))):
         weights.external_data.add(key=key, value=value)
     graph = helper.make_graph([], "empty", [], [], [weights])

@@ -72,7 +72,7 @@ def test_a_graph_fused_for_the_cpu_computes_what_the_export_does(tiny_unet: Any,
     switches = {f"enable_{name}": value for name, value in CPU.items()}
     facts = optimize(tiny_unet.path, tmp_path, model_type="unet", optimization_options=switches)
     # Without packing, self-attention becomes Attention and cross-attention stays MultiHeadAttention.
-    assert facts["fused"] == {"Attention": 4, "MultiHeadAttention": 4, "SkipLayerNormalization": 8}
+    assert facts["fused"] == {"Attention": 4, "Gelu": 4, "MultiHeadAttention": 4, "SkipLayerNormalization": 8}
     difference = run_onnx(tmp_path, tiny_unet.feeds) - run_onnx(tiny_unet.path, tiny_unet.feeds)
     assert np.abs(difference).max() < 1e-5
 
@@ -99,6 +99,15 @@ def test_the_biases_of_a_vae_attention_are_not_zeroed(
 def test_a_fusion_that_fuses_nothing_is_an_error(tiny_linear: Any, tmp_path: Path) -> None:
     with pytest.raises(PassError, match="nothing was fused"):
         optimize(tiny_linear.path, tmp_path, model_type="unet")
+
+
+def test_a_vae_without_anything_to_fuse_for_the_cpu_passes(
+    vae_with_eager_attention: Any, tmp_path: Path, run_onnx: Any
+) -> None:
+    switches = {f"enable_{name}": value for name, value in CPU.items()} | {"enable_attention": False}
+    exported = vae_with_eager_attention
+    assert optimize(exported.path, tmp_path, model_type="vae", optimization_options=switches)["fused"] == {}
+    assert np.array_equal(run_onnx(tmp_path, exported.feeds), run_onnx(exported.path, exported.feeds))
 
 
 def test_with_every_fusion_off_the_graph_is_only_cleaned(tiny_linear: Any, tmp_path: Path, run_onnx: Any) -> None:
@@ -153,14 +162,16 @@ def test_heads_and_hidden_size_of_clip_come_from_its_config(tmp_path: Path) -> N
     assert (options["num_heads"], options["hidden_size"]) == (16, 1024)
 
 
-def test_float16_in_one_pass_is_the_same_as_in_two(fused_unet: Any, tiny_unet: Any, tmp_path: Path) -> None:
+def test_float16_in_one_pass_is_the_same_as_in_two(vae_with_eager_attention: Any, tmp_path: Path) -> None:
     from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
+    fused, one, two = (tmp_path / name for name in ("fused", "one", "two"))
+    for folder in (fused, one, two):
+        folder.mkdir()
     forced = {"GroupNorm": (0, 1, 2)}
-    optimize(tiny_unet.path, one, model_type="unet", float16=True, force_fp16_inputs=forced)
-    OnnxFloatToFloat16().run(
-        PassInputs("unet", fused_unet.path, {}), two, OnnxFloatToFloat16Config(force_fp16_inputs=forced)
-    )
+    exported = vae_with_eager_attention.path
+    optimize(exported, one, model_type="vae", float16=True, force_fp16_inputs=forced)
+    optimize(exported, fused, model_type="vae")
+    config = OnnxFloatToFloat16Config(force_fp16_inputs=forced)
+    OnnxFloatToFloat16().run(PassInputs("vae_decoder", fused, {}), two, config)
     assert digests(one) == digests(two)
