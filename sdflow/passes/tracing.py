@@ -80,13 +80,16 @@ def _vae_decoder(module: Any) -> None:
 
 def _safety_checker(module: Any) -> None:
     import torch
-    from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
+    from torch.nn.functional import normalize
+
+    def cosines(embeds: Any, concepts: Any) -> Any:
+        return normalize(embeds) @ normalize(concepts).t()
 
     def forward(clip_input: Any, images: Any) -> tuple[Any, Any]:
         embeds = module.visual_projection(module.vision_model(clip_input)[1])
-        special = cosine_distance(embeds, module.special_care_embeds) - module.special_care_embeds_weights
+        special = cosines(embeds, module.special_care_embeds) - module.special_care_embeds_weights
         adjustment = torch.any(special > 0, dim=1, keepdim=True) * 0.01
-        concepts = cosine_distance(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
+        concepts = cosines(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
         flagged = torch.any(concepts > 0, dim=1)
         return torch.where(flagged[:, None, None, None], torch.zeros_like(images), images), flagged
 

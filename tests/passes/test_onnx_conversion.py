@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from sdflow.errors import PassError
+from sdflow.errors import CheckpointError, PassError
 from sdflow.passes.base import SUBMODELS
 from sdflow.passes.onnx_conversion import OnnxConversionConfig
 from sdflow.passes.submodel_io import dummy_inputs, submodel_io
@@ -30,9 +30,7 @@ def checkpoint() -> Checkpoint:
 def converted(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """Submodel -> the artifact's directory and its facts."""
     folder = tmp_path_factory.mktemp("converted")
-    return {
-        name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS
-    }
+    return {name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +100,13 @@ def test_every_parameter_is_an_initializer_known_by_its_key(
         np.testing.assert_array_equal(stored[initializer], name.apply(weights[name.key]))
 
 
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_onnx_finds_every_shape_consistent(submodel: str, converted: dict[str, tuple[Path, Any]]) -> None:
+    import onnx
+
+    onnx.checker.check_model(str(converted[submodel][0] / "model.onnx"), full_check=True)
+
+
 def test_weights_before_a_matmul_are_stored_transposed(converted: dict[str, tuple[Path, Any]]) -> None:
     """As the exporter would have folded them: ORT's fusions look for MatMul with an initializer."""
     import onnx
@@ -154,7 +159,9 @@ def test_fractional_timesteps_survive(modules: dict[str, Any], converted: dict[s
     for timestep in (10.0, 10.6, 11.0):
         inputs["timestep"] = np.array([timestep], np.float32)
         outputs[timestep] = running.run(None, inputs)[0]
-        np.testing.assert_allclose(outputs[timestep], torch_outputs("unet", modules["unet"], inputs)[0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            outputs[timestep], torch_outputs("unet", modules["unet"], inputs)[0], rtol=0, atol=2e-5
+        )
     assert np.abs(outputs[10.6] - outputs[10.0]).max() > 1e-4
     assert np.abs(outputs[10.6] - outputs[11.0]).max() > 1e-4
 
@@ -209,6 +216,13 @@ def test_writes_the_same_bytes_again(
     assert files.keys() == {"model.onnx", "model.onnx.data", "config.json", "weights.json"}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     assert b"torch" not in files["model.onnx"] and str(tmp_path.parent).encode() not in files["model.onnx"]
+
+
+def test_config_says_what_the_model_is_and_not_who_saved_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["text_encoder"].load))
+    load["config"] |= {"_name_or_path": "/home/me/model", "transformers_version": "4.0.0"}
+    convert("text_encoder", load, tmp_path / "out")
+    assert config_of(tmp_path / "out") == checkpoint.submodels["text_encoder"].load["config"]
 
 
 def test_facts_are_those_of_the_files(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
@@ -310,6 +324,13 @@ def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: P
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
     load["config"]["addition_embed_type"] = "text_time"
     with pytest.raises(PassError, match="addition_embed_type='text_time'"):
+        convert("unet", load, tmp_path / "out")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
+    load["config"]["norm_num_groups"] = 7
+    with pytest.raises(CheckpointError, match="its configuration does not make a UNet2DConditionModel"):
         convert("unet", load, tmp_path / "out")
 
 
