@@ -116,7 +116,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
         versions=versions(),
         device=device(target),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        failure=None if request.spec.allow_fallback else _failure(parts),
+        failure=None if request.spec.allow_fallback else failure_of(parts),
     )
 
 
@@ -236,7 +236,7 @@ def _write_png(picture: Any, path: Path, settings: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _failure(parts: Mapping[str, SubmodelResult]) -> str | None:
+def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:
     messages = []
     for name, part in parts.items():
         try:

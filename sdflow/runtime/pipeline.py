@@ -75,6 +75,8 @@ class TextToImagePipeline:
         vae = submodels["vae_decoder"].config
         self.vae_scale = 2 ** (len(vae["block_out_channels"]) - 1)
         self.scaling_factor = float(vae["scaling_factor"])
+        # PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
+        self.granularity = self.vae_scale * 2 ** (len(submodels["unet"].config["block_out_channels"]) - 1)
 
     @classmethod
     def load(
@@ -117,9 +119,10 @@ class TextToImagePipeline:
     ) -> Images:
         """Draw one picture per prompt.
 
-        height, width: pixels; None for the model's own size. guidance_scale: above 1, each UNet run has batch 2 per
-        picture, the negative prompt's half first. latents: (pictures, channels, height / 8, width / 8), standard
-        normal; the generator draws them when None. callback_on_step_end: called with step index and timestep.
+        height, width: pixels, multiples of 64 for Stable Diffusion; None for the model's own size. guidance_scale:
+        above 1, each UNet run has batch 2 per picture, the negative prompt's half first. latents: (pictures, channels,
+        height / 8, width / 8), standard normal; the generator draws them when None. callback_on_step_end: called with
+        step index and timestep.
         Raises UsageError for sizes that the model cannot have.
         """
         import numpy as np
@@ -193,8 +196,8 @@ class TextToImagePipeline:
         """(pictures, channels, rows, columns) of the latents for a picture size in pixels."""
         config = self.submodels["unet"].config
         for name, size in (("height", height), ("width", width)):
-            if size is not None and (size <= 0 or size % self.vae_scale):
-                raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {self.vae_scale}.")
+            if size is not None and (size <= 0 or size % self.granularity):
+                raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {self.granularity}.")
         rows = config["sample_size"] if height is None else height // self.vae_scale
         columns = config["sample_size"] if width is None else width // self.vae_scale
         return pictures, int(config["in_channels"]), int(rows), int(columns)

@@ -115,17 +115,16 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
 
 
 def shape_computation(model: Path) -> set[str]:
-    """The names of the nodes that compute nothing but shapes, by the rule of ONNX Runtime's GetCpuPreferredNodes.
+    """The names of the nodes that compute nothing but shapes.
 
-    Shape and Size are; and every node with an input from such a node whose other inputs are, too, or are graph inputs,
-    constants, or initializers of at most 100 elements.
+    Shape and Size do; and every node with an input from such a node whose other inputs are from such nodes, too, or are
+    constants or initializers of at most 100 elements. That is the rule of ONNX Runtime's GetCpuPreferredNodes without
+    its allowance for graph inputs, which are data: what it moves beyond this is reported as fallen.
     """
     import onnx
 
     graph = onnx.load(model, load_external_data=False).graph
-    known = {value.name for value in graph.input} | {
-        tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER
-    }
+    known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
     from_shapes: set[str] = set()
     names: set[str] = set()
     for node in graph.node:  # in topological order, as ONNX demands

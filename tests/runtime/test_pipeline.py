@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -24,12 +26,20 @@ from sdflow.targets import TARGETS
 TOLERANCE = 1e-3
 
 PROMPT = "a photo of an astronaut riding a horse on mars"
-SETTINGS = {"num_inference_steps": 5, "negative_prompt": "blurry"}
+SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "negative_prompt": "blurry"}
+
+ONE_THREAD = onnxruntime.SessionOptions()
+ONE_THREAD.intra_op_num_threads = 1
+ON_CPU = {"provider": "CPUExecutionProvider", "sess_options": ONE_THREAD}
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_pipeline: Path) -> TextToImagePipeline:
-    return TextToImagePipeline.load(tiny_pipeline, "cpu")
+def pipeline(tiny_pipeline: Path) -> Iterator[TextToImagePipeline]:
+    """On one thread each: two pools that wait for work by spinning would slow each other down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield TextToImagePipeline.load(tiny_pipeline, "cpu", threads=1)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +78,18 @@ def test_image_equals_pytorchs_with_other_schedulers_and_the_same_seed(
 
 
 def test_other_sizes_and_several_prompts_at_once(pipeline: TextToImagePipeline, tiny_torch: Any) -> None:
-    settings = {**SETTINGS, "negative_prompt": ["", "blurry"], "height": 64, "width": 96, "num_inference_steps": 2}
-    latents = np.random.default_rng(2).standard_normal(pipeline.latents_shape(2, 64, 96), dtype=np.float32)
+    settings = {**SETTINGS, "negative_prompt": ["", "blurry"], "height": 64, "width": 192, "num_inference_steps": 2}
+    latents = np.random.default_rng(2).standard_normal(pipeline.latents_shape(2, 64, 192), dtype=np.float32)
     prompts = ["a horse", "a much longer prompt about the same horse " * 20]
     expected = tiny_torch(prompts, latents=torch.from_numpy(latents), output_type="np", **settings).images
-    assert expected.shape == (2, 64, 96, 3)
+    assert expected.shape == (2, 64, 192, 3)
     assert_equal_pictures(pipeline(prompts, latents=latents, output_type="np", **settings).images, expected)
 
 
 def test_diffusers_onnx_pipeline_loads_the_folder_unchanged_and_draws_the_same(
     pipeline: TextToImagePipeline, tiny_pipeline: Path, latents: np.ndarray
 ) -> None:
-    theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tiny_pipeline, provider="CPUExecutionProvider")
+    theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tiny_pipeline, **ON_CPU)
     theirs.set_progress_bar_config(disable=True)
     assert theirs.safety_checker is not None
     settings = {**SETTINGS, "guidance_scale": 7.5, "height": 128, "width": 128}
@@ -93,10 +103,10 @@ def test_diffusers_onnx_pipeline_loads_a_copy_without_a_safety_checker(
     parts = {name: artifact for name, artifact in tiny_artifacts.items() if name != "safety_checker"}
     companions = {name: path for name, path in tiny_checkpoint.companions.items() if name != "feature_extractor"}
     assemble(tmp_path / "out", parts=parts, companions=companions, manifest={}, copy=True)
-    theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tmp_path / "out", provider="CPUExecutionProvider")
+    theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tmp_path / "out", **ON_CPU)
     assert theirs.safety_checker is None
-    ours = TextToImagePipeline.load(tmp_path / "out", "cpu")
-    assert ours("a horse", num_inference_steps=1).nsfw_content_detected is None
+    ours = TextToImagePipeline.load(tmp_path / "out", "cpu", threads=1)
+    assert ours("a horse", height=64, width=64, num_inference_steps=1).nsfw_content_detected is None
 
 
 def test_a_flagged_picture_is_blackened(

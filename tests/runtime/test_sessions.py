@@ -1,0 +1,141 @@
+"""A session is on the target's provider or it is an error; what a provider needs is said in words."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.runtime.availability import loader_errors, onnxruntime_packages, target_availability, try_target
+from sdflow.runtime.process import clean_environment, python_command
+from sdflow.runtime.sessions import choose_provider, create_session, free_dimensions, provider_options
+from sdflow.targets import TARGETS
+
+
+def save_model(path: Path, nodes: list[onnx.NodeProto], domain: str = "") -> Path:
+    """A model of x (batch, 4, rows, columns) and y (batch, 4) to z."""
+    values = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, "rows", "columns"]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4]),
+    ]
+    result = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "test", values, [result])
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def test_rocm_means_migraphx_with_a_current_onnxruntime_and_the_rocm_ep_with_an_old_one() -> None:
+    rocm = TARGETS["rocm"]
+    built = ["MIGraphXExecutionProvider", "ROCMExecutionProvider", "CPUExecutionProvider"]
+    assert choose_provider(rocm, "1.27.1", built) == "MIGraphXExecutionProvider"
+    assert choose_provider(rocm, "1.22.2", built) == "ROCMExecutionProvider"
+    assert choose_provider(rocm, "1.22.2.post3", built) == "ROCMExecutionProvider"
+    with pytest.raises(TargetUnavailableError, match=r"MIGraphXExecutionProvider needs ONNX Runtime 1.23 or later"):
+        choose_provider(rocm, "1.22.0", ["MIGraphXExecutionProvider", "CPUExecutionProvider"])
+    with pytest.raises(TargetUnavailableError, match=r"ROCMExecutionProvider needs ONNX Runtime 1.22 or earlier"):
+        choose_provider(rocm, "1.31.1", ["CPUExecutionProvider"])
+
+
+def test_a_missing_provider_is_an_error_and_never_the_cpu(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
+    with pytest.raises(TargetUnavailableError, match="built without CUDAExecutionProvider") as raised:
+        create_session(model, TARGETS["cuda"])
+    assert raised.value.exit_code == 5
+    assert "onnxruntime-gpu" in str(raised.value)
+
+
+def test_a_graph_without_a_kernel_on_the_provider_is_a_verification_error(tmp_path: Path) -> None:
+    """GroupNorm of com.microsoft has no CPU kernel: what is fused for a GPU does not run on a CPU."""
+    node = helper.make_node("GroupNorm", ["x", "y", "y"], ["z"], domain="com.microsoft", groups=2, epsilon=1e-5)
+    node.attribute.append(helper.make_attribute("activation", 0))
+    model = save_model(tmp_path / "model.onnx", [node])
+    with pytest.raises(VerificationError, match=r"CPUExecutionProvider cannot run this graph.*GroupNorm"):
+        create_session(model, TARGETS["cpu"])
+
+
+def test_named_dimensions_get_the_sizes_of_the_inputs(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
+    shapes = {"x": (2, 4, 8, 16), "y": (2, 4)}
+    assert free_dimensions(model, shapes) == {"batch": 2, "rows": 8, "columns": 16}
+    with pytest.raises(VerificationError, match="batch would be 2 and 3"):
+        free_dimensions(model, {**shapes, "y": (3, 4)})
+    with pytest.raises(VerificationError, match="x has size 4, not 5"):
+        free_dimensions(model, {**shapes, "x": (2, 5, 8, 16)})
+    with pytest.raises(VerificationError, match="no shape is known for its input y"):
+        free_dimensions(model, {"x": (2, 4, 8, 16)})
+
+
+def test_a_target_with_static_shapes_fixes_them_in_the_session(tmp_path: Path) -> None:
+    """What DirectML's settings do, seen on the provider that is here."""
+    from dataclasses import replace
+
+    model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
+    target = replace(TARGETS["cpu"], session=TARGETS["directml"].session)
+    session = create_session(model, target, shapes={"x": (2, 4, 8, 16), "y": (2, 4)})
+    assert [value.shape for value in session.get_inputs()] == [[2, 4, 8, 16], [2, 4]]
+    assert session.get_session_options().enable_mem_pattern is False
+
+
+def test_engines_are_kept_only_where_the_caller_says(tmp_path: Path) -> None:
+    tensorrt = TARGETS["tensorrt"]
+    without = provider_options(tensorrt, "TensorrtExecutionProvider", None)
+    assert "trt_engine_cache_path" not in without
+    with_cache = provider_options(tensorrt, "TensorrtExecutionProvider", tmp_path)
+    assert with_cache["trt_engine_cache_path"] == str(tmp_path)
+
+
+def test_availability_is_what_really_ran() -> None:
+    assert try_target(TARGETS["cpu"]) == "CPUExecutionProvider"
+    found = {one.target: one for one in target_availability()}
+    assert list(found) == list(TARGETS)
+    assert found["cpu"].available
+    assert found["cpu"].provider == "CPUExecutionProvider"
+    for name, one in found.items():
+        built_in = set(onnxruntime.get_available_providers()) & {p for p, _, _ in TARGETS[name].providers}
+        if not built_in:
+            assert not one.available
+            assert one.reason
+            assert one.remedy
+    assert "Windows only" in str(found["directml"].reason)
+
+
+def test_the_installed_onnxruntime_is_found_without_importing_it() -> None:
+    packages = onnxruntime_packages()
+    assert len(packages) == 1
+    assert next(iter(packages.values())) == onnxruntime.__version__
+
+
+def test_what_the_loader_printed_becomes_the_reason() -> None:
+    """As onnxruntime-gpu 1.31.1 prints it on a machine without CUDA's libraries."""
+    printed = (
+        "\x1b[1;31m2026-11-21 12:44:57.701569914 [E:onnxruntime:Default, provider_bridge_ort.cc:2458 operator()] "
+        "provider_bridge_ort.cc:2043 onnxruntime::ProviderLibrary::Get() [ONNXRuntimeError] : 1 : "
+        "FAIL : Failed to load library /env/onnxruntime/capi/libonnxruntime_providers_cuda.so with error: "
+        "libcublasLt.so.13: cannot open shared object file: No such file or directory\n\x1b[m\n"
+        "[W:onnxruntime:Default] Failed to create CUDAExecutionProvider. Require cuDNN 9.* and CUDA 13.*. Please"
+    )
+    assert loader_errors(printed) == (
+        "libonnxruntime_providers_cuda.so cannot be loaded: libcublasLt.so.13: cannot open shared object file: "
+        "No such file or directory; it needs cuDNN 9.* and CUDA 13"
+    )
+
+
+def test_a_process_of_ours_sees_a_clean_environment_and_writes_nothing_at_home(tmp_path: Path) -> None:
+    """ONNX Runtime writes a device id under HOME on import unless its telemetry is off before."""
+    source = {"PATH": "/bin", "SECRET_TOKEN": "x", "HF_TOKEN": "x", "CUDA_VISIBLE_DEVICES": "1", "HOME": "/somewhere"}
+    environment = clean_environment(tmp_path, source)
+    assert "SECRET_TOKEN" not in environment
+    assert "HF_TOKEN" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["HOME"] == str(tmp_path)
+    finished = subprocess.run(
+        python_command("sdflow.runtime.availability", "cpu"), env=environment, capture_output=True, check=True
+    )
+    assert b'"available": true' in finished.stdout
+    assert list(tmp_path.iterdir()) == []
