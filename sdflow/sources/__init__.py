@@ -7,6 +7,7 @@ from sdflow.sources.checkpoint import (
     PlainDigests,
     SubmodelCheckpoint,
 )
+from sdflow.sources.find_lora import find_lora
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
 from sdflow.sources.opening import open_checkpoint
 
@@ -16,6 +17,7 @@ __all__ = [
     "FileDigests",
     "PlainDigests",
     "SubmodelCheckpoint",
+    "find_lora",
     "load_module",
     "load_pipeline",
     "open_checkpoint",
