@@ -340,14 +340,12 @@ def _swap(staging: Path, out: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Exchange two folders in one step: renameat2(2) on Linux, renamex_np(2) on macOS. Raises OSError."""
-    library = ctypes.CDLL(None, use_errno=True) if sys.platform != "win32" else None
-    if sys.platform == "linux" and hasattr(library, "renameat2"):
-        at_working_directory, exchange = -100, 2
-        failed = library.renameat2(
-            at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange
-        )
-    elif sys.platform == "darwin" and hasattr(library, "renamex_np"):
-        swap = 2
+    at_working_directory, exchange, swap = -100, 2, 2
+    library = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
+    if library is not None and hasattr(library, "renameat2"):
+        names = os.fsencode(one), at_working_directory, os.fsencode(other)
+        failed = library.renameat2(at_working_directory, *names, exchange)
+    elif library is not None and hasattr(library, "renamex_np"):
         failed = library.renamex_np(os.fsencode(one), os.fsencode(other), swap)
     else:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

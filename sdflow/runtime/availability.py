@@ -69,10 +69,11 @@ def try_target(target: Target) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "probe.onnx"
         model.write_bytes(_probe_model())
+        failures: tuple[type[Exception], ...] = (VerificationError, *onnxruntime_errors(ort))
         try:
             session = create_session(model, target, shapes=shapes)
             (result,) = session.run(None, {"image": np.ones(shapes["image"], np.float32)})
-        except (VerificationError, *onnxruntime_errors(ort)) as error:
+        except failures as error:
             cause = error.__cause__ or error
             raise TargetUnavailableError(
                 f"a tiny model does not run: {cause}", where=target.name, remedy=_INSTALL

@@ -17,6 +17,8 @@ import torch
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
+from sdflow.passes.base import PassInputs
+from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.runtime.pipeline import TextToImagePipeline, load_submodel
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
@@ -132,13 +134,9 @@ def test_a_flagged_picture_is_blackened(
 def test_half_precision_graphs_are_fed_half_precision(
     tiny_artifacts: dict[str, Artifact], pipeline: TextToImagePipeline, latents: np.ndarray, tmp_path: Path
 ) -> None:
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    folder = tiny_artifacts["vae_decoder"].path
+    inputs = PassInputs("vae_decoder", tiny_artifacts["vae_decoder"].path, {})
     (tmp_path / "vae_decoder").mkdir()
-    half = convert_float_to_float16(onnx.load(folder / "model.onnx"), keep_io_types=False)
-    onnx.save(half, tmp_path / "vae_decoder" / "model.onnx")
-    (tmp_path / "vae_decoder" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    OnnxFloatToFloat16().run(inputs, tmp_path / "vae_decoder", OnnxFloatToFloat16.Config())
     decoder = load_submodel(tmp_path, "vae_decoder", TARGETS["cpu"])
     assert decoder.input_types == {"latent_sample": "float16"}
     submodels = {**pipeline.submodels, "vae_decoder": decoder}
