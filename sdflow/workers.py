@@ -9,6 +9,7 @@ to the log file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -72,8 +73,8 @@ def run_worker(
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
         from another thread.
 
-    Raises the SdflowError that the worker raised, or PassError when it crashed or was killed. Whatever ends this call,
-    the worker process is gone when it returns.
+    Raises the SdflowError that the worker raised, OSError when it met a full disk, or PassError when it crashed or was
+    killed. Whatever ends this call, the worker process is gone when it returns.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
@@ -149,7 +150,9 @@ def _memory_watched(pid: int, on_memory: Callable[[int], None]) -> Iterator[None
         thread.join()
 
 
-def _rebuilt_error(error: Mapping[str, Any], log: Path) -> SdflowError:
+def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
+    if error["errno"] in (errno.ENOSPC, errno.EDQUOT):
+        return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
     kind = getattr(errors, error["kind"], None)
     if isinstance(kind, type) and issubclass(kind, SdflowError):
         return kind(error["what"], where=error["where"], remedy=error["remedy"])
@@ -188,7 +191,8 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         sys.stderr.flush()
         where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
         what = error.what if isinstance(error, SdflowError) else str(error)
-        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy})
+        number = error.errno if isinstance(error, OSError) else None
+        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy, "errno": number})
         os._exit(1)
 
     sys.excepthook = report  # the parent tells the user; this process has nobody else to tell

@@ -12,5 +12,5 @@ os.environ.update(
     ORT_DISABLE_TELEMETRY="1",
 )
 
-from small_workflows import bench, chain  # noqa: E402, F401
-from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: E402, F401
+from small_workflows import bench, chain  # noqa: F401
+from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -48,6 +49,12 @@ def test_any_other_exception_is_a_pass_error_with_its_traceback(run: Run) -> Non
     with pytest.raises(PassError, match="KeyError: 'missing'") as caught:
         run("bug")
     assert "worker_samples.py" in str(caught.value.remedy)
+
+
+def test_a_full_disk_is_told_apart_from_a_failed_pass(run: Run) -> None:
+    with pytest.raises(OSError, match="No space left") as caught:
+        run("fill the disk")
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_killed_worker_is_reported_by_its_signal(run: Run) -> None:

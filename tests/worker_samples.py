@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> Any:
             raise PassError("no such weight", where="unet", remedy="name another")
         case "bug":
             return {}["missing"]
+        case "fill the disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
