@@ -156,7 +156,7 @@ class Executor:
     def _run_worker(self, step: Step, before: Record | None, load: Mapping[str, Any], staging: Staging) -> WorkerResult:
         request = {
             "pass": step.spec.pass_name,
-            "base": str(step.base),
+            "base": str(step.base.absolute()),
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
             "checkpoint": load,

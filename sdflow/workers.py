@@ -26,26 +26,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import sdflow
 from sdflow import errors
 from sdflow.errors import PassError, SdflowError
 
-PASSED_ON = (
-    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL",
-    "SYSTEMROOT", "WINDIR", "PATHEXT", "TMP", "TEMP", "TMPDIR",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH",
-    "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_PATH",
-)  # fmt: skip
-SILENCED = {
-    "OLIVE_DISABLE_TELEMETRY": "1",  # not enough by itself: see CI
-    "CI": "1",  # olive-ai sends a heartbeat unless it believes to run in CI
-    "ORT_DISABLE_TELEMETRY": "1",  # also keeps ONNX Runtime from writing a device id into the home directory
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "DISABLE_TELEMETRY": "1",
+_KEPT = frozenset((
+    "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR",
+    "TEMP", "TMP", "SYSTEMROOT", "WINDIR", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "NUMBER_OF_PROCESSORS",
+    "PROCESSOR_ARCHITECTURE", "PROCESSOR_IDENTIFIER",
+))  # fmt: skip
+_KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "ROCM_", "HSA_", "MIGRAPHX_", "OMP_", "MKL_")
+_SILENCED = {
+    "CI": "1",  # the one switch that stops all of olive-ai's telemetry
     "DO_NOT_TRACK": "1",
-    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OLIVE_DISABLE_TELEMETRY": "1",
+    "ORT_DISABLE_TELEMETRY": "1",  # also keeps ONNX Runtime from writing a device id into the home directory
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",  # a log is read when its process was killed
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_OFFLINE": "1",
 }
 POLL_SECONDS = 0.2
 
@@ -79,11 +80,12 @@ def run_worker(
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],  # -P: no file of the current folder shadows a package
+            python_command(module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sink,
-            env=clean_environment(home),
+            env=clean_environment(Path(home)),
+            cwd=home,
             start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
         )
         assert process.stdin is not None
@@ -105,11 +107,23 @@ def run_worker(
             raise _death(module, process.wait(), log)
 
 
-def clean_environment(home: str) -> dict[str, str]:
-    """The environment of a worker: what finds programs and devices, no secrets, no proxies, no telemetry."""
-    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    homes = {"HOME": home, "USERPROFILE": home, "XDG_CACHE_HOME": home, "HF_HOME": home}
-    return {**kept, **homes, **SILENCED}
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of sdflow; nothing is imported from the current folder (-P)."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """The environment of a worker: what finds programs, libraries and devices. No secrets, proxies or telemetry."""
+
+    def is_kept(name: str) -> bool:
+        return name.upper() in _KEPT or name.upper().startswith(_KEPT_PREFIXES)
+
+    kept = {name: value for name, value in os.environ.items() if is_kept(name)}
+    here = str(Path(sdflow.__file__).parents[1])
+    if "site-packages" not in Path(here).parts:  # a checkout: the new process must find it too
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [here, kept.get("PYTHONPATH")]))
+    homes = dict.fromkeys(("HOME", "USERPROFILE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), str(home))
+    return kept | _SILENCED | homes
 
 
 @contextmanager
@@ -156,7 +170,7 @@ def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
     kind = getattr(errors, error["kind"], None)
     if isinstance(kind, type) and issubclass(kind, SdflowError):
         return kind(error["what"], where=error["where"], remedy=error["remedy"])
-    return PassError(f"{error['kind']}: {error['what']}", remedy=f"the whole output is in {log}\n{_tail(log)}")
+    return PassError(f"{error['kind']}: {error['what']}", remedy=f"its last output:\n{_tail(log)}")
 
 
 def _death(module: str, status: int, log: Path) -> PassError:

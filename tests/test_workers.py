@@ -75,9 +75,11 @@ def test_peak_memory_is_the_workers_own(run: Run) -> None:
 
 def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     environment = run("environment").value
     assert "HF_TOKEN" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert "HTTPS_PROXY" not in environment
     assert environment["ORT_DISABLE_TELEMETRY"] == environment["OLIVE_DISABLE_TELEMETRY"] == environment["CI"] == "1"
 

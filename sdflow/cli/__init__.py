@@ -16,13 +16,14 @@ def main() -> NoReturn:
     """Entry point of the `sdflow` command. Exit status: see the README, "Commands"."""
     from sdflow.cli.app import app
 
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         app()
     except SdflowError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except Interrupted:
         print("interrupted: nothing was left half-written; the next run goes on from here", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -31,5 +32,9 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not a KeyboardInterrupt: typer would end that one by itself, without a word."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted

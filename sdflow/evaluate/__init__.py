@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from sdflow import errors
 from sdflow.config.workflow import EvaluateSpec
-from sdflow.errors import SdflowError, TargetUnavailableError
+from sdflow.errors import TargetUnavailableError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
-from sdflow.runtime.process import clean_environment, python_command
+from sdflow.workers import run_worker
 
 __all__ = ["EvaluationResult", "append_result", "evaluate"]
 
-_LAST_LINES = 12
+WORKER = "sdflow.evaluate.worker"
 
 
 def evaluate(
@@ -39,7 +35,7 @@ def evaluate(
     results: the folder where `<name>.jsonl` gets one more line. image: the PNG file; `<name>.png` there when None.
     required: a target that this machine cannot run is an error; otherwise the result says so and nothing is recorded.
     engine_cache: where the provider keeps compiled engines. progress: called with a short phrase for each phase.
-    Raises TargetUnavailableError when required; VerificationError when the provider cannot run a graph; SdflowError
+    Raises TargetUnavailableError when required; VerificationError when the provider cannot run a graph; PassError
     when the process dies. Nodes that fell to another provider are the result's `failure`.
     """
     name = name or folder.name
@@ -66,43 +62,6 @@ def evaluate(
 
 
 def _in_worker(request: Request, progress: Callable[[str], None]) -> EvaluationResult:
-    with tempfile.TemporaryDirectory(prefix="sdflow-") as scratch, tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            python_command("sdflow.evaluate.worker"),
-            env=clean_environment(Path(scratch)),
-            cwd=scratch,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(request.to_json()).encode() + b"\n")
-            process.stdin.flush()  # and left open: the worker ends when it is closed
-            for line in process.stdout:
-                message = json.loads(line)
-                if "progress" in message:
-                    progress(message["progress"])
-                elif "error" in message:
-                    raise _error(message["error"])
-                else:
-                    return EvaluationResult.from_json(message["result"])
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-        output.seek(0)
-        said = output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        ended = f"signal {-status}" if status < 0 else f"status {status}"
-        raise SdflowError(
-            f"the evaluation ended with {ended}:\n    " + "\n    ".join(said or ["(it printed nothing)"]),
-            where=request.name,
-            remedy="Signal 9 is often a lack of memory: see `sdflow doctor`." if status == -9 else None,
-        )
-
-
-def _error(content: dict[str, Any]) -> SdflowError:
-    error_class: type[SdflowError] = getattr(errors, content.pop("type"))
-    return error_class(content["what"], where=content["where"], remedy=content["remedy"])
+    with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
+        worker = run_worker(WORKER, request.to_json(), log=Path(folder) / "log.txt", on_phase=progress)
+    return EvaluationResult.from_json(worker.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,25 +37,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that this process has held (resident), host only.
-
-    Not getrusage on Linux: its maximum survives exec, and so includes the process that started this one.
-    """
-    import psutil
-
-    status = Path("/proc/self/status")
-    if status.is_file():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        return int(fields["VmHWM"].split()[0]) * 1024
-    memory = psutil.Process().memory_info()
-    if sys.platform == "win32":
-        return int(memory.peak_wset)
-    import resource
-
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
 
 
 def _processor() -> str:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.assemble import read_manifest
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
-from sdflow.errors import SdflowError, VerificationError
-from sdflow.evaluate.device import device, peak_memory_bytes, versions
+from sdflow.errors import VerificationError
+from sdflow.evaluate.device import device, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.passes.submodel_io import dummy_inputs
@@ -36,8 +34,8 @@ from sdflow.runtime.pipeline import (
     submodel_config,
 )
 from sdflow.runtime.placement import placement, placement_by_profile
-from sdflow.runtime.process import end_with_parent
 from sdflow.targets import TARGETS, Target
+from sdflow.workers import peak_memory, serve_request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +109,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
         settings={**asdict(image), "unet_batch": _unet_batch(image)},
         image=str(request.image) if request.image and request.spec.image else None,
         nsfw_content_detected=flagged,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_memory(),
         artifacts=artifacts,
         versions=versions(),
         device=device(target),
@@ -246,35 +244,5 @@ def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:
     return "\n".join(messages) or None
 
 
-def main() -> None:
-    """Serve one request."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
-        os.dup2(2, 1)  # what libraries print is no message
-        sys.exit(_serve(messages))
-
-
-def _serve(messages: IO[str]) -> int:
-    def send(kind: str, content: object) -> None:
-        messages.write(json.dumps({kind: content}, allow_nan=False) + "\n")
-        messages.flush()
-
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            return 1
-        line += byte
-    end_with_parent(0)
-    request = Request.from_json(json.loads(line))
-    try:
-        result = run(request, lambda phrase: send("progress", phrase))
-    except SdflowError as error:
-        send("error", {"type": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy})
-        return 0
-    send("result", result.to_json())
-    return 0
-
-
 if __name__ == "__main__":
-    main()
+    serve_request(lambda request, phase: run(Request.from_json(request), phase).to_json())

@@ -18,8 +18,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sdflow.errors import TargetUnavailableError, VerificationError
-from sdflow.runtime.process import clean_environment, python_command
 from sdflow.targets import TARGETS, Target
+from sdflow.workers import clean_environment, python_command
 
 _TIMEOUT_SECONDS = 120
 _INSTALL = "Install the driver and the libraries that https://onnxruntime.ai/docs/execution-providers/ lists for it."

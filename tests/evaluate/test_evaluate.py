@@ -26,8 +26,8 @@ from sdflow.evaluate import EvaluationResult, append_result, evaluate
 from sdflow.evaluate.result import SubmodelResult
 from sdflow.evaluate.worker import Request
 from sdflow.runtime.placement import PlacedNode, judge
-from sdflow.runtime.process import clean_environment, python_command
 from sdflow.sources import Checkpoint
+from sdflow.workers import clean_environment, python_command
 
 SPEC = EvaluateSpec(LatencySpec(warmup=1, runs=3), ImageSpec(prompt="a hørse", steps=2, seed=5, height=64, width=64))
 
@@ -88,7 +88,7 @@ def test_peak_memory_is_that_of_the_worker_alone(result: EvaluationResult) -> No
     assert 100e6 < result.peak_memory_bytes < 2e9
     ballast = bytearray(os.urandom(1024)) * 800_000  # 800 MB here must not count there
     assert psutil.Process().memory_info().rss > 800e6
-    script = "from sdflow.evaluate.device import peak_memory_bytes; print(peak_memory_bytes())"
+    script = "from sdflow.workers import peak_memory; print(peak_memory())"
     alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert int(alone.stdout) < 300e6
     del ballast
@@ -157,7 +157,7 @@ def test_a_graph_that_the_provider_cannot_run_is_an_error_of_the_pipeline(
 def test_a_worker_that_dies_is_an_error_with_its_last_words(tiny_pipeline: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_pipeline, tmp_path / "out")
     (tmp_path / "out" / "tokenizer" / "vocab.json").write_text("{")
-    with pytest.raises(SdflowError, match="the evaluation ended with status 1"):
+    with pytest.raises(SdflowError, match="Error while initializing BPE"):
         evaluate(tmp_path / "out", SPEC, "cpu", threads=1)
 
 
@@ -201,7 +201,7 @@ def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipel
     assert worker.wait() == 0
     worker.stdin.close()
     worker.stdout.close()
-    assert [next(iter(message)) for message in messages[:-1]] == ["progress"] * (len(messages) - 1)
+    assert [next(iter(message)) for message in messages[:-1]] == ["phase"] * (len(messages) - 1)
     found = EvaluationResult.from_json(messages[-1]["result"])
     assert found.measured
     assert found.pipeline is None
