@@ -81,7 +81,8 @@ def main() -> None:
             process.start()
             process.join()
             if process.exitcode != 0:
-                raise SystemExit(f"{name} ended with exit status {process.exitcode}")
+                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+                raise SystemExit(f"{name} ended with exit status {process.exitcode} (-9: out of memory) at {peak} MB")
             figures = results.get()
             model = out
             if arguments.json:
