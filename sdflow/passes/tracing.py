@@ -125,8 +125,8 @@ def weights_kept_apart() -> Iterator[None]:
     def merge_nothing(graph: Any, params: dict[str, Any], training: bool) -> dict[str, Any]:
         return params
 
-    torch._C._jit_pass_onnx_constant_fold = fold_constants_only  # type: ignore[assignment]
-    torch._C._jit_pass_onnx_deduplicate_initializers = merge_nothing  # type: ignore[assignment]
+    torch._C._jit_pass_onnx_constant_fold = fold_constants_only
+    torch._C._jit_pass_onnx_deduplicate_initializers = merge_nothing
     try:
         yield
     finally:
