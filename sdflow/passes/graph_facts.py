@@ -1,0 +1,69 @@
+"""What can be measured on an ONNX model without reading its weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def graph_facts(model_path: Path) -> dict[str, Any]:
+    """Counts of the model file `model_path`; external data is sized, not read.
+
+    nodes: number of nodes, those of subgraphs included.
+    operators: operator type -> count, standard and contrib operators alike.
+    dtypes: element type of initializers ("float16") -> {"count": tensors, "bytes": bytes}.
+    opset: version of the standard operator set.
+    bytes: size of the graph file and of the external data that it names.
+    """
+    import onnx
+
+    model = onnx.load(str(model_path), load_external_data=False)
+    operators: Counter[str] = Counter()
+    dtypes: dict[str, Counter[str]] = {}
+    locations: set[str] = set()
+    for graph in subgraphs(model.graph):
+        operators.update(node.op_type for node in graph.node)
+        for tensor in graph.initializer:
+            sizes = dtypes.setdefault(dtype_name(tensor.data_type), Counter())
+            sizes.update(count=1, bytes=tensor_bytes(tensor))
+            locations.update(entry.value for entry in tensor.external_data if entry.key == "location")
+    folder = model_path.parent
+    return {
+        "nodes": operators.total(),
+        "operators": dict(sorted(operators.items())),
+        "dtypes": {name: dict(sizes) for name, sizes in sorted(dtypes.items())},
+        "opset": next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0),
+        "bytes": model_path.stat().st_size + sum((folder / name).stat().st_size for name in locations),
+    }
+
+
+def subgraphs(graph: Any) -> Iterator[Any]:
+    """`graph` and every graph within the attributes of its nodes (If, Loop, Scan)."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from subgraphs(inner)
+
+
+def tensor_bytes(tensor: Any) -> int:
+    """Bytes that the values of a TensorProto take as raw data, wherever they are stored. Strings count as 0."""
+    import onnx
+
+    if tensor.data_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+        return 0
+    values = math.prod(tensor.dims)
+    if dtype_name(tensor.data_type) in ("int4", "uint4", "float4e2m1"):
+        return (values + 1) // 2
+    return values * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def dtype_name(data_type: int) -> str:
+    """The name that numpy and torch use ("float32", "int64", "bfloat16") for an ONNX element type."""
+    import onnx
+
+    name = str(onnx.TensorProto.DataType.Name(data_type)).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)

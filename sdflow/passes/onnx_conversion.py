@@ -1,0 +1,125 @@
+"""OnnxConversion: a submodel of a checkpoint to ONNX, by Olive's pass of that name and torch's TorchScript exporter.
+
+What Olive leaves open is settled here: names and axes (`submodel_io`), the form that is traced (`tracing`), and which
+initializer is which parameter (`weight_names`). The weights stay float32; OnnxFloatToFloat16 converts them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from sdflow.artifact import CONFIG_FILE, MODEL_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.passes.base import InputKind, Pass, PassConfig, PassInputs
+from sdflow.passes.graph_facts import graph_facts
+from sdflow.passes.olive import TorchModel, run_olive_pass
+from sdflow.passes.submodel_io import submodel_io, tracing_inputs
+from sdflow.passes.tracing import traced_form, weights_kept_apart
+from sdflow.passes.weight_names import fold_weights, write_weight_names
+
+_REFUSED = {
+    "torch_dtype": "the export is always float32; name OnnxFloatToFloat16 as a later pass",
+    "optimize": "it is an option of the dynamo exporter, which is not used",
+    "parallel_jobs": "it is for models distributed over ranks",
+    "past_key_value_name": "no submodel of Stable Diffusion has past keys and values",
+    "merge_adapter_weights": "name LoRAs in the workflow and LoraMerge as the next pass",
+    "save_metadata_for_token_generation": "no submodel of Stable Diffusion generates tokens",
+    "save_as_external_data": "large weights are always external",
+    "all_tensors_to_one_file": "external weights are always in one file",
+    "external_data_name": "external weights are always in model.onnx.data",
+    "size_threshold": "weights of 1024 bytes and more are external",
+    "convert_attribute": "attributes are never external",
+    "user_script": "sdflow loads the model itself, from `model:`",
+    "script_dir": "sdflow loads the model itself, from `model:`",
+}
+
+
+class OnnxConversionConfig(PassConfig):
+    """Olive's options of that name, as far as they mean anything here.
+
+    target_opset: version of the standard operator set. From 17 LayerNormalization is one operator, which the fusions
+        look for; the TorchScript exporter ends at 20.
+    """
+
+    target_opset: int = Field(default=17, ge=14, le=20)
+    use_dynamo_exporter: Literal[False] = False
+    device: Literal["cpu"] = "cpu"
+    dynamic: Literal[True] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_why_not(cls, options: Any) -> Any:
+        reasons = {
+            "use_dynamo_exporter": (False, "ONNX Runtime's fusions do not match the graphs of the dynamo exporter"),
+            "device": ("cpu", "tracing runs on the CPU; the graph does not depend on where it was traced"),
+            "dynamic": (True, "one model serves all sizes; a target fixes them when it opens its session"),
+        }
+        if isinstance(options, dict):
+            for option, (only, reason) in reasons.items():
+                if options.get(option, only) != only:
+                    raise ValueError(f"{option} can only be {json.dumps(only)}: {reason}")
+            for option in options:
+                if option in _REFUSED:
+                    raise ValueError(f"{option} is an option of Olive's that has no use here: {_REFUSED[option]}")
+        return options
+
+
+class OnnxConversion(Pass[OnnxConversionConfig]):
+    """Writes model.onnx, model.onnx.data, the submodel's config.json and weights.json.
+
+    Facts, besides those of the graph: `parameters`, the elements of all floating-point parameters; `weights`, the number
+    of initializers that are known to be one; `unmapped`, the parameters that the graph does not use.
+    """
+
+    name: ClassVar[str] = "OnnxConversion"
+    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("torch", "diffusers", "transformers", "onnx", "onnxscript", "onnx-ir", "olive-ai")
+    accepts: ClassVar[InputKind] = "checkpoint"
+    Config: ClassVar[type[PassConfig]] = OnnxConversionConfig
+
+    def run(self, inputs: PassInputs, out: Path, config: OnnxConversionConfig) -> Facts:
+        """Raises PassError when the submodel's architecture has other inputs, or when tracing fails."""
+        import torch
+
+        from sdflow.sources import load_module, submodel_config
+
+        submodel = inputs.submodel
+        architecture = submodel_config(submodel, inputs.checkpoint)
+        io = submodel_io(submodel, architecture)
+        sizes: dict[str, int] = {}
+
+        def load() -> Any:
+            inputs.progress("loading the weights")
+            module = traced_form(submodel, load_module(submodel, inputs.checkpoint))
+            weights = module.state_dict()
+            sizes.update({key: value.numel() for key, value in weights.items() if value.is_floating_point()})
+            inputs.progress("tracing")
+            return module
+
+        def dummy_inputs(_model: object) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.from_numpy(array) for array in tracing_inputs(submodel, architecture).values())
+
+        io_config = {
+            "input_names": [port.name for port in io.inputs],
+            "output_names": [port.name for port in io.outputs],
+            "dynamic_axes": io.dynamic_axes,
+        }
+        with weights_kept_apart():
+            run_olive_pass(self.name, config.model_dump(), TorchModel(load, io_config, dummy_inputs), out)
+        inputs.progress("folding the weights")
+        names = fold_weights(out, sizes.keys())
+        write_weight_names(names, out)
+        (out / CONFIG_FILE).write_text(json.dumps(architecture, indent=2, sort_keys=True) + "\n")
+        unmapped = sorted(sizes.keys() - names.keys())
+        if not names:
+            raise PassError("the graph has none of the module's parameters", where=f"{submodel}: {self.name}")
+        return {
+            **graph_facts(out / MODEL_FILE),
+            "parameters": sum(sizes.values()),
+            "weights": len(names),
+            "unmapped": unmapped,
+        }

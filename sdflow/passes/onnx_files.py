@@ -1,0 +1,201 @@
+"""The one form in which every pass leaves its ONNX model: `model.onnx` and, for large tensors, `model.onnx.data`.
+
+Equal graphs must be equal bytes, so what changes nothing in a model (who produced it, doc strings, where Olive or torch
+found a node) is removed, and tensors lie in one file in the order of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
+from sdflow.errors import PassError
+from sdflow.passes.graph_facts import subgraphs, tensor_bytes
+
+INLINE_BELOW = 1024
+"""Initializers of fewer bytes stay in the graph file."""
+
+COPY_BLOCK = 1 << 24
+
+
+def store_model(model_path: Path, out: Path) -> None:
+    """Write the model at `model_path`, with its external data, to `out` in the form above. `model_path` is used up.
+
+    A data file that already has that form is moved, any other is streamed: memory is bounded by one tensor.
+    Raises PassError when external data is missing or shorter than the graph says.
+    """
+    import onnx
+
+    model = onnx.load(str(model_path), load_external_data=False)
+    data_file = _data_file_in_order(model, model_path.parent)
+    if data_file is not None:
+        _set_location(model)
+        data_file.replace(out / WEIGHTS_FILE)
+        write_graph(model, out)
+    else:
+        store_proto(model, model_path.parent, out)
+
+
+def store_proto(model: Any, base: Path, out: Path) -> None:
+    """Write a ModelProto to `out`; tensors that are external are read from the directory `base`. Changes `model`."""
+    weights = out / WEIGHTS_FILE
+    offset = 0
+    with weights.open("wb") as stream:
+        for tensor, movable in _tensors(model):
+            if not _is_external(tensor):
+                _use_raw_data(tensor)
+            length = tensor_bytes(tensor)
+            if movable and length >= INLINE_BELOW:
+                _copy_values(tensor, base, stream, length)
+                tensor.ClearField("raw_data")
+                _set_external(tensor, offset, length)
+                offset += length
+            elif _is_external(tensor):
+                _inline_values(tensor, base, length)
+    if offset == 0:
+        weights.unlink()
+    write_graph(model, out)
+
+
+def write_graph(model: Any, out: Path) -> None:
+    """Write `model.onnx` alone, without metadata. Changes `model`."""
+    strip_metadata(model)
+    (out / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
+
+
+def strip_metadata(model: Any) -> None:
+    """Remove what changes nothing: producer, doc strings, metadata. The order of operator sets is made the same."""
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
+        model.ClearField(name)
+    opsets = sorted((entry.domain, entry.version) for entry in model.opset_import)
+    del model.opset_import[:]
+    for domain, version in opsets:
+        model.opset_import.add(domain=domain, version=version)
+    for graph in subgraphs(model.graph):
+        _clear(graph)
+        for item in (*graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
+            _clear(item)
+        for node in graph.node:
+            for attribute in node.attribute:
+                attribute.ClearField("doc_string")
+        known = sorted(graph.value_info, key=lambda info: str(info.name))
+        del graph.value_info[:]
+        graph.value_info.extend(known)
+
+
+def read_values(tensor: Any, base: Path) -> Any:
+    """The values of a TensorProto as a numpy array; external ones are read from the directory `base`."""
+    import onnx
+
+    return onnx.numpy_helper.to_array(tensor, str(base))
+
+
+def _clear(item: Any) -> None:
+    item.ClearField("doc_string")
+    item.ClearField("metadata_props")
+
+
+def _tensors(model: Any) -> Iterator[tuple[Any, bool]]:
+    """Every tensor of the model, and whether it may be external (initializers; constants in attributes stay)."""
+    for graph in subgraphs(model.graph):
+        for tensor in graph.initializer:
+            yield tensor, True
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t, False
+                for tensor in attribute.tensors:
+                    yield tensor, False
+
+
+def _is_external(tensor: Any) -> bool:
+    import onnx
+
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def _place(tensor: Any) -> tuple[str, int, int | None]:
+    """File name, offset and length of a tensor's external data, in bytes."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    length = entries.get("length")
+    return entries["location"], int(entries.get("offset", 0)), None if length is None else int(length)
+
+
+def _data_file_in_order(model: Any, base: Path) -> Path | None:
+    """The data file of a model that needs no rewriting: one file, tensors in graph order, no gaps, none inline."""
+    end = 0
+    locations = set()
+    for tensor, movable in _tensors(model):
+        length = tensor_bytes(tensor)
+        if _is_external(tensor):
+            location, offset, stored = _place(tensor)
+            if not movable or offset != end or stored != length or length < INLINE_BELOW:
+                return None
+            locations.add(location)
+            end += length
+        elif (movable and length >= INLINE_BELOW) or (length and not tensor.HasField("raw_data")):
+            return None
+    if len(locations) != 1:
+        return None
+    data_file = base / locations.pop()
+    return data_file if data_file.is_file() and data_file.stat().st_size == end else None
+
+
+def _set_location(model: Any) -> None:
+    for tensor, _ in _tensors(model):
+        if _is_external(tensor):
+            _, offset, length = _place(tensor)
+            _set_external(tensor, offset, length or 0)
+
+
+def _set_external(tensor: Any, offset: int, length: int) -> None:
+    import onnx
+
+    del tensor.external_data[:]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", WEIGHTS_FILE), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def _use_raw_data(tensor: Any) -> None:
+    """Values may be stored in typed fields or as raw bytes; one form, so that equal tensors are equal bytes."""
+    import onnx
+
+    if tensor.HasField("raw_data") or tensor.data_type in (onnx.TensorProto.STRING, onnx.TensorProto.UNDEFINED):
+        return
+    raw = onnx.numpy_helper.to_array(tensor)
+    name, dims, data_type = tensor.name, list(tensor.dims), tensor.data_type
+    fresh = onnx.numpy_helper.from_array(raw, name)
+    if fresh.data_type != data_type or list(fresh.dims) != dims:
+        return  # A packed type that numpy cannot hold: it stays as it is.
+    tensor.CopyFrom(fresh)
+
+
+def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> None:
+    if not _is_external(tensor):
+        stream.write(tensor.raw_data)
+        return
+    location, offset, _ = _place(tensor)
+    with (base / location).open("rb") as source:
+        source.seek(offset)
+        left = length
+        while left:
+            block = source.read(min(left, COPY_BLOCK))
+            if not block:
+                raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Build the step before again.")
+            stream.write(block)
+            left -= len(block)
+
+
+def _inline_values(tensor: Any, base: Path, length: int) -> None:
+    location, offset, _ = _place(tensor)
+    with (base / location).open("rb") as source:
+        source.seek(offset)
+        values = source.read(length)
+    if len(values) != length:
+        raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Build the step before again.")
+    tensor.raw_data = values
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]

@@ -1,0 +1,198 @@
+"""Which initializer of an ONNX model is which parameter of the PyTorch module.
+
+OnnxConversion records this in `weights.json`, {initializer: {"key": ..., "transform": [...]}}, and LoraMerge reads it:
+a LoRA names parameters by their `state_dict` keys. The record is made while the weights are folded, not found out
+afterwards by comparing values, so it is exact whatever the values are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
+from sdflow.errors import PassError
+from sdflow.passes.graph_facts import subgraphs
+from sdflow.passes.onnx_files import write_graph
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WEIGHT_NAMES_FILE = "weights.json"
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One step from a parameter to an initializer: a permutation of its axes, or another shape of the same values."""
+
+    kind: Literal["transpose", "reshape"]
+    axes: tuple[int, ...]
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        return values.transpose(self.axes) if self.kind == "transpose" else values.reshape(self.axes)
+
+
+@dataclass(frozen=True)
+class WeightName:
+    """The parameter that an initializer holds: its key in the module's state_dict, and the way from one to the other."""
+
+    key: str
+    transform: tuple[Transform, ...] = ()
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """The initializer's values for these of the parameter."""
+        for step in self.transform:
+            values = step.apply(values)
+        return values
+
+
+def write_weight_names(names: Mapping[str, WeightName], out: Path) -> None:
+    """Write `names` to `weights.json` in `out`."""
+    content = {
+        initializer: {"key": name.key, "transform": [{step.kind: list(step.axes)} for step in name.transform]}
+        for initializer, name in names.items()
+    }
+    (out / WEIGHT_NAMES_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_weight_names(model: Path) -> dict[str, WeightName]:
+    """Read `weights.json` of the artifact `model`. Raises PassError when it has none or one of another form."""
+    path = model / WEIGHT_NAMES_FILE
+    remedy = f"{WEIGHT_NAMES_FILE} is written by OnnxConversion; a pass between that changes weights must remove it."
+    try:
+        return {
+            initializer: WeightName(
+                entry["key"],
+                tuple(Transform(kind, tuple(axes)) for step in entry["transform"] for kind, axes in step.items()),
+            )
+            for initializer, entry in json.loads(path.read_text()).items()
+        }
+    except FileNotFoundError:
+        raise PassError("the step before does not say which weight is which", remedy=remedy) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise PassError(f"{WEIGHT_NAMES_FILE} is not readable: {cause!r}", remedy=remedy) from cause
+
+
+def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
+    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the model in `out`, in place.
+
+    keys: the initializers that are parameters. They keep their names. Each takes the same bytes before and after, so the
+    data file is changed where it stands and one weight is in memory at a time. A weight that is used in two different
+    forms stays as it is. Returns what every parameter's initializer holds, in the order of the graph.
+    """
+    import onnx
+
+    model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+    graph = model.graph
+    names = {}
+    users = _users(graph)
+    constants = _constants(graph)
+    folded: set[str] = set()
+    for tensor in graph.initializer:
+        if tensor.name not in keys:
+            continue
+        steps = []
+        while step := _common_step(users, tensor, constants):
+            _apply(step, tensor, out)
+            steps.append(step)
+            moves = users[tensor.name]
+            folded.update(node.output[0] for node in moves)
+            users[tensor.name] = [user for node in moves for user in users.get(node.output[0], ())]
+            for user in users[tensor.name]:
+                user.input[:] = [tensor.name if name in folded else name for name in user.input]
+        names[tensor.name] = WeightName(tensor.name, tuple(steps))
+    _remove(graph, folded)
+    write_graph(model, out)
+    return names
+
+
+def tensor_values(tensor: Any, folder: Path, mode: Literal["r", "r+"]) -> np.ndarray:
+    """The values of an initializer: those in its data file, mapped and not read, or those in the graph file, a copy."""
+    import numpy as np
+    import onnx
+
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return onnx.numpy_helper.to_array(tensor)
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    if place["location"] != WEIGHTS_FILE:
+        raise PassError(f"weights lie in {place['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    offset = int(place.get("offset", 0))
+    return np.memmap(folder / WEIGHTS_FILE, dtype, mode, offset=offset, shape=tuple(tensor.dims))
+
+
+def _users(graph: Any) -> dict[str, list[Any]]:
+    """Value -> the nodes that read it. None stands for a use that cannot be changed: in an inner graph, as an output."""
+    users: dict[str, list[Any]] = {output.name: [None] for output in graph.output}
+    for inner in subgraphs(graph):
+        for node in inner.node:
+            for name in node.input:
+                users.setdefault(name, []).append(node if inner is graph else None)
+    return users
+
+
+def _constants(graph: Any) -> dict[str, Any]:
+    """The values of the graph's Constant nodes that are tensors: the axes of an Unsqueeze are one."""
+    import onnx
+
+    return {
+        node.output[0]: onnx.numpy_helper.to_array(node.attribute[0].t)
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    }
+
+
+def _common_step(users: Mapping[str, list[Any]], tensor: Any, constants: Mapping[str, Any]) -> Transform | None:
+    """The one way in which all nodes that read `tensor` move its values, or None."""
+    steps = set()
+    for node in users.get(tensor.name, ()):
+        movable = node is not None and node.input[0] == tensor.name and None not in users.get(node.output[0], ())
+        steps.add(_step(node, tuple(tensor.dims), constants) if movable else None)
+    return steps.pop() if len(steps) == 1 else None
+
+
+def _step(node: Any, shape: tuple[int, ...], constants: Mapping[str, Any]) -> Transform | None:
+    if node.op_type == "Transpose":
+        reverse = tuple(reversed(range(len(shape))))
+        return Transform("transpose", next((tuple(entry.ints) for entry in node.attribute), reverse))
+    if node.op_type == "Unsqueeze" and node.input[1] in constants:
+        axes = constants[node.input[1]].tolist()
+        rank = len(shape) + len(axes)
+        added = {axis % rank for axis in axes}
+        old = iter(shape)
+        return Transform("reshape", tuple(1 if index in added else next(old) for index in range(rank)))
+    return None
+
+
+def _apply(step: Transform, tensor: Any, folder: Path) -> None:
+    """Store the values of `tensor` as `step` leaves them."""
+    import numpy as np
+
+    values = tensor_values(tensor, folder, "r+")
+    moved = step.apply(values)
+    if step.kind == "transpose":
+        ordered = np.ascontiguousarray(moved)
+        if isinstance(values, np.memmap):
+            values[...] = ordered.reshape(values.shape)
+        else:
+            tensor.raw_data = ordered.tobytes()
+    tensor.dims[:] = moved.shape
+
+
+def _remove(graph: Any, folded: Container[str]) -> None:
+    """Take out the nodes whose output is in `folded`, the constants that only they read, and what is said of both."""
+    read = {output.name for output in graph.output}
+    for inner in subgraphs(graph):
+        read.update(name for node in inner.node if node.output[0] not in folded for name in node.input)
+    gone = set()
+    for index in reversed(range(len(graph.node))):
+        node = graph.node[index]
+        if node.output[0] in folded or (node.op_type == "Constant" and node.output[0] not in read):
+            gone.add(node.output[0])
+            del graph.node[index]
+    for index in reversed(range(len(graph.value_info))):
+        if graph.value_info[index].name in gone:
+            del graph.value_info[index]

@@ -1,0 +1,46 @@
+"""`open_checkpoint`: from a reference to an identified checkpoint, without torch, diffusers or transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdflow.errors import CheckpointError
+from sdflow.sources.checkpoint import Checkpoint, FileDigests
+from sdflow.sources.folder import open_folder
+from sdflow.sources.reference import LocalReference, SampleReference, SyntheticReference, parse_reference
+from sdflow.sources.sample import sample_folder
+from sdflow.sources.synthetic import open_synthetic
+
+
+def open_checkpoint(
+    reference: str, *, digests: FileDigests, download: bool, allow_pickle: bool = False
+) -> Checkpoint:
+    """Find a checkpoint and identify its submodels.
+
+    download: whether the hub may be asked; without it, only what the local hub cache holds is found.
+    Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
+    everything else that is missing, damaged or not supported.
+    """
+    parsed = parse_reference(reference)
+    if isinstance(parsed, SyntheticReference):
+        return open_synthetic(reference, parsed.architecture, parsed.seed)
+    if isinstance(parsed, SampleReference):
+        return open_folder(
+            sample_folder(parsed.name),
+            reference=reference,
+            digests=digests,
+            allow_pickle=False,
+            origin={"kind": "sample", "name": parsed.name},
+        )
+    assert isinstance(parsed, LocalReference)
+    return _open_local(parsed.path, reference, digests, allow_pickle)
+
+
+def _open_local(path: Path, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
+    if path.is_dir():
+        return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
+    raise CheckpointError(
+        "no such file or folder",
+        where=str(path),
+        remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+    )

@@ -1,0 +1,133 @@
+"""Reads safetensors files without torch: the header, single tensors, digests of some of the tensors.
+
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdflow.errors import CheckpointError
+
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+_MAX_HEADER = 100_000_000  # the format's own limit
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a file: dtype in the format's spelling, shape, byte range in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _invalid(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"not a valid safetensors file: {what}", where=str(path), remedy="Download or write the file again."
+    )
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name. Raises CheckpointError unless header and length agree exactly."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if length == 0 or length > min(_MAX_HEADER, size - 8):
+                raise _invalid(path, f"{size} bytes with a header of {length} bytes")
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, "its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _invalid(path, "its header is not a JSON object")
+    entries = {
+        name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"
+    }
+    position = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise _invalid(path, f"tensor {name} does not begin where the one before it ends")
+        position = entry.end
+    if position != size:
+        raise _invalid(path, f"its tensors end at byte {position}, the file at byte {size}")
+    return entries
+
+
+def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _invalid(path, f"the entry of tensor {name} is incomplete") from error
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise _invalid(path, f"the entry of tensor {name} has numbers that are not counts")
+    if dtype not in _ITEM_BYTES:
+        raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r}")
+    if end - begin != prod(shape) * _ITEM_BYTES[dtype]:
+        raise _invalid(path, f"tensor {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
+    return TensorEntry(dtype, shape, base + begin, base + end)
+
+
+def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
+    """SHA-256 over (name, dtype, shape, bytes) of the given tensors of a file, in the order of their names."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        for name in sorted(entries):
+            entry = entries[name]
+            digest.update(json.dumps([name, entry.dtype, entry.shape], separators=(",", ":")).encode() + b"\n")
+            stream.seek(entry.begin)
+            left = entry.end - entry.begin
+            while left:
+                block = stream.read(min(_BLOCK, left))
+                if not block:
+                    raise _invalid(path, f"it ends within tensor {name}")
+                digest.update(block)
+                left -= len(block)
+    return digest.hexdigest()
+
+
+def read_float_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[np.float32]]:
+    """Tensors of a file as float32 arrays (all of them by default). Raises CheckpointError for other dtypes."""
+    entries = read_header(path)
+    tensors = {}
+    with path.open("rb") as stream:
+        for name in entries if names is None else names:
+            entry = entries[name]
+            stream.seek(entry.begin)
+            tensors[name] = _decode(path, name, entry, stream.read(entry.end - entry.begin))
+    return tensors
+
+
+def _decode(path: Path, name: str, entry: TensorEntry, raw: bytes) -> NDArray[np.float32]:
+    if len(raw) != entry.end - entry.begin:
+        raise _invalid(path, f"it ends within tensor {name}")
+    if entry.dtype == "BF16":  # the upper half of a float32
+        wide = np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32).reshape(entry.shape)
+    if entry.dtype not in _NUMPY:
+        raise CheckpointError(
+            f"tensor {name} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
+        )
+    return np.frombuffer(raw, _NUMPY[entry.dtype]).astype(np.float32).reshape(entry.shape)

@@ -1,0 +1,22 @@
+"""Checkpoints that come with sdflow: `sample:shapes` is the folder `samples/shapes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sdflow
+from sdflow.errors import CheckpointError
+
+
+def sample_folder(name: str) -> Path:
+    """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
+    package = Path(sdflow.__file__).parent
+    places = [package / "data" / "samples" / name, package.parent / "samples" / name]
+    for place in places:
+        if (place / "model_index.json").is_file():
+            return place
+    raise CheckpointError(
+        f"no sample of the name {name!r} is installed",
+        where=f"sample:{name}",
+        remedy=f"Looked in {' and '.join(str(place) for place in places)}. Use a checkout of the repository.",
+    )

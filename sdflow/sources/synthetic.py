@@ -1,0 +1,104 @@
+"""`synthetic:sd15?seed=N`: an architecture with random weights, made where they are needed, stored nowhere.
+
+Each tensor has a generator of its own, seeded by (seed, class, tensor name), so its values depend on neither order nor
+on other tensors. Values are uniform, computed from PCG64's raw output, whose stream NumPy guarantees across versions
+(NEP 19), by one multiplication and one addition in float32: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdflow.sources.architectures import architecture_config, companion_folder
+from sdflow.sources.checkpoint import (
+    CLASS_OF,
+    COMPANIONS,
+    COMPONENT_OF,
+    Checkpoint,
+    SubmodelCheckpoint,
+    config_digest,
+    pipeline_facts,
+)
+
+GENERATOR_VERSION = 1  # raise it when any value changes: it is part of the identity
+_CHUNK = 1 << 20
+
+
+def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
+    """The shipped architecture with weights from `seed`."""
+    configs = {name: architecture_config(architecture, name) for name in (*CLASS_OF, "scheduler")}
+    submodels = {
+        submodel: SubmodelCheckpoint(
+            identity={
+                "kind": "synthetic",
+                "class": CLASS_OF[component],
+                "config": config_digest(configs[component]),
+                "seed": seed,
+                "generator": GENERATOR_VERSION,
+            },
+            load={"kind": "synthetic", "config": configs[component], "seed": seed},
+        )
+        for submodel, component in COMPONENT_OF.items()
+    }
+    return Checkpoint(
+        reference=reference,
+        provenance={"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION},
+        submodels=submodels,
+        companions={name: companion_folder(architecture, name) for name in COMPANIONS},
+        facts={**pipeline_facts(configs), "requires_safety_checker": True},
+    )
+
+
+def synthetic_tensors(
+    class_name: str, shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> dict[str, NDArray[np.float32]]:
+    """Random float32 weights for the parameters of a module of class `class_name`, scaled to keep activations near 1."""
+    return {name: _tensor(f"{class_name}/{name}", name, shape, seed) for name, shape in shapes.items()}
+
+
+def _tensor(stream: str, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    mean, deviation = _distribution(name, shape)
+    key = hashlib.sha256(f"sdflow-synthetic/{GENERATOR_VERSION}/{seed}/{stream}".encode()).digest()
+    return _uniform(np.random.PCG64(int.from_bytes(key, "little")), prod(shape), mean, deviation).reshape(shape)
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter's values."""
+    if name.endswith("embeds_weights"):
+        # Thresholds of the safety checker: cosines never reach them, so random weights flag nothing.
+        return 1.2, 0.1
+    if name.endswith("_embedding") or name.endswith(("token_embedding.weight", "position_embedding.weight")):
+        return 0.0, 0.02
+    if len(shape) > 1:
+        return 0.0, 1.0 / sqrt(prod(shape[1:]))
+    return (0.0, 0.05) if name.endswith("bias") else (1.0, 0.1)
+
+
+def _uniform(bits: np.random.PCG64, count: int, mean: float, deviation: float) -> NDArray[np.float32]:
+    step = np.float32(deviation * sqrt(12.0) / 2**24)
+    low = np.float32(mean - deviation * sqrt(3.0))
+    values = np.empty(count, np.float32)
+    for begin in range(0, count, _CHUNK):
+        chunk = values[begin : begin + _CHUNK]
+        words = bits.random_raw((len(chunk) + 1) // 2).astype("<u8", copy=False).view("<u4")[: len(chunk)]
+        np.multiply(words >> np.uint32(8), step, out=chunk, dtype=np.float32, casting="unsafe")
+        chunk += low
+    return values
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without the prefixes that releases of transformers disagree on."""
+    return name.removeprefix("text_model.").replace("vision_model.vision_model.", "vision_model.")
+
+
+def tensors_for(class_name: str, load: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Weights for a module whose parameters have these names and shapes."""
+    names = {name: canonical_name(name) for name in shapes}
+    tensors = synthetic_tensors(class_name, {names[name]: shape for name, shape in shapes.items()}, load["seed"])
+    return {name: tensors[names[name]] for name in shapes}
