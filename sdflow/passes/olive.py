@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from sdflow.errors import PassError
 from sdflow.passes.onnx_files import store_model
 
 SILENCE = {"OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1"}
-"""Importing olive contacts a host unless all of these are set; OLIVE_DISABLE_TELEMETRY alone still tries a heartbeat."""
+"""Importing olive contacts a host unless all of these are set: with the first alone it still tries a heartbeat."""
 
 SCRATCH = ".scratch"
 
@@ -108,7 +107,7 @@ def _execute(
         handed_over = ONNXModelHandler(model_path=str(model), onnx_file_name=MODEL_FILE)
     else:
         handed_over = PyTorchModelHandler(
-            model_loader=partial(_load, model.load),
+            model_loader=lambda _path: model.load(),  # Olive calls functions, not other callables
             io_config=dict(model.io_config),
             dummy_inputs_func=model.dummy_inputs,
         )
@@ -123,10 +122,6 @@ def _execute(
         if not pass_class.validate_config(config, accelerator):
             raise PassError(f"Olive refuses these options. {said()}".strip(), where=name)
         return pass_class(accelerator, config).run(handed_over, str(target))
-
-
-def _load(load: Callable[[], Any], _path: object = None) -> Any:
-    return load()
 
 
 def _single_model(name: str, result: Any, model: Path | TorchModel) -> Path:

@@ -1,0 +1,246 @@
+"""OnnxFloatToFloat16: weights and activations in half precision, through Olive's pass of that name.
+
+Olive calls `onnxruntime.transformers.onnx_model.OnnxModel.convert_float_to_float16`, which takes `keep_io_types` as a
+list of names. The pipelines' contract: every input and output becomes float16 but the UNet's `timestep`: fractional
+timesteps near 1000 would be rounded to halves.
+
+Keeping the input alone is not enough: the sinusoids of the timestep would still be computed in float16, with angles of
+up to 1000 radians that float16 rounds to halves. So the nodes between a kept input and the first layer with weights
+stay in float32 as well, as diffusers computes them; ONNX Runtime then leaves one Cast, in front of that layer.
+
+What is mended: `force_fp16_inputs` is not forwarded by Olive; weights that should have become float16 and did not are
+an error. Olive's defaults cut values at 1e4 and 1e-7; ours are float16's own limits, those of ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.graph_facts import dtype_name, graph_facts, tensor_bytes
+from sdflow.passes.olive import run_olive_pass
+
+KeepFloat32 = bool | tuple[str, ...]
+"""True: all inputs and outputs stay float32. False: none. Names: these, if the model has them."""
+
+SMALLEST = 5.96e-08
+LARGEST = 65504.0
+
+WEIGHTED = frozenset({"Attention", "Conv", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention", "NhwcConv"})
+"""Layers with weights: what is computed from a float32 input turns to float16 in front of the first of these."""
+
+ALWAYS_FLOAT32 = {"Resize": (1, 2), "GroupNorm": (1, 2), "SkipGroupNorm": (1, 2)}
+"""Inputs that have no float16 kernel on CUDA (ALWAYS_FLOAT_INPUTS in onnxruntime/transformers/float16.py)."""
+
+
+class OnnxFloatToFloat16Config(PassConfig):
+    """Olive's options, typed, and force_fp16_inputs."""
+
+    min_positive_val: float = Field(
+        default=SMALLEST, ge=SMALLEST, description="weights nearer to 0 than this become it"
+    )
+    max_finite_val: float = Field(default=LARGEST, gt=0, le=LARGEST, description="weights above this become it")
+    keep_io_types: KeepFloat32 = Field(
+        default=("timestep",), description="inputs and outputs that stay float32: true, false, or names"
+    )
+    use_symbolic_shape_infer: bool = Field(default=True, description="needed for fused models")
+    op_block_list: tuple[str, ...] | None = Field(default=None, description="operator types that stay float32")
+    op_include_list: tuple[str, ...] | None = Field(
+        default=None, description="the only operator types that become float16"
+    )
+    node_block_list: tuple[str, ...] | None = Field(default=None, description="names of nodes that stay float32")
+    node_include_list: tuple[str, ...] | None = Field(default=None, description="the only nodes that become float16")
+    force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = Field(
+        default=None,
+        description="operator type to the inputs converted although ONNX Runtime prefers float32 (DirectML)",
+    )
+
+    @model_validator(mode="after")
+    def _one_list_each(self) -> OnnxFloatToFloat16Config:
+        for kind in ("op", "node"):
+            if getattr(self, f"{kind}_block_list") is not None and getattr(self, f"{kind}_include_list") is not None:
+                raise ValueError(f"{kind}_block_list and {kind}_include_list exclude each other")
+        return self
+
+
+class OnnxFloatToFloat16(Pass[OnnxFloatToFloat16Config]):
+    """Converts float32 to float16."""
+
+    name: ClassVar[str] = "OnnxFloatToFloat16"
+    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "numpy", "sympy")
+    Config: ClassVar[type[PassConfig]] = OnnxFloatToFloat16Config
+
+    def run(self, inputs: PassInputs, out: Path, config: OnnxFloatToFloat16Config) -> Facts:
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        inputs.progress("converting to float16")
+        convert_to_float16(inputs.model, out, **{name: getattr(config, name) for name in type(config).model_fields})
+        return {**graph_facts(out / MODEL_FILE), **float16_facts(out)}
+
+
+def convert_to_float16(
+    model: Path,
+    out: Path,
+    *,
+    keep_io_types: KeepFloat32,
+    op_block_list: Sequence[str] | None = None,
+    node_block_list: Sequence[str] | None = None,
+    op_include_list: Sequence[str] | None = None,
+    node_include_list: Sequence[str] | None = None,
+    force_fp16_inputs: Mapping[str, Sequence[int]] | None = None,
+    min_positive_val: float = SMALLEST,
+    max_finite_val: float = LARGEST,
+    use_symbolic_shape_infer: bool = True,
+) -> None:
+    """Convert the artifact `model` into `out`. The options are the pass's.
+
+    Raises PassError when there is nothing to convert, or when weights stayed float32 that no option wants so.
+    """
+    import onnx
+
+    source = onnx.load(str(model / MODEL_FILE), load_external_data=False)
+    if not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in source.graph.initializer):
+        raise PassError("the model has no float32 weights", where="OnnxFloatToFloat16", remedy="Leave the pass out.")
+    kept = [] if isinstance(keep_io_types, bool) else nodes_before_weights(source.graph, keep_io_types)
+    options: dict[str, Any] = {
+        "min_positive_val": min_positive_val,
+        "max_finite_val": max_finite_val,
+        "keep_io_types": keep_io_types if isinstance(keep_io_types, bool) else list(keep_io_types),
+        "use_symbolic_shape_infer": use_symbolic_shape_infer,
+        "op_block_list": _default_op_block_list() if op_block_list is None else list(op_block_list),
+    }
+    if op_include_list is not None:
+        options |= {"op_block_list": None, "op_include_list": list(op_include_list)}
+    if node_include_list is not None:
+        options["node_include_list"] = [name for name in node_include_list if name not in set(kept)]
+    else:
+        options["node_block_list"] = [*(node_block_list or ()), *kept]
+    with _forced_inputs(force_fp16_inputs or {}):
+        run_olive_pass("OnnxFloatToFloat16", options, model, out)
+    result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+    blocked = set(options.get("node_block_list") or ()) | set(kept)
+    if op_include_list is None and node_include_list is None:
+        _check_weights(result.graph, blocked, set(options["op_block_list"]), force_fp16_inputs or {})
+    if not isinstance(keep_io_types, bool):
+        _check_kept(result.graph, keep_io_types, set(kept))
+
+
+def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:
+    """Names of the nodes on the ways from the graph inputs `names` to the first layers with weights, in graph order.
+
+    Constant nodes that feed them are among them: a frequency rounded to float16 spoils an angle as much.
+    """
+    inputs = {item.name for item in graph.input} & set(names)
+    reached = set(inputs)
+    chosen: list[Any] = []
+    for node in graph.node:
+        if node.op_type not in WEIGHTED and reached.intersection(node.input):
+            chosen.append(node)
+            reached.update(node.output)
+    needed = {name for node in chosen for name in node.input}
+    constants = [node for node in graph.node if node.op_type == "Constant" and needed.intersection(node.output)]
+    return [node.name for node in (*constants, *chosen)]
+
+
+def float16_facts(out: Path) -> dict[str, Any]:
+    """Weights that ended at float16's limits: {"at_limit": {"largest": count, "smallest": count}}."""
+    import numpy as np
+    import onnx
+
+    counts = {"largest": 0, "smallest": 0}
+    model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+    data = np.memmap(out / WEIGHTS_FILE, dtype=np.uint8, mode="r") if (out / WEIGHTS_FILE).exists() else None
+    for tensor in model.graph.initializer:
+        if tensor.data_type != onnx.TensorProto.FLOAT16:
+            continue
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and data is not None:
+            offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
+            bits = data[offset : offset + tensor_bytes(tensor)].view(np.uint16)
+        else:
+            bits = onnx.numpy_helper.to_array(tensor).view(np.uint16)
+        magnitudes = bits & 0x7FFF
+        counts["largest"] += int(np.count_nonzero(magnitudes == 0x7BFF))
+        counts["smallest"] += int(np.count_nonzero(magnitudes == 0x0001))
+    return {"at_limit": counts}
+
+
+def _default_op_block_list() -> list[str]:
+    """ONNX Runtime's list of operators without float16 kernels; Olive's None means the same."""
+    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
+
+    return list(DEFAULT_OP_BLOCK_LIST)
+
+
+@contextlib.contextmanager
+def _forced_inputs(forced: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """While active, ONNX Runtime's converter gets `force_fp16_inputs`, which Olive's pass has no option for."""
+    if not forced:
+        yield
+        return
+    from onnxruntime.transformers.onnx_model import OnnxModel
+
+    original = OnnxModel.convert_float_to_float16
+    inputs = {name: list(indices) for name, indices in forced.items()}
+
+    def forwarding(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, force_fp16_inputs=inputs, **options)
+
+    OnnxModel.convert_float_to_float16 = forwarding
+    try:
+        yield
+    finally:
+        OnnxModel.convert_float_to_float16 = original
+
+
+def _check_weights(graph: Any, blocked: set[str], blocked_ops: set[str], forced: Mapping[str, Sequence[int]]) -> None:
+    """Raise PassError for a float32 weight that no blocked node and no operator's rule accounts for."""
+    allowed: set[str] = set()
+    for node in graph.node:
+        if node.name in blocked or node.op_type in blocked_ops:
+            allowed.update(node.input)
+        else:
+            always = set(ALWAYS_FLOAT32.get(node.op_type, ())) - set(forced.get(node.op_type, ()))
+            allowed.update(name for index, name in enumerate(node.input) if index in always)
+    left = [
+        tensor.name
+        for tensor in graph.initializer
+        if dtype_name(tensor.data_type) == "float32" and tensor.name not in allowed
+    ]
+    if left:
+        raise PassError(
+            f"{len(left)} weights stayed float32: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
+            where="OnnxFloatToFloat16",
+            remedy="Name their nodes in node_block_list if that is wanted.",
+        )
+
+
+def _check_kept(graph: Any, names: Sequence[str], kept: set[str]) -> None:
+    """Raise PassError unless the kept inputs are float32 and reach their nodes without passing through float16."""
+    import onnx
+
+    reached = {
+        item.name
+        for item in graph.input
+        if item.name in names and item.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    }
+    found: set[str] = set()
+    for node in graph.node:
+        to_half = node.op_type == "Cast" and any(
+            attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT16 for attribute in node.attribute
+        )
+        if reached.intersection(node.input) and not to_half and node.op_type not in WEIGHTED:
+            found.add(node.name)
+            reached.update(node.output)
+    lost = sorted(node.name for node in graph.node if node.name in kept - found and node.op_type != "Constant")
+    if lost:
+        raise PassError(
+            f"{', '.join(lost[:5])} would be computed from a float16 {' or '.join(names)}", where="OnnxFloatToFloat16"
+        )
