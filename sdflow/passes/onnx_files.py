@@ -13,6 +13,7 @@ from typing import IO, Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs, tensor_bytes
+from sdflow.weights.stubs import is_stub
 
 INLINE_BELOW = 1024
 """Initializers of fewer bytes stay in the graph file."""
@@ -44,6 +45,8 @@ def store_proto(model: Any, base: Path, out: Path) -> None:
     offset = 0
     with weights.open("wb") as stream:
         for tensor, movable in _tensors(model):
+            if is_stub(tensor):
+                continue
             if not _is_external(tensor):
                 _use_raw_data(tensor)
             length = tensor_bytes(tensor)
@@ -129,6 +132,8 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
     locations = set()
     for tensor, movable in _tensors(model):
         length = tensor_bytes(tensor)
+        if is_stub(tensor):
+            return None
         if _is_external(tensor):
             location, offset, stored = _place(tensor)
             if not movable or offset != end or stored != length or length < INLINE_BELOW:

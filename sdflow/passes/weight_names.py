@@ -17,6 +17,7 @@ from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs
 from sdflow.passes.onnx_files import write_graph
+from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,6 +171,13 @@ def _step(node: Any, shape: tuple[int, ...], constants: Mapping[str, Any]) -> Tr
 def _apply(step: Transform, tensor: Any, folder: Path) -> None:
     """Store the values of `tensor` as `step` leaves them."""
     import numpy as np
+
+    from sdflow.weights.recipe import Reshape, Transpose
+
+    if is_stub(tensor):
+        moved = {"transpose": Transpose, "reshape": Reshape}[step.kind](step.axes, stub_recipe(tensor))
+        make_stub(tensor, moved)
+        return
 
     values = tensor_values(tensor, folder, "r+")
     moved = step.apply(values)

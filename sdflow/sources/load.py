@@ -38,10 +38,12 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
     import torch
 
     component = COMPONENT_OF[submodel]
-    where = load["files"][0]["path"] if load["kind"] != "synthetic" else f"synthetic {component}"
+    where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {component}"
     module = _empty_module(component, submodel_config(submodel, load), where)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if load["kind"] == "synthetic":
+    if load["kind"] == "hollow":
+        tensors = _hollow_tensors(module)
+    elif load["kind"] == "synthetic":
         arrays = tensors_for(CLASS_OF[component], load, expected)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
@@ -51,6 +53,23 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
         check_stamps(load["files"])
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
+
+
+def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A tensor of the right shape for every parameter, in the memory of one number: each has strides of 0.
+
+    Each has a value of its own, so that nothing takes two for one. The load {"kind": "hollow", "config": ...} is for
+    tracing the architecture without a checkpoint.
+    """
+    import torch
+
+    expected = module.state_dict()
+    if odd := [name for name, tensor in expected.items() if not tensor.is_floating_point()]:
+        raise CheckpointError(f"its tensors {_list(odd)} are not of a floating-point type", where="hollow")
+    return {
+        name: torch.full((1,) * tensor.dim(), (index + 1) / (100 * len(expected))).expand(tensor.shape)
+        for index, (name, tensor) in enumerate(expected.items())
+    }
 
 
 def load_pipeline(checkpoint: Checkpoint) -> StableDiffusionPipeline:
