@@ -8,6 +8,7 @@ the processor's vectors (2 to 11 GB/s) and gives the same bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,42 +23,56 @@ _SIGN = np.uint16(0x8000)
 _MAGNITUDE = np.uint16(0x7FFF)
 
 
-def to_float16(values: NDArray[Any], smallest: float = SMALLEST, largest: float = LARGEST) -> NDArray[np.float16]:
+@dataclass
+class AtLimit:
+    """How many float16 values have the largest finite magnitude, and how many the smallest."""
+
+    largest: int = 0
+    smallest: int = 0
+
+
+def to_float16(
+    values: NDArray[Any], smallest: float = SMALLEST, largest: float = LARGEST, counts: AtLimit | None = None
+) -> NDArray[np.float16]:
     """Round to the nearest float16, ties to even; see `sdflow.weights.recipe.Float16` for the limits. C-contiguous.
 
-    0, infinities and NaN stay what they are. float16 values come back as they are under the default limits.
+    0, infinities and NaN stay what they are. Under the default limits float16 values come back as they are. What ended
+    at float16's limits is added to `counts`.
     """
-    if values.dtype == np.float16:
-        if smallest <= SMALLEST and largest >= LARGEST:
-            return np.ascontiguousarray(values)
-        values = values.astype(np.float32)
-    exact = np.ascontiguousarray(values, np.float32).reshape(-1)
-    rounded = np.empty(values.shape, np.float16)
-    bits = rounded.reshape(-1).view(np.uint16)
-    low, high = (np.float16(limit).view(np.uint16) for limit in (smallest, largest))
+    as_they_are = values.dtype == np.float16 and smallest <= SMALLEST and largest >= LARGEST
+    exact = np.ascontiguousarray(values, values.dtype if as_they_are else np.float32).reshape(-1)
+    rounded = exact if as_they_are else np.empty(exact.size, np.float16)
+    bits = rounded.view(np.uint16)
+    low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
     doubled = np.empty(min(_BLOCK, exact.size), np.uint16)
     for begin in range(0, exact.size, _BLOCK):
         block, half = exact[begin : begin + _BLOCK], bits[begin : begin + _BLOCK]
-        _cast(block, half)
+        if not as_they_are:
+            _cast(block, half)
         # Twice the bits is twice the magnitude, without the sign. Minus the lower limit, wrapping around: one unsigned
         # comparison finds both ends.
         distance = np.left_shift(half, 1, out=doubled[: half.size])
-        distance -= np.uint16(2 * (int(low) + 1))
-        inside = np.uint16(2 * (int(high) - int(low) - 1))
+        distance -= np.uint16(2 * (low + 1))
+        inside = np.uint16(2 * (high - low - 1))
         if distance.max() >= inside:
-            _apply_limits(block, half, np.flatnonzero(distance >= inside), smallest, largest)
-    return rounded
+            suspects = np.flatnonzero(distance >= inside)
+            if not as_they_are:
+                half[suspects] = _within_limits(block[suspects], half[suspects], smallest, largest)
+            if counts is not None:
+                magnitudes = half[suspects] & _MAGNITUDE
+                counts.largest += int(np.count_nonzero(magnitudes == 0x7BFF))
+                counts.smallest += int(np.count_nonzero(magnitudes == 0x0001))
+    return rounded.reshape(values.shape)
 
 
-def _apply_limits(
-    exact: NDArray[np.float32], bits: NDArray[np.uint16], suspects: NDArray[np.intp], smallest: float, largest: float
-) -> None:
-    magnitude = np.abs(exact[suspects])
-    found = bits[suspects]
+def _within_limits(
+    exact: NDArray[np.float32], bits: NDArray[np.uint16], smallest: float, largest: float
+) -> NDArray[np.uint16]:
+    magnitude = np.abs(exact)
     low, high = (np.float16(limit).view(np.uint16) for limit in (smallest, largest))
     small = (magnitude > 0) & (magnitude < np.float32(smallest))
     large = (magnitude > np.float32(largest)) & (magnitude < np.inf)
-    bits[suspects] = (found & _SIGN) | np.where(small, low, np.where(large, high, found & _MAGNITUDE))
+    return (bits & _SIGN) | np.where(small, low, np.where(large, high, bits & _MAGNITUDE))
 
 
 def _cast(block: NDArray[np.float32], half: NDArray[np.uint16]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdflow.weights.half import to_float16
+from sdflow.weights.half import AtLimit, to_float16
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -119,24 +119,25 @@ def params(recipe: Recipe) -> Iterator[Param]:
         yield from params(recipe.of)
 
 
-def evaluate(recipe: Recipe, read: Callable[[str], Array]) -> Array:
-    """The values of a recipe; `read` gives a parameter's values as float32 (or as float16, if it is stored so).
+def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None) -> Array:
+    """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
-    then half as many bytes are moved. The result may be a view that is not contiguous.
+    then half as many bytes are moved. The result may be a view that is not contiguous. Float16 values that ended at the
+    type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
     """
-    return _evaluate(recipe, read, None)
+    return _evaluate(recipe, read, counts, None)
 
 
-def _evaluate(recipe: Recipe, read: Callable[[str], Array], rounding: Float16 | None) -> Array:
+def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Float16 | None) -> Array:
     if isinstance(recipe, Float16):
-        return _evaluate(recipe.of, read, recipe if recipe.of.dtype == "float32" else rounding)
+        return _evaluate(recipe.of, read, counts, recipe)
     if isinstance(recipe, Transpose):
-        return _evaluate(recipe.of, read, rounding).transpose(recipe.axes)
+        return _evaluate(recipe.of, read, counts, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
-        return _evaluate(recipe.of, read, rounding).reshape(recipe.shape)
+        return _evaluate(recipe.of, read, counts, rounding).reshape(recipe.shape)
     if isinstance(recipe, Join):
-        return np.concatenate([_evaluate(part, read, rounding) for part in recipe.parts], recipe.axis)
+        return np.concatenate([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
     if isinstance(recipe, Constant):
         values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
@@ -144,7 +145,7 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], rounding: Float16 | 
         if values.shape != recipe.shape:
             raise ValueError(f"{recipe.key} has the shape {list(values.shape)}, not {list(recipe.shape)}")
     if rounding is not None:
-        return to_float16(values, rounding.smallest, rounding.largest)
+        return to_float16(values, rounding.smallest, rounding.largest, counts)
     return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
 
 
