@@ -25,12 +25,14 @@ class StepSpec:
     """One step of a chain: a pass and its options as written (defaults are filled in when the plan is made).
 
     expect: operator type -> count that the output must have. Not part of the cache key: it changes nothing.
+    base: the folder of the file that names the pass, from which a pass at a path is looked up.
     """
 
     pass_name: str
     options: Mapping[str, Any]
     expect: Mapping[str, int]
     mark: Mark
+    base: Path = Path()
 
 
 @dataclass(frozen=True)

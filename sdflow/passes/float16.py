@@ -125,7 +125,7 @@ def convert_to_float16(
     else:
         options["node_block_list"] = [*(node_block_list or ()), *kept]
     with _forced_inputs(force_fp16_inputs or {}):
-        run_olive_pass("OnnxFloatToFloat16", options, model, out)
+        run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     blocked = set(options.get("node_block_list") or ()) | set(kept)
     if op_include_list is None and node_include_list is None:

@@ -58,7 +58,7 @@ def tensor_bytes(tensor: Any) -> int:
 
     if tensor.data_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
         return 0
-    values = math.prod(tensor.dims)
+    values: int = math.prod(tensor.dims)
     if dtype_name(tensor.data_type) in ("int4", "uint4", "float4e2m1"):
         return (values + 1) // 2
     return values * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)

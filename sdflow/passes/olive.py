@@ -21,6 +21,8 @@ from typing import Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import PassError
 from sdflow.passes.onnx_files import store_model
+from sdflow.passes.weights_on_disk import weights_on_disk
+from sdflow.weights.stubs import is_recording
 
 SILENCE = {"OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1"}
 """Importing olive contacts a host unless all of these are set: with the first alone it still tries a heartbeat."""
@@ -42,16 +44,25 @@ class TorchModel:
 
 
 def run_olive_pass(
-    name: str, options: Mapping[str, Any], model: Path | TorchModel, out: Path, *, on_gpu: bool = False
+    name: str,
+    options: Mapping[str, Any],
+    model: Path | TorchModel,
+    out: Path,
+    *,
+    on_gpu: bool = False,
+    keep_weights_on_disk: bool = False,
 ) -> None:
     """Run Olive's pass `name` on `model` (an artifact's directory, or a module) and write the artifact into `out`.
 
     Files beside the input's model.onnx (config.json, ...) are copied along. `on_gpu` only tells the pass what the
-    result is for: nothing is executed there. Raises PassError with the cause when the pass fails, refuses its options
+    result is for: nothing is executed there. `keep_weights_on_disk`: for passes of onnxruntime.transformers, see
+    `weights_on_disk`. Raises PassError with the cause when the pass fails, refuses its options
     or gives something other than one ONNX model.
     """
     pass_class = olive_pass_class(name)
-    with _confined(out / SCRATCH) as scratch:
+    with _confined(out / SCRATCH) as scratch, contextlib.ExitStack() as context:
+        if keep_weights_on_disk and not is_recording():
+            context.enter_context(weights_on_disk(scratch))
         result = _execute(pass_class, name, options, model, scratch / "result", on_gpu)
         store_model(_single_model(name, result, model), out)
     if isinstance(model, Path):

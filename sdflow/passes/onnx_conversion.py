@@ -17,7 +17,8 @@ from sdflow.errors import PassError
 from sdflow.passes.base import InputKind, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import TorchModel, run_olive_pass
-from sdflow.passes.submodel_io import submodel_io, tracing_inputs
+from sdflow.passes.onnx_files import write_graph
+from sdflow.passes.submodel_io import SubmodelIO, submodel_io, tracing_inputs
 from sdflow.passes.tracing import traced_form, weights_kept_apart
 from sdflow.passes.weight_names import fold_weights, write_weight_names
 
@@ -71,18 +72,27 @@ class OnnxConversionConfig(PassConfig):
 class OnnxConversion(Pass[OnnxConversionConfig]):
     """Writes model.onnx, model.onnx.data, the submodel's config.json and weights.json.
 
-    Facts, besides those of the graph: `parameters`, the elements of all floating-point parameters; `weights`, the number
-    of initializers that are known to be one; `unmapped`, the parameters that the graph does not use.
+    Facts, besides those of the graph: `parameters`, the elements of all floating-point parameters; `weights`, the
+    number of initializers that are known to be one; `unmapped`, the parameters that the graph does not use.
     """
 
     name: ClassVar[str] = "OnnxConversion"
     version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("torch", "diffusers", "transformers", "onnx", "onnxscript", "onnx-ir", "olive-ai")
+    uses: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "diffusers",
+        "transformers",
+        "onnx",
+        "onnxscript",
+        "onnx-ir",
+        "olive-ai",
+    )
     accepts: ClassVar[InputKind] = "checkpoint"
     Config: ClassVar[type[PassConfig]] = OnnxConversionConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxConversionConfig) -> Facts:
         """Raises PassError when the submodel's architecture has other inputs, or when tracing fails."""
+        import onnx
         import torch
 
         from sdflow.sources import load_module, submodel_config
@@ -111,7 +121,10 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         with weights_kept_apart():
             run_olive_pass(self.name, config.model_dump(), TorchModel(load, io_config, dummy_inputs), out)
         inputs.progress("folding the weights")
-        names = fold_weights(out, sizes.keys())
+        model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+        names = fold_weights(model, out, sizes.keys())
+        _declare_shapes(model.graph, io)
+        write_graph(model, out)
         write_weight_names(names, out)
         (out / CONFIG_FILE).write_text(json.dumps(architecture, indent=2, sort_keys=True) + "\n")
         unmapped = sorted(sizes.keys() - names.keys())
@@ -123,3 +136,14 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
             "weights": len(names),
             "unmapped": unmapped,
         }
+
+
+def _declare_shapes(graph: Any, io: SubmodelIO) -> None:
+    """Give inputs and outputs the axes of `io`: the exporter makes up names for sizes that it could not infer."""
+    for value, port in zip((*graph.input, *graph.output), (*io.inputs, *io.outputs), strict=True):
+        for dimension, axis in zip(value.type.tensor_type.shape.dim, port.axes, strict=True):
+            dimension.Clear()
+            if isinstance(axis, str):
+                dimension.dim_param = axis
+            else:
+                dimension.dim_value = axis

@@ -47,16 +47,15 @@ def store_proto(model: Any, base: Path, out: Path) -> None:
         for tensor, movable in _tensors(model):
             if is_stub(tensor):
                 continue
-            if not _is_external(tensor):
+            if not is_external(tensor):
                 _use_raw_data(tensor)
             length = tensor_bytes(tensor)
             if movable and length >= INLINE_BELOW:
                 _copy_values(tensor, base, stream, length)
-                tensor.ClearField("raw_data")
-                _set_external(tensor, offset, length)
+                set_external(tensor, WEIGHTS_FILE, offset, length)
                 offset += length
-            elif _is_external(tensor):
-                _inline_values(tensor, base, length)
+            elif is_external(tensor):
+                inline_values(tensor, base, length)
     if offset == 0:
         weights.unlink()
     write_graph(model, out)
@@ -80,6 +79,9 @@ def strip_metadata(model: Any) -> None:
         _clear(graph)
         for item in (*graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
             _clear(item)
+        for tensor in graph.initializer:
+            if not is_external(tensor):
+                tensor.ClearField("data_location")  # Unset and "default" mean the same.
         for node in graph.node:
             for attribute in node.attribute:
                 attribute.ClearField("doc_string")
@@ -113,13 +115,14 @@ def _tensors(model: Any) -> Iterator[tuple[Any, bool]]:
                     yield tensor, False
 
 
-def _is_external(tensor: Any) -> bool:
+def is_external(tensor: Any) -> bool:
+    """Whether the values of a TensorProto lie in another file."""
     import onnx
 
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
-def _place(tensor: Any) -> tuple[str, int, int | None]:
+def place(tensor: Any) -> tuple[str, int, int | None]:
     """File name, offset and length of a tensor's external data, in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     length = entries.get("length")
@@ -134,9 +137,15 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
         length = tensor_bytes(tensor)
         if is_stub(tensor):
             return None
-        if _is_external(tensor):
-            location, offset, stored = _place(tensor)
-            if not movable or offset != end or stored != length or length < INLINE_BELOW:
+        if is_external(tensor):
+            location, offset, stored = place(tensor)
+            if (
+                Path(location).is_absolute()
+                or not movable
+                or offset != end
+                or stored != length
+                or length < INLINE_BELOW
+            ):
                 return None
             locations.add(location)
             end += length
@@ -150,17 +159,19 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
 
 def _set_location(model: Any) -> None:
     for tensor, _ in _tensors(model):
-        if _is_external(tensor):
-            _, offset, length = _place(tensor)
-            _set_external(tensor, offset, length or 0)
+        if is_external(tensor):
+            _, offset, length = place(tensor)
+            set_external(tensor, WEIGHTS_FILE, offset, length or 0)
 
 
-def _set_external(tensor: Any, offset: int, length: int) -> None:
+def set_external(tensor: Any, location: str, offset: int, length: int) -> None:
+    """Make a TensorProto a reference to bytes of a file."""
     import onnx
 
+    tensor.ClearField("raw_data")
     del tensor.external_data[:]
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", WEIGHTS_FILE), ("offset", str(offset)), ("length", str(length))):
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
         tensor.external_data.add(key=key, value=value)
 
 
@@ -179,10 +190,10 @@ def _use_raw_data(tensor: Any) -> None:
 
 
 def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> None:
-    if not _is_external(tensor):
+    if not is_external(tensor):
         stream.write(tensor.raw_data)
         return
-    location, offset, _ = _place(tensor)
+    location, offset, _ = place(tensor)
     with (base / location).open("rb") as source:
         source.seek(offset)
         left = length
@@ -194,8 +205,9 @@ def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> Non
             left -= len(block)
 
 
-def _inline_values(tensor: Any, base: Path, length: int) -> None:
-    location, offset, _ = _place(tensor)
+def inline_values(tensor: Any, base: Path, length: int) -> None:
+    """Read the `length` bytes of an external TensorProto into it. Raises PassError when the file is too short."""
+    location, offset, _ = place(tensor)
     with (base / location).open("rb") as source:
         source.seek(offset)
         values = source.read(length)

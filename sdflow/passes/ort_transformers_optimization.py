@@ -165,7 +165,8 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         fused_dir = out / ".fused" if config.float16 else out
         fused_dir.mkdir(exist_ok=True)
         with true_vae_biases():
-            run_olive_pass(self.name, self._olive_options(config, inputs.model), inputs.model, fused_dir)
+            options = self.olive_options(config, inputs.model)
+            run_olive_pass(self.name, options, inputs.model, fused_dir, keep_weights_on_disk=config.opt_level == 0)
         after = graph_facts(fused_dir / MODEL_FILE)
         fused = fused_operators(before, after)
         if config.optimization_options.anything_on() and not config.only_onnxruntime and not any(fused.values()):
@@ -188,7 +189,8 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         shutil.rmtree(fused_dir)
         return {**graph_facts(out / MODEL_FILE), **float16_facts(out), "fused": fused}
 
-    def _olive_options(self, config: OrtTransformersOptimizationConfig, model: Path) -> dict[str, Any]:
+    def olive_options(self, config: OrtTransformersOptimizationConfig, model: Path) -> dict[str, Any]:
+        """The options as Olive's pass takes them, for the artifact `model`."""
         options = config.model_dump(
             exclude={"float16", "keep_io_types", "force_fp32_ops", "force_fp32_nodes", "force_fp16_inputs"}
         )

@@ -104,6 +104,8 @@ def tracing_inputs(submodel: str, config: Config) -> dict[str, np.ndarray]:
 
 
 def _values(port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+    import numpy as np
+
     if port.name == "input_ids":
         ids = random.integers(0, config["vocab_size"], shape, dtype=port.dtype)
         ids[:, -1] = min(config["eos_token_id"], config["vocab_size"] - 1)
@@ -111,8 +113,8 @@ def _values(port: Port, shape: list[int], config: Config, random: np.random.Gene
     if port.name == "timestep":
         return random.uniform(0, 1000, shape).astype(port.dtype)
     if port.name == "images":
-        return random.random(shape, dtype=port.dtype)
-    return random.standard_normal(shape, dtype=port.dtype)
+        return random.random(shape, np.float32)
+    return random.standard_normal(shape, np.float32)
 
 
 def _text_encoder(config: Config) -> SubmodelIO:

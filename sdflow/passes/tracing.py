@@ -12,7 +12,7 @@ def traced_form(submodel: str, module: Any) -> Any:
 
     No wrapper: the names of its parameters stay the keys of its state_dict.
 
-    - text_encoder: eager attention under the causal mask of transformers 4.2x, the only one that ORT's CLIP fusion knows.
+    - text_encoder: eager attention under the causal mask of transformers 4.2x, the only one that ORT's fusion knows.
     - unet, vae: diffusers' default attention, scaled_dot_product_attention. For the UNet it is what the
       MultiHeadAttention fusion matches. For the VAE it is what `fusion_attention_vae` of ONNX Runtime 1.31 does *not*
       match: the older form fuses, but that fusion writes zeros in place of the biases of q, k and v.
@@ -94,10 +94,10 @@ _FORMS = {
 def weights_kept_apart() -> Iterator[None]:
     """While this is open, `torch.onnx.export(dynamo=False)` gives every parameter an initializer named by its key.
 
-    Left to itself, the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a MatMul
-    and the unsqueeze after a GroupNorm into new initializers with made-up names, and merges initializers of equal values.
-    Then nobody knows any more which is which, and the graph depends on coincidences among the weights. Constants are
-    still folded; `weight_names.fold_weights` folds the weights afterwards and records what it did.
+    Left to itself, the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a
+    MatMul and the unsqueeze after a GroupNorm into new initializers with made-up names, and merges initializers of
+    equal values. Then nobody knows any more which is which, and the graph depends on coincidences among the weights.
+    Constants are still folded; `weight_names.fold_weights` folds the weights afterwards and records what it did.
     """
     import torch
 
@@ -115,5 +115,5 @@ def weights_kept_apart() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._jit_pass_onnx_constant_fold = fold  # type: ignore[assignment]
-        torch._C._jit_pass_onnx_deduplicate_initializers = merge  # type: ignore[assignment]
+        torch._C._jit_pass_onnx_constant_fold = fold
+        torch._C._jit_pass_onnx_deduplicate_initializers = merge

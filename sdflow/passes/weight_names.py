@@ -1,8 +1,8 @@
 """Which initializer of an ONNX model is which parameter of the PyTorch module.
 
-OnnxConversion records this in `weights.json`, {initializer: {"key": ..., "transform": [...]}}, and LoraMerge reads it:
-a LoRA names parameters by their `state_dict` keys. The record is made while the weights are folded, not found out
-afterwards by comparing values, so it is exact whatever the values are.
+OnnxConversion records this in `weights.json`, {initializer: {"key": ..., "shape": [...], "transform": [...]}}, and
+LoraMerge reads it: a LoRA names parameters by their `state_dict` keys. The record is made while the weights are folded,
+not found out afterwards by comparing values, so it is exact whatever the values are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs
-from sdflow.passes.onnx_files import write_graph
-from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from sdflow.weights.stubs import is_stub, make_stub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,13 +34,25 @@ class Transform:
     def apply(self, values: np.ndarray) -> np.ndarray:
         return values.transpose(self.axes) if self.kind == "transpose" else values.reshape(self.axes)
 
+    def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(shape[axis] for axis in self.axes) if self.kind == "transpose" else self.axes
+
 
 @dataclass(frozen=True)
 class WeightName:
-    """The parameter that an initializer holds: its key in the module's state_dict, and the way from one to the other."""
+    """The parameter that an initializer holds: its key in the module's state_dict, its shape, and how it was moved."""
 
     key: str
+    shape: tuple[int, ...]
     transform: tuple[Transform, ...] = ()
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The initializer's shape."""
+        shape = self.shape
+        for step in self.transform:
+            shape = step.shape_after(shape)
+        return shape
 
     def apply(self, values: np.ndarray) -> np.ndarray:
         """The initializer's values for these of the parameter."""
@@ -53,7 +64,11 @@ class WeightName:
 def write_weight_names(names: Mapping[str, WeightName], out: Path) -> None:
     """Write `names` to `weights.json` in `out`."""
     content = {
-        initializer: {"key": name.key, "transform": [{step.kind: list(step.axes)} for step in name.transform]}
+        initializer: {
+            "key": name.key,
+            "shape": list(name.shape),
+            "transform": [{step.kind: list(step.axes)} for step in name.transform],
+        }
         for initializer, name in names.items()
     }
     (out / WEIGHT_NAMES_FILE).write_text(json.dumps(content, indent=1) + "\n")
@@ -67,6 +82,7 @@ def read_weight_names(model: Path) -> dict[str, WeightName]:
         return {
             initializer: WeightName(
                 entry["key"],
+                tuple(entry["shape"]),
                 tuple(Transform(kind, tuple(axes)) for step in entry["transform"] for kind, axes in step.items()),
             )
             for initializer, entry in json.loads(path.read_text()).items()
@@ -77,16 +93,14 @@ def read_weight_names(model: Path) -> dict[str, WeightName]:
         raise PassError(f"{WEIGHT_NAMES_FILE} is not readable: {cause!r}", remedy=remedy) from cause
 
 
-def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
-    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the model in `out`, in place.
+def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, WeightName]:
+    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the weights of a ModelProto, in place.
 
-    keys: the initializers that are parameters. They keep their names. Each takes the same bytes before and after, so the
-    data file is changed where it stands and one weight is in memory at a time. A weight that is used in two different
-    forms stays as it is. Returns what every parameter's initializer holds, in the order of the graph.
+    folder: where its data file lies. keys: the initializers that are parameters; they keep their names. Each takes the
+    same bytes before and after, so the data file is changed where it stands and one weight is in memory at a time. A
+    weight that is used in two different forms stays as it is. Returns what every parameter's initializer holds, in the
+    order of the graph.
     """
-    import onnx
-
-    model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     graph = model.graph
     names = {}
     users = _users(graph)
@@ -95,38 +109,36 @@ def fold_weights(out: Path, keys: Container[str]) -> dict[str, WeightName]:
     for tensor in graph.initializer:
         if tensor.name not in keys:
             continue
-        steps = []
+        shape, steps = tuple(tensor.dims), []
         while step := _common_step(users, tensor, constants):
-            _apply(step, tensor, out)
+            _apply(step, tensor, folder)
             steps.append(step)
             moves = users[tensor.name]
             folded.update(node.output[0] for node in moves)
             users[tensor.name] = [user for node in moves for user in users.get(node.output[0], ())]
             for user in users[tensor.name]:
                 user.input[:] = [tensor.name if name in folded else name for name in user.input]
-        names[tensor.name] = WeightName(tensor.name, tuple(steps))
+        names[tensor.name] = WeightName(tensor.name, shape, tuple(steps))
     _remove(graph, folded)
-    write_graph(model, out)
     return names
 
 
-def tensor_values(tensor: Any, folder: Path, mode: Literal["r", "r+"]) -> np.ndarray:
-    """The values of an initializer: those in its data file, mapped and not read, or those in the graph file, a copy."""
-    import numpy as np
+def weight_place(tensor: Any) -> tuple[int, int] | None:
+    """Where an initializer's values lie in the data file, (offset, length) in bytes; None if in the graph file."""
     import onnx
 
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        return onnx.numpy_helper.to_array(tensor)
+        return None
     place = {entry.key: entry.value for entry in tensor.external_data}
     if place["location"] != WEIGHTS_FILE:
-        raise PassError(f"weights lie in {place['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE)
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    offset = int(place.get("offset", 0))
-    return np.memmap(folder / WEIGHTS_FILE, dtype, mode, offset=offset, shape=tuple(tensor.dims))
+        raise PassError(
+            f"the weights of {tensor.name} lie in {place['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE
+        )
+    return int(place["offset"]), int(place["length"])
 
 
 def _users(graph: Any) -> dict[str, list[Any]]:
-    """Value -> the nodes that read it. None stands for a use that cannot be changed: in an inner graph, as an output."""
+    """Value -> the nodes that read it. None: a use that cannot be changed, in an inner graph or as an output."""
     users: dict[str, list[Any]] = {output.name: [None] for output in graph.output}
     for inner in subgraphs(graph):
         for node in inner.node:
@@ -171,22 +183,20 @@ def _step(node: Any, shape: tuple[int, ...], constants: Mapping[str, Any]) -> Tr
 def _apply(step: Transform, tensor: Any, folder: Path) -> None:
     """Store the values of `tensor` as `step` leaves them."""
     import numpy as np
+    import onnx
 
-    from sdflow.weights.recipe import Reshape, Transpose
-
+    values = onnx.numpy_helper.to_array(tensor, str(folder))
+    moved = np.ascontiguousarray(step.apply(values))
     if is_stub(tensor):
-        moved = {"transpose": Transpose, "reshape": Reshape}[step.kind](step.axes, stub_recipe(tensor))
-        make_stub(tensor, moved)
+        make_stub(tensor, moved.recipe)
         return
-
-    values = tensor_values(tensor, folder, "r+")
-    moved = step.apply(values)
-    if step.kind == "transpose":
-        ordered = np.ascontiguousarray(moved)
-        if isinstance(values, np.memmap):
-            values[...] = ordered.reshape(values.shape)
-        else:
-            tensor.raw_data = ordered.tobytes()
+    place = weight_place(tensor)
+    if place is None:
+        tensor.raw_data = moved.tobytes()
+    elif step.kind == "transpose":
+        with (folder / WEIGHTS_FILE).open("r+b") as data:
+            data.seek(place[0])
+            data.write(moved.data)
     tensor.dims[:] = moved.shape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, Checkpoint, check_stamps
@@ -92,15 +92,19 @@ def load_pipeline(checkpoint: Checkpoint) -> StableDiffusionPipeline:
             if "feature_extractor" in folders
             else None
         )
-    return diffusers.StableDiffusionPipeline(
-        vae=parts["vae"],
-        text_encoder=parts["text_encoder"],
-        tokenizer=tokenizer,
-        unet=parts["unet"],
-        scheduler=scheduler,
-        safety_checker=parts.get("safety_checker"),
-        feature_extractor=extractor,
-        requires_safety_checker="safety_checker" in parts,
+    pipeline: Any = diffusers.StableDiffusionPipeline
+    return cast(
+        "StableDiffusionPipeline",
+        pipeline(
+            vae=parts["vae"],
+            text_encoder=parts["text_encoder"],
+            tokenizer=tokenizer,
+            unet=parts["unet"],
+            scheduler=scheduler,
+            safety_checker=parts.get("safety_checker"),
+            feature_extractor=extractor,
+            requires_safety_checker="safety_checker" in parts,
+        ),
     )
 
 
@@ -124,11 +128,11 @@ def _empty_module(component: str, config: dict[str, Any], where: str) -> torch.n
         if component == "unet":
             from diffusers import UNet2DConditionModel
 
-            module = UNet2DConditionModel.from_config(config)
+            module = cast(Any, UNet2DConditionModel).from_config(config)
         elif component == "vae":
             from diffusers import AutoencoderKL
 
-            module = AutoencoderKL.from_config(config)
+            module = cast(Any, AutoencoderKL).from_config(config)
         elif component == "text_encoder":
             from transformers import CLIPTextConfig, CLIPTextModel
 

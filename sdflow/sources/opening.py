@@ -12,9 +12,7 @@ from sdflow.sources.sample import sample_folder
 from sdflow.sources.synthetic import open_synthetic
 
 
-def open_checkpoint(
-    reference: str, *, digests: FileDigests, download: bool, allow_pickle: bool = False
-) -> Checkpoint:
+def open_checkpoint(reference: str, *, digests: FileDigests, download: bool, allow_pickle: bool = False) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
     download: whether the hub may be asked; without it, only what the local hub cache holds is found.

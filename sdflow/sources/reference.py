@@ -1,4 +1,4 @@
-"""The spellings of a checkpoint: a folder, a file, `hf:owner/name@revision`, `synthetic:sd15?seed=1`, `sample:shapes`."""
+"""The spellings of a checkpoint: a path, `hf:owner/name@revision`, `synthetic:sd15?seed=1`, `sample:shapes`."""
 
 from __future__ import annotations
 

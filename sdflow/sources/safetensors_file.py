@@ -62,9 +62,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise _invalid(path, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
-    entries = {
-        name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"
-    }
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
     position = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:

@@ -58,7 +58,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
 def synthetic_tensors(
     class_name: str, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> dict[str, NDArray[np.float32]]:
-    """Random float32 weights for the parameters of a module of class `class_name`, scaled to keep activations near 1."""
+    """Random float32 weights for the parameters of a `class_name`, scaled so that activations stay near 1."""
     return {name: _tensor(f"{class_name}/{name}", name, shape, seed) for name, shape in shapes.items()}
 
 
@@ -73,7 +73,7 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if name.endswith("embeds_weights"):
         # Thresholds of the safety checker: cosines never reach them, so random weights flag nothing.
         return 1.2, 0.1
-    if name.endswith("_embedding") or name.endswith(("token_embedding.weight", "position_embedding.weight")):
+    if name.endswith(("_embedding", "token_embedding.weight", "position_embedding.weight")):
         return 0.0, 0.02
     if len(shape) > 1:
         return 0.0, 1.0 / sqrt(prod(shape[1:]))

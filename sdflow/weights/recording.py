@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from sdflow.weights import stubs
 from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
 from sdflow.weights.symbol import Symbol, WeightValueRead
@@ -35,6 +36,8 @@ def recording() -> Iterator[None]:
     """
     reads: list[WeightValueRead] = []
     with ExitStack() as stack:
+        stubs._recording.append(None)
+        stack.callback(stubs._recording.pop)
         for owner, name, replacement in _replacements(reads):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement(getattr(owner, name)))

@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
+_recording: list[None] = []  # one entry for each recording that is open in this process
+
+
+def is_recording() -> bool:
+    """Whether this process runs passes on stubs (`sdflow.weights.recording`)."""
+    return bool(_recording)
+
+
 STUB_LOCATION = "weights-of-the-checkpoint"
 _RECIPE = "recipe"
 

@@ -1,0 +1,204 @@
+"""Checks the chains of passes of a workflow, and the changes that targets make to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
+from sdflow.config.fields import LORA_SUBMODELS, OVERLAY, SUBMODEL, SUBMODELS, EvaluateFields
+from sdflow.config.files import Files
+from sdflow.config.merge import check_change, expect_kind, pass_name
+from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
+from sdflow.config.options import check
+from sdflow.config.problems import Problems, nearest
+from sdflow.config.workflow import Mark, StepSpec
+from sdflow.targets import TARGETS
+
+
+class Chains:
+    """Turns the trees of chains into steps. One per workflow, so that no pass is looked up twice."""
+
+    def __init__(self, catalog: PassCatalog, files: Files, problems: Problems) -> None:
+        self.catalog = catalog
+        self.files = files
+        self.problems = problems
+        self._passes: dict[tuple[str, str], PassInfo | PassNotFound] = {}
+
+    def submodels(self, node: Node) -> dict[str, tuple[tuple[StepSpec, PassInfo], ...]]:
+        """The chain of every submodel that is not switched off, in the order of `SUBMODELS`."""
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
+            return {}
+        unknown_keys(node, SUBMODELS, "submodel", self.problems)
+        return {
+            name: self._chain(name, node.entries[name])
+            for name in SUBMODELS
+            if name in node.entries and not is_off(node.entries[name])
+        }
+
+    def overlays(self, node: Node) -> None:
+        """Checks every target's changes as far as they can be without the chains that they change."""
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map from target to what is different for it", "`targets`", self.problems)
+            return
+        unknown_keys(node, TARGETS, "target", self.problems)
+        for overlay in node.entries.values():
+            if not isinstance(overlay, YamlMap):
+                expect_kind(overlay, f"a map of {', '.join(OVERLAY)}", "a target's changes", self.problems)
+                continue
+            unknown_keys(overlay, OVERLAY, "key", self.problems)
+            if "passes" in overlay.entries:
+                self._patch(overlay.entries["passes"])
+            if "submodels" in overlay.entries:
+                self._overlay_submodels(overlay.entries["submodels"])
+            evaluate = overlay.entries.get("evaluate")
+            if isinstance(evaluate, YamlMap):
+                check(EvaluateFields, evaluate, "evaluate", self.problems, partial=True)
+
+    def _overlay_submodels(self, node: Node) -> None:
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
+            return
+        unknown_keys(node, SUBMODELS, "submodel", self.problems)
+        for name, submodel in node.entries.items():
+            passes = submodel.entries.get("passes") if isinstance(submodel, YamlMap) else None
+            if isinstance(passes, YamlList):
+                self._chain(name, submodel)
+            elif isinstance(submodel, YamlMap):
+                unknown_keys(submodel, SUBMODEL, "key", self.problems)
+                if passes is not None:
+                    self._patch(passes)
+            elif not is_off(submodel):
+                expect_kind(submodel, "a map with `passes`, or null", f"submodel {name!r}", self.problems)
+
+    def _patch(self, node: Node) -> None:
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map from pass name to changed options", "`passes`", self.problems)
+            return
+        for name, options in node.entries.items():
+            info = self._find(name, node.keys[name])
+            check_change(name, options, self.problems)
+            if isinstance(options, YamlMap) and info is not None:
+                self._step(info, options, options.mark, partial=True)
+
+    def _chain(self, submodel: str, node: Node) -> tuple[tuple[StepSpec, PassInfo], ...]:
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map with `passes`, or null", f"submodel {submodel!r}", self.problems)
+            return ()
+        unknown_keys(node, SUBMODEL, "key", self.problems)
+        passes = node.entries.get("passes")
+        if isinstance(passes, YamlMap):
+            mark = next(iter(passes.keys.values()), passes.mark)
+            self.problems.add(
+                mark,
+                f"no file has a list of passes for {submodel} that these could change",
+                "write the chain as a list of steps, or extend a file that has it",
+            )
+            return ()
+        if not isinstance(passes, YamlList):
+            if passes is None:
+                self.problems.add(node.mark, f"submodel {submodel!r} has no `passes`")
+            else:
+                expect_kind(passes, "a list of steps", f"the passes of {submodel}", self.problems)
+            return ()
+        if not passes.items:
+            self.problems.add(passes.mark, f"the chain of {submodel} is empty", "write null to leave the submodel out")
+        chain = []
+        for index, item in enumerate(passes.items):
+            step = self._read(item)
+            if step is not None:
+                chain.append(step)
+                self._check_place(submodel, index, step, chain[:-1])
+        return tuple(chain)
+
+    def _read(self, node: Node) -> tuple[StepSpec, PassInfo] | None:
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map like {pass: OnnxConversion}", "a step", self.problems)
+            return None
+        named = node.entries.get("pass")
+        name = pass_name(node)
+        if named is None:
+            self.problems.add(node.mark, "the step names no pass", "pass: one of `sdflow passes`")
+            return None
+        if not name:
+            expect_kind(named, "the name of a pass", "`pass`", self.problems)
+            return None
+        info = self._find(name, named.mark)
+        if info is None:
+            self._expect(node)
+            return None
+        return self._step(info, node, node.mark, partial=False), info
+
+    def _step(self, info: PassInfo, node: YamlMap, mark: Mark, *, partial: bool) -> StepSpec:
+        named = node.entries.get("pass")
+        options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect")}
+        tree = YamlMap(options, node.keys, mark)
+        check(info.options, tree, info.name, self.problems, known=("expect",), partial=partial)
+        base = self.files.folder(named.mark if named else mark)
+        return StepSpec(info.name, to_data(tree), self._expect(node), mark, base)
+
+    def _expect(self, node: YamlMap) -> dict[str, int]:
+        expect = node.entries.get("expect")
+        if expect is None or (isinstance(expect, YamlScalar) and expect.value is None):
+            return {}
+        if not isinstance(expect, YamlMap):
+            expect_kind(expect, "a map from operator type to a count", "`expect`", self.problems)
+            return {}
+        counts = {}
+        for operator, count in expect.entries.items():
+            value = count.value if isinstance(count, YamlScalar) else ""
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                counts[operator] = value
+            elif value is not None:
+                expect_kind(count, "a count", f"expect: {operator!r}", self.problems)
+        return counts
+
+    def _check_place(
+        self, submodel: str, index: int, step: tuple[StepSpec, PassInfo], before: Sequence[tuple[StepSpec, PassInfo]]
+    ) -> None:
+        spec, info = step
+        if index == 0 and info.accepts != "checkpoint":
+            self.problems.add(
+                spec.mark,
+                f"{info.name} needs an ONNX model, and a chain starts from a checkpoint",
+                "begin with a pass that exports, such as OnnxConversion",
+            )
+        elif index > 0 and info.accepts != "onnx":
+            self.problems.add(spec.mark, f"{info.name} needs a checkpoint, and can only begin a chain")
+        if not info.takes_loras:
+            return
+        earlier = [other for other, other_info in before if other_info.takes_loras]
+        if earlier:
+            self.problems.add(
+                spec.mark, f"{info.name} would merge the LoRAs a second time", f"first at {earlier[0].mark}"
+            )
+        if submodel not in LORA_SUBMODELS:
+            self.problems.add(
+                spec.mark, f"{info.name} has nothing to merge: LoRAs change {' and '.join(LORA_SUBMODELS)} only"
+            )
+
+    def _find(self, name: str, mark: Mark) -> PassInfo | None:
+        folder = self.files.folder(mark)
+        key = (name, str(folder))
+        if key not in self._passes:
+            try:
+                self._passes[key] = self.catalog.find(name, folder)
+            except PassNotFound as reason:
+                self._passes[key] = reason
+        found = self._passes[key]
+        if isinstance(found, PassInfo):
+            return found
+        self.problems.add(mark, str(found), nearest(name, self.catalog.names()))
+        return None
+
+
+def is_off(node: Node) -> bool:
+    """Whether a submodel is switched off."""
+    return isinstance(node, YamlScalar) and (node.value is None or node.value is False)
+
+
+def unknown_keys(node: YamlMap, known: Mapping[str, object], what: str, problems: Problems) -> None:
+    """Reports the keys of the map that are not known."""
+    for key in node.entries:
+        if key not in known:
+            problems.add(node.keys[key], f"unknown {what} {key!r}", nearest(key, known))

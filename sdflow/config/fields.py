@@ -1,0 +1,110 @@
+"""The keys of a workflow, with what they mean. Validation, suggestions and the JSON Schema all read them from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+
+SUBMODELS: Mapping[str, str] = {
+    "text_encoder": "The CLIP text model: token ids to embeddings.",
+    "unet": "The denoiser, run once per step.",
+    "vae_encoder": "Pixels to latents; needed for image-to-image only.",
+    "vae_decoder": "Latents to pixels.",
+    "safety_checker": "The filter of pictures; `null` or `false` leaves it out.",
+}
+LORA_SUBMODELS = ("unet", "text_encoder")
+IMAGE_SUBMODELS = ("text_encoder", "unet", "vae_decoder")
+
+WORKFLOW: Mapping[str, str] = {
+    "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file. Maps merge, lists "
+    "and values replace; later files win, and this file over all of them, their `targets` included.",
+    "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
+    "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
+    "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
+    "target": "The target, or a list of targets, to build for.",
+    "targets": "What is different for each target, laid upon the workflow when that target is built.",
+    "loras": "LoRAs that LoraMerge merges into the UNet and the text encoder.",
+    "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
+    "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
+    "evaluate": "What is measured after the build. null: nothing.",
+    "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
+}
+OVERLAY: Mapping[str, str] = {
+    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them.",
+    "submodels": "Changes to single submodels, after those of `passes`.",
+    "evaluate": "Changes to `evaluate`.",
+}
+MATRIX: Mapping[str, str] = {
+    "model": "Models: a list, or a map from a short name to each.",
+    "loras": "Lists of LoRAs: a list of them, or a map from a short name to each. [] is none.",
+    "target": "Targets: a list.",
+}
+SUBMODEL: Mapping[str, str] = {
+    "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options.",
+}
+STEP: Mapping[str, str] = {
+    "pass": "The pass: one of `sdflow passes`, or one of your own as path/to/file.py:ClassName.",
+    "expect": "Operator type to the number of such nodes that the output must have. null drops an expectation.",
+}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Pixels = Annotated[int, Field(ge=8, le=8192, multiple_of=8)]
+
+
+class LoraFields(_Fields):
+    """A LoRA."""
+
+    file: Annotated[str, Field(min_length=1, description="A .safetensors file, a folder, or hf:owner/name[@revision].")]
+    scale: Annotated[float, Field(allow_inf_nan=False, description="How strongly it is merged; 1.0 is in full.")] = 1.0
+    weight_name: Annotated[
+        str | None, Field(description="The .safetensors file within a folder or a repository of several.")
+    ] = None
+
+
+class LatencyFields(_Fields):
+    """Timed runs per submodel and for the whole pipeline."""
+
+    warmup: Annotated[int, Field(ge=0, description="Runs before the timed ones.")] = LatencySpec.warmup
+    runs: Annotated[Positive, Field(description="Timed runs.")] = LatencySpec.runs
+
+
+class ImageFields(_Fields):
+    """The picture to draw."""
+
+    prompt: Annotated[str, Field(description="What to draw.")] = ImageSpec.prompt
+    negative_prompt: Annotated[str, Field(description="What not to draw.")] = ImageSpec.negative_prompt
+    steps: Annotated[Positive, Field(description="Denoising steps.")] = ImageSpec.steps
+    guidance_scale: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="Classifier-free guidance; up to 1 there is none.")
+    ] = ImageSpec.guidance_scale
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="Of the first latents.")] = ImageSpec.seed
+    height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height
+    width: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.width
+
+
+class EvaluateFields(_Fields):
+    """What is measured after the build."""
+
+    latency: Annotated[LatencyFields | None, Field(description="Timed runs; null: none.")] = LatencyFields()
+    image: Annotated[ImageFields | None, Field(description="The picture to draw; null: none.")] = ImageFields()
+    allow_fallback: Annotated[
+        bool, Field(description="Nodes may run on another execution provider than the target's.")
+    ] = EvaluateSpec.allow_fallback
+
+
+def evaluate_spec(fields: EvaluateFields) -> EvaluateSpec:
+    """The checked fields as the plain dataclass that the rest of the program uses."""
+    return EvaluateSpec(
+        latency=LatencySpec(**fields.latency.model_dump()) if fields.latency else None,
+        image=ImageSpec(**fields.image.model_dump()) if fields.image else None,
+        allow_fallback=fields.allow_fallback,
+    )

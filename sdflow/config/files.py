@@ -1,0 +1,128 @@
+"""Reads a workflow file and everything that it extends."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.config.merge import expect_kind, merge_documents, overlay
+from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
+from sdflow.config.problems import Problems, nearest
+from sdflow.config.workflow import Mark
+
+_MAX_EXTENDS = 32  # files above one another
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One file: what is written in it, and the files that it extends."""
+
+    bases: tuple[Path, ...]
+    own: YamlMap
+
+
+class Files:
+    """The files of one workflow, and the trees that they merge to.
+
+    A file wins over everything that it extends, the changes for targets included: what a file says for all targets and
+    then what it says for one is laid upon what its bases say for that one.
+
+    folders: for each file, as it is named in marks, the folder that relative paths in it start from.
+    read: every file that was read, in order, resolved.
+    """
+
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
+        self.folders: dict[str, Path] = {}
+        self.read: list[Path] = []
+        self._sources: dict[Path, _Source] = {}
+        self._trees: dict[tuple[Path, str | None], YamlMap] = {}
+
+    def load(self, path: Path) -> YamlMap:
+        """The workflow at `path` for no target. Raises WorkflowError if any file of it cannot be read."""
+        self._read(path, Mark(str(path), 0, 0), ())
+        self.problems.check()
+        return self._tree(self.read[0], None, self.problems)
+
+    def for_target(self, target: str) -> YamlMap:
+        """The loaded workflow with the changes for one target. Steps that a target removes cannot be changed there."""
+        return self._tree(self.read[0], target, Problems())
+
+    def _tree(self, path: Path, target: str | None, problems: Problems) -> YamlMap:
+        key = (path, target)
+        if key not in self._trees:
+            source = self._sources[path]
+            layers = [self._tree(base, target, problems) for base in source.bases]
+            tree: Node = YamlMap({}, {}, source.own.mark)
+            for layer in (*layers, source.own):
+                tree = merge_documents(tree, layer, problems)
+            assert isinstance(tree, YamlMap)
+            targets = source.own.entries.get("targets")
+            changes = targets.entries.get(target) if isinstance(targets, YamlMap) and target is not None else None
+            self._trees[key] = overlay(tree, changes) if isinstance(changes, YamlMap) else tree
+        return self._trees[key]
+
+    def folder(self, mark: Mark) -> Path:
+        """Where relative paths written at this place start from: the file's folder, or the current one for `--set`."""
+        return self.folders.get(mark.file) or Path.cwd()
+
+    def _read(self, path: Path, asked: Mark, above: tuple[Path, ...]) -> Path | None:
+        """Reads the file and those that it extends, unless that was done. None when one cannot be read."""
+        try:
+            resolved = path.resolve()
+            if resolved in above:
+                chain = " -> ".join(file.name for file in (*above[above.index(resolved) :], resolved))
+                self.problems.add(asked, f"files extend each other in a circle: {chain}")
+                return None
+            if resolved in self._sources:
+                return resolved
+            if len(above) >= _MAX_EXTENDS:
+                self.problems.add(asked, f"more than {_MAX_EXTENDS} files extend one another")
+                return None
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the path; RuntimeError: a link loop
+            self._report_unreadable(path, asked, error)
+            return None
+        self.read.append(resolved)
+        self.folders[str(path)] = resolved.parent
+        text = decode(data, str(path), self.problems)
+        root = parse(text, str(path), self.problems) if text is not None else None
+        if root is None:
+            return None
+        if not isinstance(root, YamlMap):
+            expect_kind(root, "a map of keys like model, target and submodels", "a workflow", self.problems)
+            return None
+        bases = self._bases(root, path, (*above, resolved))
+        own = YamlMap({key: node for key, node in root.entries.items() if key != "extends"}, root.keys, root.mark)
+        self._sources[resolved] = _Source(bases, own)
+        return resolved
+
+    def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
+        if isinstance(error, FileNotFoundError):
+            self.problems.add(asked, f"there is no file {str(path)!r}", nearest_sibling(path))
+        else:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.problems.add(asked, f"cannot read {str(path)!r}: {reason}")
+
+    def _bases(self, root: YamlMap, path: Path, above: tuple[Path, ...]) -> tuple[Path, ...]:
+        extends = root.entries.get("extends", YamlList((), root.mark))
+        bases = []
+        for reference in extends.items if isinstance(extends, YamlList) else (extends,):
+            if isinstance(reference, YamlScalar) and isinstance(reference.value, str) and reference.value:
+                written = Path(os.path.normpath(path.parent / reference.value))
+                bases.append(self._read(written, reference.mark, above))
+            else:
+                expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
+        return tuple(base for base in bases if base is not None)
+
+
+def nearest_sibling(path: Path) -> str | None:
+    """A remedy for a path that does not exist: the most similar name in its folder, or the folder that is missing."""
+    try:
+        if not path.parent.is_dir():
+            return f"there is no folder {str(path.parent)!r} either"
+        return nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    except (OSError, ValueError):
+        return None

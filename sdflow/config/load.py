@@ -1,0 +1,172 @@
+"""A workflow file to a checked Workflow.
+
+Every target has a tree of its own: the files with their changes for it (`sdflow.config.files`), then `--set`. From it
+come the submodels and `evaluate`; everything else is the same for all targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from sdflow.config.catalog import PassCatalog, PassInfo
+from sdflow.config.chain import Chains, unknown_keys
+from sdflow.config.fields import IMAGE_SUBMODELS, LORA_SUBMODELS, WORKFLOW, EvaluateFields, evaluate_spec
+from sdflow.config.files import Files
+from sdflow.config.matrix import Cell, cells
+from sdflow.config.merge import expect_kind
+from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
+from sdflow.config.options import check
+from sdflow.config.override import Override, apply, parse_overrides
+from sdflow.config.problems import Problems
+from sdflow.config.reference import lora_spec, model_reference
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, Workflow
+
+
+def load_workflow(
+    path: str | PathLike[str], *, catalog: PassCatalog, overrides: Sequence[str] = (), targets: Sequence[str] = ()
+) -> Workflow:
+    """Read, merge and check a workflow.
+
+    overrides: `key=value`, as given to `--set`. targets: what to build for, in place of what the workflow says.
+    Raises WorkflowError with every problem that was found.
+    """
+    problems = Problems()
+    files = Files(problems)
+    path = Path(path)
+    document = files.load(path)
+    changes = parse_overrides(overrides, problems)
+    document = apply(document, [change for change in changes if not change.after_overlay], problems)
+    late = [change for change in changes if change.after_overlay]
+
+    loader = _Loader(document, files, Chains(catalog, files, problems), late, problems)
+    loader.check_document()
+    combinations = cells(document, path.stem, targets, problems)
+    if not combinations and "matrix" not in document.entries:
+        # Without a target there is no pipeline; this one is only there to find what else is wrong.
+        combinations = [Cell("", document.entries.get("model"), document.entries.get("loras"), "")]
+    pipelines = [loader.pipeline(cell) for cell in combinations]
+    problems.check()
+    return Workflow(path.absolute(), tuple(files.read), tuple(found for found in pipelines if found is not None))
+
+
+@dataclass(frozen=True)
+class _ForTarget:
+    """What all pipelines for one target have in common."""
+
+    chains: dict[str, tuple[tuple[StepSpec, PassInfo], ...]]
+    evaluate: EvaluateSpec
+
+
+class _Loader:
+    def __init__(
+        self, document: YamlMap, files: Files, chains: Chains, overrides: Sequence[Override], problems: Problems
+    ) -> None:
+        self.document = document
+        self.files = files
+        self.chains = chains
+        self.overrides = overrides
+        self.problems = problems
+        self.allow_pickle = self._flag("allow_pickle")
+        self._targets: dict[str, _ForTarget] = {}
+        self._models: dict[int, str | None] = {}
+        self._loras: dict[int, tuple[LoraSpec, ...]] = {}
+
+    def check_document(self) -> None:
+        """What does not depend on the target."""
+        unknown_keys(self.document, WORKFLOW, "key", self.problems)
+        if "targets" in self.document.entries:
+            self.chains.overlays(self.document.entries["targets"])
+
+    def pipeline(self, cell: Cell) -> Pipeline | None:
+        common = self._for_target(cell.target)
+        loras = self._lora_specs(cell.loras)
+        if loras and not any(
+            info.takes_loras for submodel in LORA_SUBMODELS for _, info in common.chains.get(submodel, ())
+        ):
+            for lora in loras:
+                self.problems.add(
+                    lora.mark,
+                    "no step merges this LoRA",
+                    f"add {{pass: LoraMerge}} to the passes of {' or '.join(LORA_SUBMODELS)}",
+                )
+        if cell.model is None:
+            self.problems.add(self.document.mark, "no `model`", f"model: {WORKFLOW['model']}")
+            return None
+        model = self._model(cell.model)
+        if model is None:
+            return None
+        return Pipeline(
+            name=cell.name,
+            model=model,
+            model_mark=cell.model.mark,
+            target=cell.target,
+            loras=loras,
+            # Without LoRAs there is nothing to merge.
+            submodels={
+                name: tuple(spec for spec, info in chain if loras or not info.takes_loras)
+                for name, chain in common.chains.items()
+            },
+            evaluate=common.evaluate,
+            allow_pickle=self.allow_pickle,
+        )
+
+    def _flag(self, key: str) -> bool:
+        node = self.document.entries.get(key, YamlScalar(False, self.document.mark))
+        if isinstance(node, YamlScalar) and isinstance(node.value, bool):
+            return node.value
+        expect_kind(node, "true or false", f"`{key}`", self.problems)
+        return False
+
+    def _for_target(self, target: str) -> _ForTarget:
+        if target not in self._targets:
+            document = apply(self.files.for_target(target), self.overrides, self.problems)
+            submodels = document.entries.get("submodels")
+            if submodels is None:
+                self.problems.add(document.mark, "no `submodels`", "extend a file that has them")
+            chains = self.chains.submodels(submodels) if submodels is not None else {}
+            evaluate = self._evaluate(document.entries.get("evaluate"))
+            missing = [name for name in IMAGE_SUBMODELS if name not in chains]
+            if isinstance(submodels, YamlMap) and evaluate.image and missing:
+                self.problems.add(
+                    submodels.mark,
+                    f"no picture can be drawn without {' and '.join(missing)}",
+                    "add the submodel, or write `evaluate: {image: null}`",
+                )
+            self._targets[target] = _ForTarget(chains, evaluate)
+        return self._targets[target]
+
+    def _evaluate(self, node: Node | None) -> EvaluateSpec:
+        if node is None:
+            return EvaluateSpec()
+        if isinstance(node, YamlScalar) and node.value is None:
+            return EvaluateSpec(latency=None, image=None)
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map of latency, image and allow_fallback, or null", "`evaluate`", self.problems)
+            return EvaluateSpec()
+        fields = check(EvaluateFields, node, "evaluate", self.problems)
+        return evaluate_spec(fields) if fields else EvaluateSpec()
+
+    def _model(self, node: Node) -> str | None:
+        if id(node) not in self._models:
+            self._models[id(node)] = model_reference(
+                node, self.files.folder(node.mark), self.allow_pickle, self.problems
+            )
+        return self._models[id(node)]
+
+    def _lora_specs(self, node: Node | None) -> tuple[LoraSpec, ...]:
+        if node is None or (isinstance(node, YamlScalar) and node.value is None):
+            return ()
+        if not isinstance(node, YamlList):
+            expect_kind(node, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`", self.problems)
+            return ()
+        if id(node) not in self._loras:
+            specs = [lora_spec(item, self._lora_folder(item), self.problems) for item in node.items]
+            self._loras[id(node)] = tuple(spec for spec in specs if spec is not None)
+        return self._loras[id(node)]
+
+    def _lora_folder(self, item: Node) -> Path:
+        written = item.entries.get("file", item) if isinstance(item, YamlMap) else item
+        return self.files.folder(written.mark)

@@ -1,0 +1,41 @@
+"""Collects what is wrong with a workflow, so that everything comes at once, and finds the nearest known name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from sdflow.config.workflow import Mark
+from sdflow.errors import Problem, WorkflowError
+
+_LISTED = 12  # more known names than this are not spelled out
+
+
+class Problems:
+    """The problems found so far."""
+
+    def __init__(self) -> None:
+        self._found: list[Problem] = []
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, mark: Mark, message: str, remedy: str | None = None) -> None:
+        self._found.append(Problem(mark.file, mark.line, mark.column, message, remedy))
+
+    def check(self) -> None:
+        """Raises WorkflowError if there are any."""
+        if self._found:
+            raise WorkflowError(self._found)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """A remedy for a name that is not known: the most similar known one, or the list of them if it is short."""
+    names = list(dict.fromkeys(known))
+    folded = {candidate.casefold(): candidate for candidate in reversed(names)}
+    close = get_close_matches(name[:200].casefold(), folded, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {folded[close[0]]!r}?"
+    if not names:
+        return None
+    return f"known: {', '.join(names)}" if len(names) <= _LISTED else None

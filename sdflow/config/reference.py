@@ -1,0 +1,141 @@
+"""References to models and LoRAs: what can be known about them without opening a checkpoint or asking the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sdflow.config.fields import LoraFields
+from sdflow.config.files import nearest_sibling
+from sdflow.config.merge import expect_kind
+from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
+from sdflow.config.options import check
+from sdflow.config.problems import Problems, nearest
+from sdflow.config.workflow import LoraSpec, Mark
+
+SYNTHETIC = ("sd15", "sd15-tiny")
+SAMPLES = ("shapes",)
+PICKLED = (".bin", ".ckpt")
+_SCHEMES = ("hf", "synthetic", "sample")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
+_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
+_SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
+
+
+def model_reference(node: Node, folder: Path, allow_pickle: bool, problems: Problems) -> str | None:
+    """The checked reference with its path made absolute, or None and a problem. folder: where the path starts."""
+    if not (isinstance(node, YamlScalar) and isinstance(node.value, str) and node.value):
+        expect_kind(node, "a reference to a checkpoint", "`model`", problems)
+        return None
+    text, mark = node.value, node.mark
+    scheme = _SCHEME.fullmatch(text)
+    if scheme is None:
+        return _model_path(text, folder, allow_pickle, mark, problems)
+    kind, rest = scheme.groups()
+    if kind == "hf":
+        return _hub(text, rest, mark, problems)
+    if kind not in ("synthetic", "sample"):
+        _report_scheme(kind, mark, problems, _SCHEMES)
+        return None
+    names = SYNTHETIC if kind == "synthetic" else SAMPLES
+    seeded = _SEEDED.fullmatch(rest)
+    if seeded is None or (kind == "sample" and seeded.group(2) is not None):
+        form = "synthetic:sd15?seed=0" if kind == "synthetic" else "sample:shapes"
+        problems.add(mark, f"{shortened(text)!r} is not of the form {form}")
+        return None
+    if seeded.group(1) not in names:
+        problems.add(mark, f"unknown {kind} model {shortened(seeded.group(1))!r}", nearest(seeded.group(1), names))
+        return None
+    return text
+
+
+def lora_spec(node: Node, folder: Path, problems: Problems) -> LoraSpec | None:
+    """The checked LoRA with its path made absolute, or None and problems. folder: where the path starts."""
+    if not isinstance(node, YamlMap):
+        expect_kind(node, "a map like {file: …, scale: 1.0}", "a LoRA", problems)
+        return None
+    fields = check(LoraFields, node, "LoRA", problems)
+    if fields is None:
+        return None
+    mark = node.entries["file"].mark
+    scheme = _SCHEME.fullmatch(fields.file)
+    if scheme is None:
+        reference = _lora_path(fields, folder, mark, problems)
+    elif scheme.group(1) == "hf":
+        reference = _hub(fields.file, scheme.group(2), mark, problems)
+    else:
+        _report_scheme(scheme.group(1), mark, problems, ("hf",))
+        reference = None
+    return LoraSpec(reference, fields.scale, fields.weight_name, node.mark) if reference else None
+
+
+def _report_scheme(kind: str, mark: Mark, problems: Problems, schemes: tuple[str, ...]) -> None:
+    if kind.lower() in ("http", "https"):
+        remedy: str | None = "download it and give the path, or name it on the hub as hf:owner/name"
+    else:
+        remedy = nearest(kind, schemes)
+    problems.add(mark, f"unknown kind of reference {kind + ':'!r}", remedy)
+
+
+def _hub(text: str, rest: str, mark: Mark, problems: Problems) -> str | None:
+    if _HUB.fullmatch(rest):
+        return text
+    problems.add(mark, f"{shortened(text)!r} is not of the form hf:owner/name or hf:owner/name@revision")
+    return None
+
+
+def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | None:
+    """The absolute path of something that exists, links within it not followed, or None and a problem."""
+    try:
+        path = folder / Path(text).expanduser()
+        if path.exists():
+            return Path(path.absolute())
+        problems.add(mark, f"there is no file or folder {shortened(text)!r}", nearest_sibling(path))
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, an unknown ~user
+        problems.add(mark, f"not a path: {shortened(text)!r} ({error})")
+    return None
+
+
+def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problems: Problems) -> str | None:
+    path = _resolve(text, folder, mark, problems)
+    if path is None:
+        return None
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        return str(path)
+    if suffix in PICKLED and not allow_pickle:
+        problems.add(
+            mark,
+            f"{path.name!r} holds pickled weights, and unpickling can run any code",
+            "convert it to .safetensors, or write `allow_pickle: true` to load it with weights_only=True",
+        )
+        return None
+    if suffix not in (".safetensors", *PICKLED):
+        problems.add(mark, f"{path.name!r} is not a checkpoint", "a folder, or a .safetensors, .ckpt or .bin file")
+        return None
+    return str(path)
+
+
+def _lora_path(fields: LoraFields, folder: Path, mark: Mark, problems: Problems) -> str | None:
+    path = _resolve(fields.file, folder, mark, problems)
+    if path is None:
+        return None
+    if not path.is_dir():
+        if path.suffix.lower() != ".safetensors":
+            problems.add(mark, f"{path.name!r} is not a LoRA that can be read", "LoRAs come as .safetensors")
+            return None
+        if fields.weight_name is not None:
+            problems.add(mark, "`weight_name` goes with a folder or a repository, and this is a file", "leave it out")
+            return None
+        return str(path)
+    if fields.weight_name is not None:
+        return str(path) if _resolve(fields.weight_name, path, mark, problems) else None
+    found = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() == ".safetensors")
+    if len(found) == 1:
+        return str(path)
+    if found:
+        remedy = f"weight_name: one of {', '.join(found[:12])}"
+        problems.add(mark, f"{path.name!r} holds several .safetensors files", remedy)
+    else:
+        problems.add(mark, f"{path.name!r} holds no .safetensors file")
+    return None

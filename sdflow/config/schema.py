@@ -1,0 +1,141 @@
+"""The JSON Schema of workflow files (draft 2020-12, https://json-schema.org/draft/2020-12), for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+
+from sdflow.config.catalog import PassCatalog
+from sdflow.config.fields import MATRIX, OVERLAY, STEP, SUBMODEL, SUBMODELS, WORKFLOW, EvaluateFields, LoraFields
+from sdflow.targets import TARGETS
+
+Schema = dict[str, Any]
+
+_OWN_PASS = r"\.py:[A-Za-z_][A-Za-z0-9_]*$"
+_TEXT: Schema = {"type": "string", "minLength": 1}
+
+
+def json_schema(catalog: PassCatalog) -> Schema:
+    """The schema of a workflow file, with every pass of the catalog and its options.
+
+    Nothing is required at the top, and a pass may lack options: the files that a workflow extends can bring them.
+    """
+    defs: Schema = {}
+    lora = _model(LoraFields, "lora", defs, partial=False)
+    evaluate = {"anyOf": [_model(EvaluateFields, "evaluate", defs), {"type": "null"}]}
+    count = {"type": ["integer", "null"], "minimum": 0}
+    expect = {"type": ["object", "null"], "additionalProperties": count, "description": STEP["expect"]}
+    names = sorted(catalog.names())
+    options = {name: _model(catalog.find(name, Path()).options, name, defs) for name in names}
+    changed = {name: _change(schema, expect) for name, schema in options.items()}
+    own = {"type": ["object", "null"], "properties": {"expect": expect}}
+    defs["target"] = {"enum": list(TARGETS), "description": "; ".join(f"{t.name}: {t.title}" for t in TARGETS.values())}
+    defs["loras"] = {"type": "array", "items": lora}
+    defs["step"] = {
+        "type": "object",
+        "required": ["pass"],
+        "properties": {
+            "pass": {"anyOf": [{"enum": names}, {"type": "string", "pattern": _OWN_PASS}], "description": STEP["pass"]},
+            "expect": expect,
+        },
+        "allOf": [
+            {
+                "if": {"properties": {"pass": {"const": name}}, "required": ["pass"]},
+                "then": {**schema, "properties": {"pass": True, "expect": True, **schema["properties"]}},
+            }
+            for name, schema in options.items()
+        ],
+    }
+    defs["changes"] = _object(changed, "From pass name to changed options; null removes the steps of that name.")
+    defs["changes"]["patternProperties"] = {_OWN_PASS: own}
+    chain = {"type": "array", "minItems": 1, "items": _ref("step")}
+    passes = {"anyOf": [chain, _ref("changes")], "description": SUBMODEL["passes"]}
+    off = {"enum": [None, False]}
+    defs["submodel"] = {"anyOf": [_object({"passes": passes}), off]}
+    submodels = {name: {**_ref("submodel"), "description": text} for name, text in SUBMODELS.items()}
+    defs["submodels"] = _object(submodels)
+    defs["overlay"] = _described(
+        OVERLAY, {"passes": _ref("changes"), "submodels": _ref("submodels"), "evaluate": evaluate}
+    )
+    defs["matrix"] = _described(
+        MATRIX,
+        {
+            "model": _listed(_TEXT),
+            "loras": _listed(_ref("loras")),
+            "target": {"type": "array", "minItems": 1, "items": _ref("target")},
+        },
+    )
+    top = _described(
+        WORKFLOW,
+        {
+            "extends": _one_or_list(_TEXT),
+            "name": _TEXT,
+            "model": _TEXT,
+            "target": _one_or_list(_ref("target")),
+            "targets": _object({name: {**_ref("overlay"), "description": t.title} for name, t in TARGETS.items()}),
+            "loras": {"anyOf": [_ref("loras"), {"type": "null"}]},
+            "matrix": _ref("matrix"),
+            "submodels": _ref("submodels"),
+            "evaluate": evaluate,
+            "allow_pickle": {"type": "boolean"},
+        },
+    )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "sdflow workflow", **top, "$defs": defs}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _object(properties: Mapping[str, Schema], description: str | None = None) -> Schema:
+    about = {"description": description} if description else {}
+    return {"type": "object", **about, "properties": dict(properties), "additionalProperties": False}
+
+
+def _described(texts: Mapping[str, str], schemas: Mapping[str, Schema]) -> Schema:
+    """An object with exactly the keys of `texts`."""
+    return _object({key: {**schemas[key], "description": text} for key, text in texts.items()})
+
+
+def _one_or_list(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "array", "minItems": 1, "items": schema}]}
+
+
+def _listed(schema: Schema) -> Schema:
+    """A list, or a map from a short name to each value."""
+    named = {"type": "object", "minProperties": 1, "additionalProperties": schema}
+    return {"anyOf": [{"type": "array", "minItems": 1, "items": schema}, named]}
+
+
+class _Untitled(GenerateJsonSchema):
+    """Leaves out the titles of fields, which only repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _model(model: type[BaseModel], name: str, defs: Schema, *, partial: bool = True) -> Schema:
+    """The schema of a pydantic model; the models within it go to `defs`, under names of their own.
+
+    partial: no field is required.
+    """
+    schema = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}", schema_generator=_Untitled)
+    for inner, definition in schema.pop("$defs", {}).items():
+        defs[f"{name}.{inner}"] = definition
+    for key in ("title", "required") if partial else ("title",):
+        schema.pop(key, None)
+    return {"properties": {}, **schema}
+
+
+def _change(options: Schema, expect: Schema) -> Schema:
+    """Options of which any may be missing."""
+    return {
+        "anyOf": [
+            {**options, "properties": {"expect": expect, **options["properties"]}},
+            {"type": "null"},
+        ]
+    }

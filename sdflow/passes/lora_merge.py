@@ -1,0 +1,162 @@
+"""LoraMerge: adds LoRAs to the weights of an exported model, W + sum of scale x delta, without exporting again.
+
+It follows OnnxConversion, so that a checkpoint is converted once for all its LoRAs. A weight that no LoRA touches is
+copied byte for byte; a submodel that none touches comes out as it went in, and the steps behind it need not run again.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.passes.base import InputKind, Pass, PassConfig, PassInputs
+from sdflow.passes.graph_facts import graph_facts
+from sdflow.passes.olive import copy_companions
+from sdflow.passes.onnx_files import write_graph
+from sdflow.passes.weight_names import WeightName, read_weight_names, weight_place
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sdflow.sources.lora import LoraLayer
+
+COPY_BLOCK = 1 << 24
+
+_Lora = tuple[Mapping[str, "LoraLayer"], float]
+"""What a LoRA holds for this submodel, by state_dict key, and its scale."""
+
+
+class LoraMergeConfig(PassConfig):
+    """No options: which LoRAs, and at which scale, is said once for the whole pipeline, under `loras:`."""
+
+
+class LoraMerge(Pass[LoraMergeConfig]):
+    """Writes the input model with the LoRAs' parts for this submodel merged in float32, and its other files unchanged.
+
+    Memory: the LoRAs' own tensors and three times the largest weight that they touch; the model is streamed.
+    A LoRA at scale 0 changes no bit. Facts, besides those of the graph: `loras`, the weights that each touched, in
+    order; `touched`, the weights that any touched; `touched_bytes`.
+    """
+
+    name: ClassVar[str] = "LoraMerge"
+    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx")
+    accepts: ClassVar[InputKind] = "onnx"
+    takes_loras: ClassVar[bool] = True
+    Config: ClassVar[type[PassConfig]] = LoraMergeConfig
+
+    def run(self, inputs: PassInputs, out: Path, config: LoraMergeConfig) -> Facts:
+        """Raises CheckpointError for a LoRA with a tensor that has no place in the model, PassError for a model whose
+        weights are no longer those of OnnxConversion."""
+        import onnx
+
+        from sdflow.sources.lora import LORA_SUBMODELS, read_lora
+
+        if inputs.model is None:
+            raise PassError("has no model to merge into", where=self.name, remedy="Put it behind OnnxConversion.")
+        if inputs.submodel not in LORA_SUBMODELS:
+            raise PassError(
+                f"no LoRA has a part for the {inputs.submodel}", where=self.name, remedy="Take it out of this chain."
+            )
+        names = read_weight_names(inputs.model)
+        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
+        inputs.progress("reading the LoRAs")
+        shapes = {name.key: name.shape for name in names.values()}
+        loras = [
+            (read_lora(lora.path, {inputs.submodel: shapes})[inputs.submodel], lora.scale) for lora in inputs.loras
+        ]
+        touched = {key for layers, scale in loras if scale for key in layers}
+        weights = [_Weight(tensor, names[tensor.name]) for tensor in model.graph.initializer if tensor.name in names]
+        targets = [weight for weight in weights if weight.name.key in touched]
+        _require_places(targets, touched)
+        inputs.progress(f"merging into {len(targets)} weights")
+        _merge(model, targets, loras, inputs.model, out)
+        copy_companions(inputs.model, out)
+        return {
+            **graph_facts(out / MODEL_FILE),
+            "loras": [len(layers) if scale else 0 for layers, scale in loras],
+            "touched": len(targets),
+            "touched_bytes": sum(4 * math.prod(weight.name.shape) for weight in targets),
+        }
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """An initializer (onnx.TensorProto) that holds a parameter."""
+
+    tensor: Any
+    name: WeightName
+
+
+def _require_places(targets: Sequence[_Weight], touched: Set[str]) -> None:
+    """Raise PassError unless every touched parameter is an initializer of the graph, as OnnxConversion left it."""
+    import onnx
+
+    changed = sorted(touched - {target.name.key for target in targets})
+    changed += [
+        target.tensor.name
+        for target in targets
+        if target.tensor.data_type != onnx.TensorProto.FLOAT or tuple(target.tensor.dims) != target.name.stored_shape
+    ]
+    if changed:
+        raise PassError(
+            f"{len(changed)} weights are not as OnnxConversion wrote them, the first is {changed[0]}",
+            where=LoraMerge.name,
+            remedy="Put LoraMerge right behind OnnxConversion, before passes that fuse or convert weights.",
+        )
+
+
+def _merge(model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], source: Path, out: Path) -> None:
+    """Write the graph and its data file to `out`. Values in the graph file change there, all others in one stream."""
+    import numpy as np
+
+    inline = [target for target in targets if weight_place(target.tensor) is None]
+    for target in inline:
+        target.tensor.raw_data = _merged(np.frombuffer(target.tensor.raw_data, "<f4"), target.name, loras).tobytes()
+    if inline:
+        write_graph(model, out)
+    else:
+        shutil.copyfile(source / MODEL_FILE, out / MODEL_FILE)
+    if (source / WEIGHTS_FILE).exists():
+        placed = ((weight_place(target.tensor), target.name) for target in targets)
+        external = sorted((place, name) for place, name in placed if place is not None)
+        with (source / WEIGHTS_FILE).open("rb") as read, (out / WEIGHTS_FILE).open("wb") as write:
+            for (offset, length), name in external:
+                _copy(read, write, offset - read.tell())
+                values = read.read(length)
+                if len(values) != length:
+                    raise _too_short()
+                write.write(_merged(np.frombuffer(values, "<f4"), name, loras).data)
+            shutil.copyfileobj(read, write, COPY_BLOCK)
+
+
+def _merged(base: np.ndarray, name: WeightName, loras: Sequence[_Lora]) -> np.ndarray:
+    """base + sum of scale x delta, float32, in the order of the workflow and in the initializer's shape."""
+    import numpy as np
+
+    from sdflow.sources.lora import lora_delta
+
+    total = np.zeros(name.shape, np.float32)
+    for layers, scale in loras:
+        if scale and name.key in layers:
+            total += lora_delta(layers[name.key], name.shape, scale)
+    return np.ascontiguousarray(base.reshape(name.stored_shape) + name.apply(total))
+
+
+def _copy(read: IO[bytes], write: IO[bytes], length: int) -> None:
+    while length:
+        block = read.read(min(length, COPY_BLOCK))
+        if not block:
+            raise _too_short()
+        write.write(block)
+        length -= len(block)
+
+
+def _too_short() -> PassError:
+    return PassError("is shorter than its graph says", where=WEIGHTS_FILE, remedy="Build the step before again.")

@@ -1,0 +1,111 @@
+"""The passes that workflows can name: sdflow's own, Olive's, and scripts of the user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
+from sdflow.errors import PassError
+from sdflow.passes.base import Pass, PassConfig
+from sdflow.passes.olive_pass import Unusable, olive_names, olive_pass
+from sdflow.passes.user_pass import is_user_pass, load_user_pass
+
+OWN = {
+    "OnnxConversion": "sdflow.passes.onnx_conversion",
+    "LoraMerge": "sdflow.passes.lora_merge",
+    "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
+    "OnnxFloatToFloat16": "sdflow.passes.float16",
+}
+"""Name -> module, in the order of a usual chain. The class has the pass's name."""
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """An option as `sdflow passes` shows it. `default` is None for required options too."""
+
+    name: str
+    type: str
+    required: bool
+    default: Any
+    description: str
+
+
+@dataclass(frozen=True)
+class PassDescription:
+    """A pass as `sdflow passes` shows it. origin: "sdflow", "olive" or the path of a script."""
+
+    name: str
+    origin: str
+    accepts: str
+    summary: str
+    options: tuple[OptionInfo, ...]
+
+
+class _Catalog:
+    def names(self) -> Sequence[str]:
+        return [*OWN, *(name for name in olive_names() if name not in OWN)]
+
+    def find(self, name: str, base: Path) -> PassInfo:
+        found = find_pass(name, base)
+        return PassInfo(name=name, accepts=found.accepts, takes_loras=found.takes_loras, options=found.Config)
+
+
+def catalog() -> PassCatalog:
+    """What validation asks about passes."""
+    return _Catalog()
+
+
+def find_pass(name: str, base: Path) -> type[Pass[Any]]:
+    """The class of the pass `name`; for a script, paths start at the folder `base`.
+
+    Raises PassNotFound with the reason: unknown (and the nearest name), not usable in a chain, or a faulty script.
+    """
+    if name in OWN:
+        return getattr(import_module(OWN[name]), name)  # type: ignore[no-any-return]
+    if is_user_pass(name):
+        try:
+            return load_user_pass(name, base)
+        except PassError as cause:
+            raise PassNotFound(str(cause)) from cause
+    try:
+        return olive_pass(name)
+    except Unusable as cause:
+        raise PassNotFound(str(cause)) from cause
+    except KeyError:
+        by_case = {known.lower(): known for known in _Catalog().names()}
+        near = get_close_matches(name.lower(), by_case, n=1)
+        hint = f"; did you mean {by_case[near[0]]}?" if near else ""
+        raise PassNotFound(f"there is no pass {name!r}{hint}") from None
+
+
+def describe(name: str, base: Path) -> PassDescription:
+    """What `sdflow passes` shows of a pass. Raises PassNotFound."""
+    found = find_pass(name, base)
+    summary = (found.__doc__ or "").strip().split("\n")[0]
+    origin = "sdflow" if name in OWN else name.partition(":")[0] if is_user_pass(name) else "olive"
+    options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
+    return PassDescription(name, origin, found.accepts, summary, options)
+
+
+def _option(name: str, field: FieldInfo) -> OptionInfo:
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if isinstance(default, PassConfig):
+        default = default.model_dump()
+    return OptionInfo(name, _type_name(field.annotation), field.is_required(), default, field.description or "")
+
+
+def _type_name(annotation: Any) -> str:
+    is_class = isinstance(annotation, type) and not hasattr(annotation, "__args__")
+    text = annotation.__name__ if is_class else str(annotation)
+    text = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", text)
+    for prefix in ("typing.", "collections.abc.", "sdflow.passes."):
+        text = text.replace(prefix, "")
+    return text

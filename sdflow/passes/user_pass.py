@@ -1,0 +1,136 @@
+"""Passes of the user's own: `pass: user_scripts/prune.py:ClassName`, or without the class when the file has only one.
+
+The file is plain Python with a subclass of `sdflow.passes.base.Pass`. Its content is part of the step's key; modules
+that it imports from its own folder are too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from sdflow.digest import digest_file
+from sdflow.errors import PassError
+from sdflow.passes.base import Pass, PassConfig
+
+AnyPass = type[Pass[PassConfig]]
+
+
+def is_user_pass(name: str) -> bool:
+    """Whether `name` is a path to a script rather than the name of a pass."""
+    return name.split(":")[0].endswith(".py") or "/" in name
+
+
+def user_script_files(name: str, base: Path) -> tuple[Path, ...]:
+    """The script of `name` and the files beside it that it imports, sorted. Raises PassError when it is missing."""
+    script = _script(name, base)
+    found = [script]
+    for path in found:  # grows while it is walked
+        found.extend(other for other in _imports_beside(path) if other not in found)
+    return tuple(sorted(found))
+
+
+def load_user_pass(name: str, base: Path) -> AnyPass:
+    """The pass class of a script. `base`: the folder that relative paths start from.
+
+    Raises PassError with the script's line when it cannot be loaded or has not the one pass that was asked for.
+    """
+    script = _script(name, base)
+    _, _, wanted = name.partition(":")
+    module = _load(script)
+    passes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Pass) and value.__module__ == module.__name__
+    }
+    if wanted and wanted not in passes:
+        raise PassError(
+            f"no pass {wanted!r} in this file", where=str(script), remedy=f"It has {', '.join(passes) or 'none'}."
+        )
+    if not wanted and len(passes) != 1:
+        raise PassError(
+            f"{len(passes)} passes in this file: {', '.join(passes) or 'none derives from sdflow.passes.base.Pass'}",
+            where=str(script),
+            remedy=f"Name one: {script.name}:ClassName.",
+        )
+    found = passes[wanted or next(iter(passes))]
+    _check(found, script)
+    return found
+
+
+def _script(name: str, base: Path) -> Path:
+    path = (base / name.partition(":")[0]).resolve()
+    if not path.is_file():
+        raise PassError("there is no such script", where=str(path), remedy="Paths start at the workflow's folder.")
+    return path
+
+
+def _load(script: Path) -> ModuleType:
+    # The name holds the content: a changed script is a new module, and two scripts of one name do not meet.
+    name = f"sdflow_user_{script.stem}_{digest_file(script)[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, script)
+    if spec is None or spec.loader is None:
+        raise PassError("cannot be loaded as Python", where=str(script))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    beside = str(script.parent)
+    sys.path.insert(0, beside)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as cause:  # The user's code may raise anything; the cause goes along.
+        del sys.modules[name]
+        raise PassError(
+            f"{type(cause).__name__}: {cause}", where=f"{script}:{_line(cause, script)}", remedy="Correct the script."
+        ) from cause
+    finally:
+        sys.path.remove(beside)
+    return module
+
+
+def _line(cause: BaseException, script: Path) -> int:
+    """The last line of the script that led to the exception."""
+    if isinstance(cause, SyntaxError) and cause.lineno:
+        return cause.lineno
+    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if Path(frame.filename) == script]
+    return (lines[-1] if lines else None) or 1
+
+
+def _check(found: AnyPass, script: Path) -> None:
+    where = f"{script}:{inspect.getsourcelines(found)[1]}"
+    lacking = [field for field in ("name", "version", "Config") if not hasattr(found, field)]
+    if lacking or inspect.isabstract(found):
+        raise PassError(
+            f"{found.__name__} lacks {', '.join(lacking or ['run'])}",
+            where=where,
+            remedy="See sdflow.passes.base.Pass for what a pass has.",
+        )
+    if not issubclass(found.Config, PassConfig):
+        raise PassError(f"{found.__name__}.Config does not derive from sdflow.passes.base.PassConfig", where=where)
+
+
+def _imports_beside(script: Path) -> Iterator[Path]:
+    """Files in the script's folder that it imports by name."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except SyntaxError as cause:
+        raise PassError(f"SyntaxError: {cause.msg}", where=f"{script}:{cause.lineno}") from cause
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+        for name in names:
+            first = script.parent / name.split(".")[0]
+            if first.with_suffix(".py").is_file():
+                yield first.with_suffix(".py")
+            elif first.is_dir():
+                yield from sorted(first.rglob("*.py"))

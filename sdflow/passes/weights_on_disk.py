@@ -1,0 +1,133 @@
+"""Large weights stay on disk while ONNX Runtime's graph tools run.
+
+`onnxruntime.transformers` copies the whole model for every shape inference, and protobuf never returns the memory of a
+value that was replaced: for the full SD1.5 UNet this adds up to more than 17 GB. Weights pass through in four places
+only: loading, `numpy_helper.to_array` (reads), `Fusion.add_initializer` (writes packed and transposed ones) and
+`convert_tensor_float_to_float16`. Here these read memory-mapped files and append to one, and the graph holds
+references. The result is the same, byte for byte; a test holds it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sdflow.passes.graph_facts import dtype_name, subgraphs, tensor_bytes
+from sdflow.passes.onnx_files import INLINE_BELOW, inline_values, is_external, place, set_external
+
+MOVABLE = ("float32", "float16")
+"""Weights of these types may stay on disk; all others are small in diffusion models and are read at once."""
+
+
+def load_with_references(model_path: Path) -> Any:
+    """The ModelProto of a file; its large weights are references to their data file by its absolute path."""
+    import onnx
+
+    model = onnx.load(str(model_path), load_external_data=False)
+    for graph in subgraphs(model.graph):
+        for tensor in graph.initializer:
+            if not is_external(tensor):
+                continue
+            length = tensor_bytes(tensor)
+            if dtype_name(tensor.data_type) in MOVABLE:
+                location, offset, _ = place(tensor)
+                set_external(tensor, str(model_path.parent / location), offset, length)
+            else:
+                inline_values(tensor, model_path.parent, length)
+    return model
+
+
+@contextlib.contextmanager
+def weights_on_disk(scratch: Path) -> Iterator[None]:
+    """While active, onnxruntime.transformers and Olive load with references and write new weights into `scratch`.
+
+    Not for `opt_level` above 0: there ONNX Runtime itself reads and writes the model.
+    """
+    import onnx
+    from olive.model import ONNXModelHandler
+    from onnxruntime.transformers import optimizer
+
+    fusion_base, float16 = __import__("fusion_base"), __import__("float16")
+    files = _Files(scratch / "new_weights")
+    add_initializer = fusion_base.Fusion.add_initializer
+    to_array = onnx.numpy_helper.to_array
+    to_float16 = float16.convert_tensor_float_to_float16
+
+    def add_on_disk(self: Any, name: str, data_type: int, dims: Any, vals: Any, raw: bool = True) -> Any:
+        size = getattr(vals, "nbytes", 0)
+        if not raw or size < INLINE_BELOW or dtype_name(data_type) not in MOVABLE:
+            return add_initializer(self, name, data_type, dims, vals, raw)
+        tensor = onnx.TensorProto(name=name, data_type=data_type, dims=[int(size) for size in dims])
+        files.append(tensor, vals)
+        self.model.add_initializer(tensor, self.this_graph_name)
+        return tensor
+
+    def read(tensor: Any, base_dir: str = "") -> Any:
+        return files.view(tensor) if _is_reference(tensor) else to_array(tensor, base_dir)
+
+    def convert(tensor: Any, min_positive_val: float = 5.96e-08, max_finite_val: float = 65504.0) -> Any:
+        if not (_is_reference(tensor) and tensor.data_type == onnx.TensorProto.FLOAT):
+            return to_float16(tensor, min_positive_val, max_finite_val)
+        values = float16.convert_np_to_float16(files.view(tensor), min_positive_val, max_finite_val)
+        tensor.data_type = onnx.TensorProto.FLOAT16
+        files.append(tensor, values)
+        return tensor
+
+    def load_handler(self: Any, rank: int | None = None, cache_model: bool = True) -> Any:
+        return load_with_references(Path(self.model_path))
+
+    with contextlib.ExitStack() as patches:
+        for owner, name, mended in (
+            (fusion_base.Fusion, "add_initializer", add_on_disk),
+            (onnx.numpy_helper, "to_array", read),
+            (float16, "convert_tensor_float_to_float16", convert),
+            (optimizer, "load_model", lambda path, **_: load_with_references(Path(path))),
+            (ONNXModelHandler, "load_model", load_handler),
+        ):
+            patches.enter_context(_replaced(owner, name, mended))
+        yield
+
+
+class _Files:
+    """Memory maps of data files, and the one file that new weights are appended to."""
+
+    def __init__(self, new: Path) -> None:
+        self._new = new
+        self._end = 0
+        self._maps: dict[str, Any] = {}
+
+    def view(self, tensor: Any) -> Any:
+        """The values of a reference, read from the file as they are used."""
+        import numpy as np
+        import onnx
+
+        location, offset, _ = place(tensor)
+        if location not in self._maps or offset + tensor_bytes(tensor) > self._maps[location].size:
+            self._maps[location] = np.memmap(location, dtype=np.uint8, mode="r")
+        values = self._maps[location][offset : offset + tensor_bytes(tensor)]
+        return values.view(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
+
+    def append(self, tensor: Any, values: Any) -> None:
+        """Write `values` to the file of new weights and make `tensor` a reference to them."""
+        import numpy as np
+
+        with self._new.open("ab") as stream:
+            stream.write(np.ascontiguousarray(values).data)
+        set_external(tensor, str(self._new), self._end, values.nbytes)
+        self._end += values.nbytes
+
+
+def _is_reference(tensor: Any) -> bool:
+    return is_external(tensor) and Path(place(tensor)[0]).is_absolute()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,295 @@
+"""OnnxConversion: what it writes computes what the PyTorch module computes, and every weight is known by its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from sdflow.errors import PassError
+from sdflow.passes.base import SUBMODELS
+from sdflow.passes.onnx_conversion import OnnxConversionConfig
+from sdflow.passes.submodel_io import dummy_inputs, submodel_io
+from sdflow.passes.tracing import traced_form, weights_kept_apart
+from sdflow.passes.weight_names import read_weight_names
+from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoint, submodel_config
+
+from .conversion import config_of, convert, initializers, session
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Submodel -> the artifact's directory and its facts."""
+    folder = tmp_path_factory.mktemp("converted")
+    return {
+        name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS
+    }
+
+
+def torch_outputs(submodel: str, checkpoint: Checkpoint, inputs: dict[str, Any]) -> list[Any]:
+    """What the module gives, as its library runs it: nothing is patched for tracing."""
+    import torch
+
+    module = load_module(submodel, checkpoint.submodels[submodel].load)
+    given = {name: torch.from_numpy(value.copy()) for name, value in inputs.items()}
+    with torch.no_grad():
+        if submodel == "text_encoder":
+            output = module(given["input_ids"].long())
+            return [output.last_hidden_state.numpy(), output.pooler_output.numpy()]
+        if submodel == "unet":
+            return [module(**given).sample.numpy()]
+        if submodel == "vae_encoder":
+            return [module.encode(given["sample"]).latent_dist.mean.numpy()]
+        if submodel == "vae_decoder":
+            return [module.decode(given["latent_sample"]).sample.numpy()]
+        images, flagged = module(given["clip_input"], given["images"])
+        return [images.numpy(), np.array(flagged)]
+
+
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_computes_what_torch_computes_at_other_sizes_than_traced(
+    submodel: str, checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]
+) -> None:
+    model, _ = converted[submodel]
+    sequence = 50 if submodel == "text_encoder" else 77
+    inputs = dummy_inputs(submodel, config_of(model), batch=3, height=64, width=128, sequence=sequence, seed=3)
+    outputs = session(model).run(None, inputs)
+    for computed, expected in zip(outputs, torch_outputs(submodel, checkpoint, inputs), strict=True):
+        assert computed.shape == expected.shape
+        np.testing.assert_allclose(computed, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_has_the_inputs_and_outputs_that_pipelines_feed_and_read(
+    submodel: str, converted: dict[str, tuple[Path, Any]]
+) -> None:
+    model, _ = converted[submodel]
+    io = submodel_io(submodel, config_of(model))
+    types = {"float32": "tensor(float)", "int32": "tensor(int32)", "bool": "tensor(bool)"}
+    running = session(model)
+    for ports, values in ((io.inputs, running.get_inputs()), (io.outputs, running.get_outputs())):
+        assert [(value.name, value.type, tuple(value.shape)) for value in values] == [
+            (port.name, types[port.dtype], port.axes) for port in ports
+        ]
+
+
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_every_parameter_is_an_initializer_known_by_its_key(
+    submodel: str, checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]
+) -> None:
+    model, facts = converted[submodel]
+    module = traced_form(submodel, load_module(submodel, checkpoint.submodels[submodel].load))
+    weights = {key: value.numpy() for key, value in module.state_dict().items()}
+    stored, names = initializers(model), read_weight_names(model)
+    assert facts["unmapped"] == []
+    assert {name.key for name in names.values()} == weights.keys()
+    for initializer, name in names.items():
+        assert name.shape == weights[name.key].shape
+        assert name.stored_shape == stored[initializer].shape
+        np.testing.assert_array_equal(stored[initializer], name.apply(weights[name.key]))
+
+
+def test_weights_before_a_matmul_are_stored_transposed(converted: dict[str, tuple[Path, Any]]) -> None:
+    """As the exporter would have folded them: ORT's fusions look for MatMul with an initializer."""
+    import onnx
+
+    model, facts = converted["unet"]
+    names = read_weight_names(model)
+    assert sum(any(step.kind == "transpose" for step in name.transform) for name in names.values()) == 160
+    assert sum(any(step.kind == "reshape" for step in name.transform) for name in names.values()) == 122
+    proto = onnx.load(str(model / "model.onnx"), load_external_data=False)
+    assert not [node.name for node in proto.graph.node if node.op_type == "Transpose" and node.input[0] in names]
+    assert "Identity" not in facts["operators"]
+
+
+def test_equal_weights_stay_apart(tmp_path: Path) -> None:
+    """Which initializers there are must not depend on coincidences among the weights."""
+    import onnx
+    import torch
+
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    module.load_state_dict({key: torch.ones_like(value) for key, value in module.state_dict().items()})
+    exported: dict[str, set[str]] = {}
+    for kind in ("exporter's own", "kept apart"):
+        path = str(tmp_path / f"{kind}.onnx")
+        if kind == "kept apart":
+            with weights_kept_apart():
+                torch.onnx.export(module, (torch.ones(1, 2, 8),), path, dynamo=False, opset_version=17)
+        else:
+            torch.onnx.export(module, (torch.ones(1, 2, 8),), path, dynamo=False, opset_version=17)
+        exported[kind] = {tensor.name for tensor in onnx.load(path).graph.initializer}
+    assert exported["kept apart"] == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert len(exported["exporter's own"]) == 2
+
+
+def test_the_exporter_is_as_before_after_a_failure() -> None:
+    import torch
+
+    before = torch._C._jit_pass_onnx_constant_fold, torch._C._jit_pass_onnx_deduplicate_initializers
+    with pytest.raises(ZeroDivisionError), weights_kept_apart():
+        assert torch._C._jit_pass_onnx_constant_fold is not before[0]
+        raise ZeroDivisionError
+    assert (torch._C._jit_pass_onnx_constant_fold, torch._C._jit_pass_onnx_deduplicate_initializers) == before
+
+
+def test_fractional_timesteps_survive(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
+    """Euler's and DPM's timesteps are not integers."""
+    model, _ = converted["unet"]
+    inputs = dummy_inputs("unet", config_of(model), batch=2, height=64, width=64)
+    running = session(model)
+    outputs = {}
+    for timestep in (10.0, 10.6, 11.0):
+        inputs["timestep"] = np.array([timestep], np.float32)
+        outputs[timestep] = running.run(None, inputs)[0]
+        np.testing.assert_allclose(outputs[timestep], torch_outputs("unet", checkpoint, inputs)[0], rtol=0, atol=2e-5)
+    assert np.abs(outputs[10.6] - outputs[10.0]).max() > 1e-4
+    assert np.abs(outputs[10.6] - outputs[11.0]).max() > 1e-4
+
+
+def fuse(model: Path, model_type: str, **sizes: int) -> Any:
+    from onnxruntime.transformers import optimizer
+    from onnxruntime.transformers.fusion_options import FusionOptions
+
+    options = FusionOptions(model_type)
+    return optimizer.optimize_model(
+        str(model / "model.onnx"), model_type, opt_level=0, optimization_options=options, use_gpu=True, **sizes
+    )
+
+
+def test_clip_attention_fuses_and_stays_right(
+    checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """With the mask of transformers 5 none of them would: the causal mask is traced in the older form."""
+    model, _ = converted["text_encoder"]
+    config = config_of(model)
+    fused = fuse(model, "clip", num_heads=config["num_attention_heads"], hidden_size=config["hidden_size"])
+    counts = fused.get_fused_operator_statistics()
+    assert counts["Attention"] == config["num_hidden_layers"]
+    assert counts["QuickGelu"] == config["num_hidden_layers"]
+    fused.save_model_to_file(str(tmp_path / "model.onnx"))
+    inputs = dummy_inputs("text_encoder", config, batch=2, sequence=77, seed=5)
+    expected = torch_outputs("text_encoder", checkpoint, inputs)
+    for computed, wanted in zip(session(tmp_path).run(None, inputs), expected, strict=True):
+        np.testing.assert_allclose(computed, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("submodel", "expected"),
+    [
+        ("vae_encoder", {"GroupNorm": 14, "SkipGroupNorm": 7, "NhwcConv": 27, "Attention": 0}),
+        ("vae_decoder", {"GroupNorm": 18, "SkipGroupNorm": 11, "NhwcConv": 35, "Attention": 0}),
+    ],
+)
+def test_vae_fuses_but_for_the_attention_whose_biases_would_be_lost(
+    submodel: str, expected: dict[str, int], converted: dict[str, tuple[Path, Any]]
+) -> None:
+    assert fuse(converted[submodel][0], "vae").get_fused_operator_statistics() == expected
+
+
+def test_writes_the_same_bytes_again(
+    checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    model, facts = converted["vae_decoder"]
+    again = convert("vae_decoder", checkpoint.submodels["vae_decoder"].load, tmp_path / "again")
+    assert again == facts
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert files.keys() == {"model.onnx", "model.onnx.data", "config.json", "weights.json"}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    assert b"torch" not in files["model.onnx"] and str(tmp_path.parent).encode() not in files["model.onnx"]
+
+
+def test_facts_are_those_of_the_files(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
+    model, facts = converted["unet"]
+    assert facts["opset"] == 17
+    assert facts["parameters"] == 3222692 == sum(value.size for value in initializers(model).values())
+    assert facts["weights"] == 684
+    assert facts["bytes"] == sum((model / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+    assert facts["operators"]["Conv"] == 97
+    assert config_of(model) == submodel_config("unet", checkpoint.submodels["unet"].load)
+
+
+def test_target_opset_14_is_exported(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = checkpoint.submodels["safety_checker"].load
+    facts = convert("safety_checker", load, tmp_path / "out", target_opset=14)
+    assert facts["opset"] == 14
+    inputs = dummy_inputs("safety_checker", config_of(tmp_path / "out"), batch=2, height=32, width=48)
+    images, flagged = session(tmp_path / "out").run(None, inputs)
+    np.testing.assert_array_equal(images, inputs["images"])
+    assert not flagged.any()
+
+
+def test_img2img_of_diffusers_takes_the_mean_of_the_latents(
+    checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]
+) -> None:
+    from diffusers import DDIMScheduler, OnnxRuntimeModel, OnnxStableDiffusionImg2ImgPipeline
+    from PIL import Image
+    from transformers import CLIPTokenizer
+
+    parts = {name: OnnxRuntimeModel(session(converted[name][0])) for name in SUBMODELS if name != "safety_checker"}
+    pipeline = OnnxStableDiffusionImg2ImgPipeline(
+        **parts,
+        tokenizer=CLIPTokenizer.from_pretrained(checkpoint.companions["tokenizer"]),
+        scheduler=DDIMScheduler.from_pretrained(checkpoint.companions["scheduler"]),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    start = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    images = [
+        pipeline("", start, num_inference_steps=2, generator=np.random.RandomState(0), output_type="np").images
+        for _ in range(2)
+    ]
+    assert images[0].shape == (1, 64, 64, 3)
+    np.testing.assert_array_equal(images[0], images[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dynamo_exporter": True}, "fusions do not match"),
+        ({"device": "cuda"}, "does not depend on where it was traced"),
+        ({"dynamic": False}, "a target fixes them"),
+        ({"torch_dtype": "float16"}, "OnnxFloatToFloat16"),
+        ({"merge_adapter_weights": True}, "LoraMerge"),
+        ({"save_as_external_data": False}, "always external"),
+        ({"target_opset": 9}, "greater than or equal to 14"),
+        ({"target_opste": 17}, "not permitted"),
+    ],
+)
+def test_options_that_it_does_not_follow_are_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        OnnxConversionConfig(**options)
+
+
+def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
+    load["config"]["addition_embed_type"] = "text_time"
+    with pytest.raises(PassError, match="addition_embed_type='text_time'"):
+        convert("unet", load, tmp_path / "out")
+
+
+def test_dummy_inputs_have_the_shapes_of_real_runs(checkpoint: Checkpoint) -> None:
+    full = open_checkpoint("synthetic:sd15", digests=PlainDigests(), download=False)
+    shapes = {
+        name: {
+            port: value.shape
+            for port, value in dummy_inputs(name, full.submodels[name].load["config"], batch=2).items()
+        }
+        for name in SUBMODELS
+    }
+    assert shapes == {
+        "text_encoder": {"input_ids": (2, 77)},
+        "unet": {"sample": (2, 4, 64, 64), "timestep": (1,), "encoder_hidden_states": (2, 77, 768)},
+        "vae_encoder": {"sample": (2, 3, 512, 512)},
+        "vae_decoder": {"latent_sample": (2, 4, 64, 64)},
+        "safety_checker": {"clip_input": (2, 3, 224, 224), "images": (2, 512, 512, 3)},
+    }
