@@ -186,10 +186,10 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
     import onnx
 
     values = onnx.numpy_helper.to_array(tensor, str(folder))
-    moved = np.ascontiguousarray(step.apply(values))
     if is_stub(tensor):
-        make_stub(tensor, moved.recipe)
+        make_stub(tensor, step.apply(values).recipe)
         return
+    moved = np.ascontiguousarray(step.apply(values))
     place = weight_place(tensor)
     if place is None:
         tensor.raw_data = moved.tobytes()

@@ -55,6 +55,12 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
     return module.eval().requires_grad_(False)
 
 
+def parameter_shapes(submodel: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """state_dict key -> shape of the submodel's module (of the whole VAE for its halves)."""
+    module = _empty_module(COMPONENT_OF[submodel], dict(config), f"config of {submodel}")
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
 def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A tensor of the right shape for every parameter, in the memory of one number: each has strides of 0.
 
@@ -197,7 +203,7 @@ def _fit(
     tensors: dict[str, torch.Tensor] = {}
     unexpected, misshapen = [], []
     for name, tensor in found.items():
-        target = place.get(_current_name(component, name))
+        target = place.get(current_name(component, name))
         if target is None:
             # Older releases saved this buffer, which is 0, 1, 2, ...
             if not name.endswith("embeddings.position_ids"):
@@ -227,7 +233,7 @@ def _fit(
     return tensors
 
 
-def _current_name(component: str, name: str) -> str:
+def current_name(component: str, name: str) -> str:
     if component == "vae":
         parts = name.split(".")
         if len(parts) >= 2 and "attentions" in parts and parts[-2] in _OLD_VAE_ATTENTION:

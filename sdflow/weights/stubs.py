@@ -36,18 +36,19 @@ def stub_recipe(tensor: Any) -> Recipe:
     return from_json(json.loads(next(entry.value for entry in tensor.external_data if entry.key == _RECIPE)))
 
 
-def make_stub(tensor: Any, recipe: Recipe, dims: Any = None) -> None:
-    """Make a TensorProto a stub with this recipe, of the recipe's type and, unless `dims` says otherwise, its shape."""
+def make_stub(tensor: Any, recipe: Recipe | None) -> None:
+    """Make a TensorProto a stub of the recipe's type and shape. None: a stub whose recipe is kept elsewhere."""
     import numpy as np
     import onnx
 
     from sdflow.weights.recipe import to_json
 
-    tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype))
-    tensor.dims[:] = recipe.shape if dims is None else dims
     tensor.ClearField("raw_data")
     tensor.ClearField("float_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
     del tensor.external_data[:]
     tensor.external_data.add(key="location", value=STUB_LOCATION)
-    tensor.external_data.add(key=_RECIPE, value=json.dumps(to_json(recipe), separators=(",", ":")))
+    if recipe is not None:
+        tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype))
+        tensor.dims[:] = recipe.shape
+        tensor.external_data.add(key=_RECIPE, value=json.dumps(to_json(recipe), separators=(",", ":")))

@@ -187,7 +187,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.ravel: lambda array: array.flatten(),
     np.squeeze: lambda array, axis=None: array.squeeze(axis),
     np.expand_dims: lambda array, axis: _expand(array, axis % (array.ndim + 1)),
-    np.ascontiguousarray: lambda array: array,
     np.copy: lambda array: array.copy(),
     np.shape: lambda array: array.shape,
     np.ndim: lambda array: array.ndim,
