@@ -88,13 +88,14 @@ def build_structure(request: StructureRequest, out: Path) -> Facts:
     Raises WeightValueRead when a pass looked at a value, PassError when a pass failed.
     """
     from sdflow.sources.load import parameter_shapes
+    from sdflow.weights.faster_fusion import faster_fusion
     from sdflow.weights.recording import recording
 
     scratch = out / ".steps"
     model: Path | None = None
     steps: dict[str, Facts] = {}
     checkpoint: Mapping[str, Any] = {"kind": "hollow", "config": request.config}
-    with recording():
+    with recording(), faster_fusion():
         for index, step in enumerate(request.chain):
             if step.implementation.takes_loras:
                 continue

@@ -33,6 +33,11 @@ class Symbol:
         self.recipe = recipe
         self._reads = reads
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # FusionBiasAdd asks isinstance(value, numpy.ndarray), and would silently not match. numpy itself is not deceived.
+        return np.ndarray
+
     @property
     def shape(self) -> Shape:
         return self.recipe.shape
