@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,3 +130,9 @@ def pipeline_facts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "cross_attention_dim": unet["cross_attention_dim"],
         "scheduler": configs["scheduler"]["_class_name"],
     }
+
+
+def listing(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

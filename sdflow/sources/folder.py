@@ -192,7 +192,7 @@ def refuse_pickle(path: Path, allow_pickle: bool) -> None:
         raise CheckpointError(
             "pickled weights can run any code when they are loaded",
             where=str(path),
-            remedy="Convert them: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors'); "
+            remedy="Convert them: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors'); "
             "or, if you trust the file, write allow_pickle: true in the workflow (it is then loaded with "
             "weights_only=True).",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sdflow.errors import CheckpointError
-from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, Checkpoint, check_stamps
+from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, Checkpoint, check_stamps, listing
 from sdflow.sources.synthetic import canonical_name, tensors_for
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
 # diffusers before 0.18 named the VAE's attention layers so.
 _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_NAMED = 5  # tensors that a message names before it counts the rest
 
 
 def submodel_config(submodel: str, load: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def _read_files(files: list[Path], pickled: bool) -> dict[str, torch.Tensor]:
         part = _read_pickle(file) if pickled else _read_safetensors(file)
         twice = sorted(set(part) & set(tensors))
         if twice:
-            raise CheckpointError(f"holds tensors that another shard holds too: {_list(twice)}", where=str(file))
+            raise CheckpointError(f"holds tensors that another shard holds too: {listing(twice)}", where=str(file))
         tensors |= part
     return tensors
 
@@ -220,7 +219,7 @@ def _fit(
         tensors[target] = tensor.to(torch.float32).contiguous()
     missing = [] if misshapen else sorted(set(expected) - set(tensors))
     wrong = [
-        f"{label} {_list(sorted(names))}"
+        f"{label} {listing(sorted(names))}"
         for label, names in (("missing:", missing), ("unexpected:", unexpected), ("of a wrong shape:", misshapen))
         if names
     ]
@@ -240,8 +239,3 @@ def current_name(component: str, name: str) -> str:
             parts[-2] = _OLD_VAE_ATTENTION[parts[-2]]
             return ".".join(parts)
     return canonical_name(name)
-
-
-def _list(names: list[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

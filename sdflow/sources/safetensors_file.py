@@ -46,6 +46,28 @@ def _invalid(path: Path, what: str) -> CheckpointError:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file by name. Raises CheckpointError unless header and length agree exactly."""
+    header, base, size = _read_json(path)
+    entries = {name: _entry(path, name, value, base) for name, value in header.items() if name != "__metadata__"}
+    position = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise _invalid(path, f"tensor {name} does not begin where the one before it ends")
+        position = entry.end
+    if position != size:
+        raise _invalid(path, f"its tensors end at byte {position}, the file at byte {size}")
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free-form strings of a safetensors file's header. Raises CheckpointError for an invalid file."""
+    metadata = _read_json(path)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _invalid(path, "its metadata are not a JSON object")
+    return {str(key): str(value) for key, value in metadata.items()}
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, the position of the first tensor byte, the file's size."""
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
@@ -62,15 +84,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise _invalid(path, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
-    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
-    position = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != position:
-            raise _invalid(path, f"tensor {name} does not begin where the one before it ends")
-        position = entry.end
-    if position != size:
-        raise _invalid(path, f"its tensors end at byte {position}, the file at byte {size}")
-    return entries
+    return header, 8 + length, size
 
 
 def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:

@@ -1,0 +1,184 @@
+"""Reads LoRA files and computes what they add to a weight, in float32 and without torch.
+
+W' = W + scale * (alpha / rank) * up @ down   (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdflow.errors import CheckpointError
+from sdflow.sources.checkpoint import listing
+from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, spellings
+from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
+
+LORA_SUBMODELS = ("unet", "text_encoder")
+# Where diffusers keeps peft's configuration in the header of a file it writes.
+_PEFT_METADATA = "lora_adapter_metadata"
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """What a LoRA holds for one weight.
+
+    up: (out, rank). down: (rank, in * kernel height * kernel width). scale: alpha / rank.
+    """
+
+    up: Floats
+    down: Floats
+    scale: float
+
+
+def lora_submodels(path: Path) -> tuple[str, ...]:
+    """The submodels ("unet", "text_encoder") that a LoRA file changes, from its header alone.
+
+    Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
+    """
+    names = _parse(path)
+    return tuple(name for name in LORA_SUBMODELS if any(parsed.submodel == name for parsed in names.values()))
+
+
+def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, LoraLayer]]:
+    """The layers of a LoRA file: submodel -> state_dict key -> layer.
+
+    shapes: for "unet", "text_encoder" or both, the shapes of the submodel's whole state_dict. Tensors for a submodel
+        that is not among them are left to whoever reads the file for that one.
+    Raises CheckpointError naming every tensor that has no place, lacks its partner, or is of a wrong shape, and for
+    DoRA, LoHa, LoKr and other adapters that are no plain LoRA.
+    """
+    names = _parse(path)
+    tables = {submodel: spellings(submodel, keys) for submodel, keys in shapes.items()}
+    groups: dict[tuple[str, str], dict[Role, str]] = {}
+    problems: list[str] = []
+    for name, parsed in names.items():
+        if parsed.submodel not in tables:
+            continue
+        key = tables[parsed.submodel].get(parsed.module)
+        if key is None:
+            problems.append(f"{name}: the {parsed.submodel} has no such module")
+        elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
+            problems.append(f"{name}: {other} is for the same weight")
+    tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
+    metadata = _peft_metadata(path)
+    layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
+    for (submodel, key), group in groups.items():
+        found = {role: tensors[name] for role, name in group.items()}
+        problem = _problem(group, found, shapes[submodel][key])
+        if problem:
+            problems.append(problem)
+            continue
+        rank = found["down"].shape[0]
+        scale = (
+            float(found["alpha"].reshape(())) / rank
+            if "alpha" in found
+            else _peft_scale(metadata, submodel, key.removesuffix(".weight"), rank)
+        )
+        up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
+        layers[submodel][key] = LoraLayer(up, down, scale)
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} of its parts do not fit the model: {listing(problems, 100)}",
+            where=str(path),
+            remedy="Use a LoRA made for this architecture (Stable Diffusion 1.x).",
+        )
+    return layers
+
+
+def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats:
+    """What the LoRA adds to a weight of this shape at this scale, float32."""
+    factor = np.float32(scale * layer.scale)
+    return np.asarray(factor * (layer.up @ layer.down), np.float32).reshape(shape)
+
+
+def _parse(path: Path) -> dict[str, LoraName]:
+    header = read_header(path)
+    for name in header:
+        kind = other_kind(name)
+        if kind:
+            raise CheckpointError(
+                f"{kind} is not supported (tensor {name})",
+                where=str(path),
+                remedy="Use a plain LoRA, or merge this one into the checkpoint with the program that made it.",
+            )
+    parsed = {name: parse_name(name) for name in header}
+    strange = [name for name, parts in parsed.items() if parts is None]
+    if strange or not parsed:
+        raise CheckpointError(
+            f"tensors that belong to no LoRA: {listing(strange, 100)}" if strange else "holds no tensors",
+            where=str(path),
+            remedy="Supported are LoRAs in diffusers' (peft) and kohya's key styles.",
+        )
+    return {name: parts for name, parts in parsed.items() if parts is not None}
+
+
+def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tuple[int, ...]) -> str | None:
+    """What is wrong with the tensors for a weight of this shape, naming one of them."""
+    if "up" not in group or "down" not in group:
+        lacking = " and ".join(role for role in ("up", "down") if role not in group)
+        return f"{', '.join(group.values())}: without its {lacking} tensor"
+    for role, tensor in found.items():
+        if not np.isfinite(tensor).all():
+            return f"{group[role]}: not all of its values are finite"
+    if "alpha" in found and found["alpha"].size != 1:
+        return f"{group['alpha']}: {list(found['alpha'].shape)} where one number belongs"
+    rank = found["down"].shape[0] if found["down"].ndim else 0
+    kernel = shape[2:]
+    one = (1,) * len(kernel)
+    # Linear layers and 1x1 convolutions are one thing: files of the one serve the other.
+    flat = all(side == 1 for side in kernel)
+    for role, wanted in (("down", (rank, shape[1], *kernel)), ("up", (shape[0], rank, *one))):
+        tensor = found[role]
+        plain = tensor.shape[:2] if flat and all(side == 1 for side in tensor.shape[2:]) else tensor.shape
+        if rank == 0 or plain != (wanted[:2] if flat else wanted):
+            return f"{group[role]}: {list(tensor.shape)} where {list(wanted)} belongs"
+    return None
+
+
+def _peft_metadata(path: Path) -> dict[str, Any]:
+    text = read_metadata(path).get(_PEFT_METADATA)
+    if text is None:
+        return {}
+    try:
+        metadata = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"its {_PEFT_METADATA} is not JSON", where=str(path)) from error
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"its {_PEFT_METADATA} is not a JSON object", where=str(path))
+    for submodel in LORA_SUBMODELS:
+        if metadata.get(f"{submodel}.use_dora"):
+            raise CheckpointError("DoRA is not supported", where=str(path), remedy="Use a plain LoRA.")
+        alphas = [metadata.get(f"{submodel}.lora_alpha", 1.0), *_patterns(metadata, submodel).values()]
+        if not all(isinstance(alpha, int | float) for alpha in alphas):
+            raise CheckpointError(
+                f"its {_PEFT_METADATA} has a {submodel}.lora_alpha that is no number", where=str(path)
+            )
+    return metadata
+
+
+def _patterns(metadata: Mapping[str, Any], submodel: str) -> dict[str, Any]:
+    patterns = metadata.get(f"{submodel}.alpha_pattern")
+    return patterns if isinstance(patterns, dict) else {}
+
+
+def _peft_scale(metadata: Mapping[str, Any], submodel: str, module: str, rank: int) -> float:
+    """alpha / rank by peft's configuration in the header; 1 where there is none (alpha is then the rank)."""
+    if f"{submodel}.lora_alpha" not in metadata:
+        return 1.0
+    alpha = metadata[f"{submodel}.lora_alpha"]
+    for pattern, value in _patterns(metadata, submodel).items():
+        # As in peft.utils.other.get_pattern_key; what diffusers writes there are whole names, or the ends of them.
+        if re.fullmatch(rf"(.*\.)?{re.escape(pattern.removeprefix('^'))}", module):
+            alpha = value
+            break
+    return float(alpha) / (sqrt(rank) if metadata.get(f"{submodel}.use_rslora") else rank)

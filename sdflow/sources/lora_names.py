@@ -1,0 +1,121 @@
+"""Which module a tensor of a LoRA file belongs to.
+
+Every spelling of every module of a submodel is written into one table, and a name is looked up in it whole: nothing
+is guessed from parts of a name, so nothing is dropped in silence. The spellings are those of diffusers (peft, and the
+three that came before it) and of kohya's sd-scripts, the latter over diffusers' names and over the original UNet's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sdflow.sources.ldm_names import ldm_unet_names
+from sdflow.sources.synthetic import canonical_name
+
+Role = Literal["up", "down", "alpha"]
+
+_ROLES: tuple[tuple[str, Role], ...] = (
+    (".lora_A.weight", "down"),
+    (".lora_B.weight", "up"),
+    (".lora_down.weight", "down"),
+    (".lora_up.weight", "up"),
+    (".lora_linear_layer.down.weight", "down"),
+    (".lora_linear_layer.up.weight", "up"),
+    (".lora.down.weight", "down"),
+    (".lora.up.weight", "up"),
+    ("_lora.down.weight", "down"),
+    ("_lora.up.weight", "up"),
+    (".lora_linear_layer.alpha", "alpha"),
+    (".lora.alpha", "alpha"),
+    ("_lora.alpha", "alpha"),
+    (".alpha", "alpha"),
+)
+_PREFIXES = (
+    ("lora_unet_", "unet"),
+    ("lora_te_", "text_encoder"),
+    ("lora_te1_", "text_encoder"),
+    ("unet.", "unet"),
+    ("text_encoder.", "text_encoder"),
+    ("diffusion_model.", "unet"),
+    ("base_model.model.text_model.", "text_encoder"),
+    ("base_model.model.", "unet"),
+    ("text_model.", "text_encoder"),
+)
+# Other kinds of adapters, by what only their tensors' names contain.
+_OTHER_KINDS = (
+    (re.compile(r"\.dora_scale$|lora_magnitude_vector"), "DoRA"),
+    (re.compile(r"\.hada_"), "LoHa"),
+    (re.compile(r"\.lokr_"), "LoKr"),
+    (re.compile(r"\.lora_mid\."), "LoCon with a Tucker decomposition"),
+    (re.compile(r"\.oft_|\.oft\."), "OFT"),
+    (re.compile(r"\.boft_"), "BOFT"),
+    (re.compile(r"\.(diff|diff_b|w_norm|b_norm)$"), "LyCORIS full difference"),
+    (re.compile(r"\.on_input$|\.ia3_l"), "(IA)3"),
+    (re.compile(r"lora_embedding_[AB]"), "embedding LoRA"),
+    (re.compile(r"^(lora_te2_|text_encoder_2\.)"), "LoRA for SDXL, with a second text encoder"),
+)
+_OLD_TEXT_ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
+
+
+@dataclass(frozen=True)
+class LoraName:
+    """A parsed tensor name: the submodel it says it is for, the module in the file's spelling, the tensor's role."""
+
+    submodel: str
+    module: str
+    role: Role
+
+
+def other_kind(name: str) -> str | None:
+    """The kind of adapter, if the name belongs to one that is not a plain LoRA for this architecture."""
+    return next((kind for pattern, kind in _OTHER_KINDS if pattern.search(name)), None)
+
+
+def parse_name(name: str) -> LoraName | None:
+    """The parts of a LoRA tensor's name; None when it is not one."""
+    for suffix, role in _ROLES:
+        if name.endswith(suffix):
+            stem = name[: -len(suffix)]
+            for prefix, submodel in _PREFIXES:
+                if stem.startswith(prefix):
+                    return LoraName(submodel, stem[len(prefix) :].replace(".processor.", "."), role)
+            # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
+            return LoraName("unet", stem.replace(".processor.", "."), role)
+    return None
+
+
+def spellings(submodel: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Every spelling of the modules of a submodel with a weight that a LoRA can change: spelling -> state_dict key.
+
+    submodel: "unet" or "text_encoder"; shapes: of its whole state_dict.
+    """
+    modules = {
+        key.removesuffix(".weight"): key
+        for key, shape in shapes.items()
+        if key.endswith(".weight") and len(shape) in (2, 4) and not key.endswith("_embedding.weight")
+    }
+    table: dict[str, str] = {}
+    if submodel == "unet":
+        original = ldm_unet_names(modules)
+        for module, key in modules.items():
+            names = {module, module.removesuffix(".0")} if module.endswith(".to_out.0") else {module}
+            if module in original:
+                names.add(original[module])
+            _enter(table, names, key)
+    else:
+        for module, key in modules.items():
+            bare = canonical_name(module)
+            parent, _, last = bare.rpartition(".")
+            names = {bare, f"{parent}.{_OLD_TEXT_ATTENTION[last]}"} if last in _OLD_TEXT_ATTENTION else {bare}
+            _enter(table, names | {f"text_model.{name}" for name in names}, key)
+    return table
+
+
+def _enter(table: dict[str, str], names: Iterable[str], key: str) -> None:
+    for name in names:
+        for spelling in (name, name.replace(".", "_")):
+            if table.setdefault(spelling, key) != key:
+                raise AssertionError(f"{spelling} stands for both {table[spelling]} and {key}")
