@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sdflow.sources.lora import LoraLayer
 
-COPY_BLOCK = 1 << 24
+COPY_BLOCK = 1 << 20
 
 _Lora = tuple[Mapping[str, "LoraLayer"], float]
 """What a LoRA holds for this submodel, by state_dict key, and its scale."""
@@ -116,47 +116,53 @@ def _merge(model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], sourc
     """Write the graph and its data file to `out`. Values in the graph file change there, all others in one stream."""
     import numpy as np
 
-    inline = [target for target in targets if weight_place(target.tensor) is None]
-    for target in inline:
-        target.tensor.raw_data = _merged(np.frombuffer(target.tensor.raw_data, "<f4"), target.name, loras).tobytes()
-    if inline:
+    def merged(target: _Weight, values: bytes) -> np.ndarray:
+        total = _delta(target.name, loras)
+        total += np.frombuffer(values, "<f4").reshape(total.shape)
+        return total
+
+    external = []
+    for target in targets:
+        place = weight_place(target.tensor)
+        if place is None:
+            target.tensor.raw_data = merged(target, target.tensor.raw_data).tobytes()
+        else:
+            external.append((*place, target))
+    if len(external) < len(targets):
         write_graph(model, out)
     else:
         shutil.copyfile(source / MODEL_FILE, out / MODEL_FILE)
-    if (source / WEIGHTS_FILE).exists():
-        placed = ((weight_place(target.tensor), target.name) for target in targets)
-        external = sorted((place, name) for place, name in placed if place is not None)
-        with (source / WEIGHTS_FILE).open("rb") as read, (out / WEIGHTS_FILE).open("wb") as write:
-            for (offset, length), name in external:
-                _copy(read, write, offset - read.tell())
-                values = read.read(length)
-                if len(values) != length:
-                    raise _too_short()
-                write.write(_merged(np.frombuffer(values, "<f4"), name, loras).data)
-            shutil.copyfileobj(read, write, COPY_BLOCK)
+    if not (source / WEIGHTS_FILE).exists():
+        return
+    with (source / WEIGHTS_FILE).open("rb") as read, (out / WEIGHTS_FILE).open("wb") as write:
+        for offset, length, target in sorted(external, key=lambda entry: entry[0]):
+            _copy(read, write, offset - read.tell())
+            write.write(merged(target, _read(read, length)).data)
+        shutil.copyfileobj(read, write, COPY_BLOCK)
 
 
-def _merged(base: np.ndarray, name: WeightName, loras: Sequence[_Lora]) -> np.ndarray:
-    """base + sum of scale x delta, float32, in the order of the workflow and in the initializer's shape."""
+def _delta(name: WeightName, loras: Sequence[_Lora]) -> np.ndarray:
+    """Sum of scale x delta over the LoRAs, in the order of the workflow: float32, in the initializer's shape."""
     import numpy as np
 
     from sdflow.sources.lora import lora_delta
 
-    total = np.zeros(name.shape, np.float32)
-    for layers, scale in loras:
-        if scale and name.key in layers:
-            total += lora_delta(layers[name.key], name.shape, scale)
-    return np.ascontiguousarray(base.reshape(name.stored_shape) + name.apply(total))
+    layers = [(held[name.key], scale) for held, scale in loras if scale and name.key in held]
+    total = lora_delta(layers[0][0], name.shape, layers[0][1])
+    for layer, scale in layers[1:]:
+        total += lora_delta(layer, name.shape, scale)
+    return np.ascontiguousarray(name.apply(total))
 
 
 def _copy(read: IO[bytes], write: IO[bytes], length: int) -> None:
     while length:
-        block = read.read(min(length, COPY_BLOCK))
-        if not block:
-            raise _too_short()
+        block = _read(read, min(length, COPY_BLOCK))
         write.write(block)
         length -= len(block)
 
 
-def _too_short() -> PassError:
-    return PassError("is shorter than its graph says", where=WEIGHTS_FILE, remedy="Build the step before again.")
+def _read(read: IO[bytes], length: int) -> bytes:
+    values = read.read(length)
+    if len(values) != length:
+        raise PassError("is shorter than its graph says", where=WEIGHTS_FILE, remedy="Build the step before again.")
+    return values

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.errors import PassError
+from sdflow.errors import PassError, SdflowError
 from sdflow.passes.onnx_files import store_model
 from sdflow.passes.weights_on_disk import weights_on_disk
 from sdflow.weights.stubs import is_recording
@@ -151,7 +151,7 @@ def _failures_of(name: str) -> Iterator[None]:
     """Whatever another project's pass raises becomes a PassError that carries its cause."""
     try:
         yield
-    except PassError:
+    except SdflowError:
         raise
     except Exception as cause:  # Another project's pass may raise anything; the cause goes along.
         raise PassError(f"{type(cause).__name__}: {cause}", where=name) from cause

@@ -38,6 +38,9 @@ _REFUSED = {
     "script_dir": "sdflow loads the model itself, from `model:`",
 }
 
+# Who saved the checkpoint, and where: not part of the cache key, so not part of the artifact.
+_ORIGIN = ("_diffusers_version", "_name_or_path", "transformers_version")
+
 
 class OnnxConversionConfig(PassConfig):
     """Olive's options of that name, as far as they mean anything here.
@@ -126,7 +129,8 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         _declare_shapes(model.graph, io)
         write_graph(model, out)
         write_weight_names(names, out)
-        (out / CONFIG_FILE).write_text(json.dumps(architecture, indent=2, sort_keys=True) + "\n")
+        config_json = {key: value for key, value in architecture.items() if key not in _ORIGIN}
+        (out / CONFIG_FILE).write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
         unmapped = sorted(sizes.keys() - names.keys())
         if not names:
             raise PassError("the graph has none of the module's parameters", where=f"{submodel}: {self.name}")

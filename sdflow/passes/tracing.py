@@ -17,7 +17,8 @@ def traced_form(submodel: str, module: Any) -> Any:
       MultiHeadAttention fusion matches. For the VAE it is what `fusion_attention_vae` of ONNX Runtime 1.31 does *not*
       match: the older form fuses, but that fusion writes zeros in place of the biases of q, k and v.
     - vae_encoder, vae_decoder: the other half's parameters are dropped.
-    - safety_checker: diffusers' own `forward_onnx`.
+    - safety_checker: the scores of diffusers' `forward_onnx`. Its `images[flagged] = 0` is not exported as it is: that
+      becomes a Where whose condition, [batch], is broadcast along the images' last axis.
     """
     _FORMS[submodel](module)
     return module.eval().requires_grad_(False)
@@ -78,7 +79,21 @@ def _vae_decoder(module: Any) -> None:
 
 
 def _safety_checker(module: Any) -> None:
-    module.forward = module.forward_onnx
+    import torch
+    from torch.nn.functional import normalize
+
+    def cosines(embeds: Any, concepts: Any) -> Any:
+        return normalize(embeds) @ normalize(concepts).t()
+
+    def forward(clip_input: Any, images: Any) -> tuple[Any, Any]:
+        embeds = module.visual_projection(module.vision_model(clip_input)[1])
+        special = cosines(embeds, module.special_care_embeds) - module.special_care_embeds_weights
+        adjustment = torch.any(special > 0, dim=1, keepdim=True) * 0.01
+        concepts = cosines(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
+        flagged = torch.any(concepts > 0, dim=1)
+        return torch.where(flagged[:, None, None, None], torch.zeros_like(images), images), flagged
+
+    module.forward = forward
 
 
 _FORMS = {

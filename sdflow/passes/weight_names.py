@@ -201,11 +201,14 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
 
 
 def _remove(graph: Any, folded: Container[str]) -> None:
-    """Take out the nodes whose output is in `folded`, the constants that only they read, and what is said of both."""
+    """Take out the nodes whose output is in `folded`, the constants that only they read, and what is said of both.
+
+    What is said of initializers goes too: it repeats their shapes, and those of the folded ones have changed.
+    """
     read = {output.name for output in graph.output}
     for inner in subgraphs(graph):
         read.update(name for node in inner.node if node.output[0] not in folded for name in node.input)
-    gone = set()
+    gone = {tensor.name for tensor in graph.initializer}
     for index in reversed(range(len(graph.node))):
         node = graph.node[index]
         if node.output[0] in folded or (node.op_type == "Constant" and node.output[0] not in read):

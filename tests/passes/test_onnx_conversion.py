@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from sdflow.errors import PassError
+from sdflow.errors import CheckpointError, PassError
 from sdflow.passes.base import SUBMODELS
 from sdflow.passes.onnx_conversion import OnnxConversionConfig
 from sdflow.passes.submodel_io import dummy_inputs, submodel_io
@@ -30,16 +30,18 @@ def checkpoint() -> Checkpoint:
 def converted(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """Submodel -> the artifact's directory and its facts."""
     folder = tmp_path_factory.mktemp("converted")
-    return {
-        name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS
-    }
+    return {name: (folder / name, convert(name, checkpoint.submodels[name].load, folder / name)) for name in SUBMODELS}
 
 
-def torch_outputs(submodel: str, checkpoint: Checkpoint, inputs: dict[str, Any]) -> list[Any]:
-    """What the module gives, as its library runs it: nothing is patched for tracing."""
+@pytest.fixture(scope="module")
+def modules(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The modules as their libraries run them: nothing is patched for tracing."""
+    return {name: load_module(name, checkpoint.submodels[name].load) for name in SUBMODELS}
+
+
+def torch_outputs(submodel: str, module: Any, inputs: dict[str, Any]) -> list[Any]:
     import torch
 
-    module = load_module(submodel, checkpoint.submodels[submodel].load)
     given = {name: torch.from_numpy(value.copy()) for name, value in inputs.items()}
     with torch.no_grad():
         if submodel == "text_encoder":
@@ -57,13 +59,13 @@ def torch_outputs(submodel: str, checkpoint: Checkpoint, inputs: dict[str, Any])
 
 @pytest.mark.parametrize("submodel", SUBMODELS)
 def test_computes_what_torch_computes_at_other_sizes_than_traced(
-    submodel: str, checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]
+    submodel: str, modules: dict[str, Any], converted: dict[str, tuple[Path, Any]]
 ) -> None:
     model, _ = converted[submodel]
     sequence = 50 if submodel == "text_encoder" else 77
     inputs = dummy_inputs(submodel, config_of(model), batch=3, height=64, width=128, sequence=sequence, seed=3)
     outputs = session(model).run(None, inputs)
-    for computed, expected in zip(outputs, torch_outputs(submodel, checkpoint, inputs), strict=True):
+    for computed, expected in zip(outputs, torch_outputs(submodel, modules[submodel], inputs), strict=True):
         assert computed.shape == expected.shape
         np.testing.assert_allclose(computed, expected, rtol=0, atol=2e-5)
 
@@ -96,6 +98,13 @@ def test_every_parameter_is_an_initializer_known_by_its_key(
         assert name.shape == weights[name.key].shape
         assert name.stored_shape == stored[initializer].shape
         np.testing.assert_array_equal(stored[initializer], name.apply(weights[name.key]))
+
+
+@pytest.mark.parametrize("submodel", SUBMODELS)
+def test_onnx_finds_every_shape_consistent(submodel: str, converted: dict[str, tuple[Path, Any]]) -> None:
+    import onnx
+
+    onnx.checker.check_model(str(converted[submodel][0] / "model.onnx"), full_check=True)
 
 
 def test_weights_before_a_matmul_are_stored_transposed(converted: dict[str, tuple[Path, Any]]) -> None:
@@ -141,7 +150,7 @@ def test_the_exporter_is_as_before_after_a_failure() -> None:
     assert (torch._C._jit_pass_onnx_constant_fold, torch._C._jit_pass_onnx_deduplicate_initializers) == before
 
 
-def test_fractional_timesteps_survive(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
+def test_fractional_timesteps_survive(modules: dict[str, Any], converted: dict[str, tuple[Path, Any]]) -> None:
     """Euler's and DPM's timesteps are not integers."""
     model, _ = converted["unet"]
     inputs = dummy_inputs("unet", config_of(model), batch=2, height=64, width=64)
@@ -150,7 +159,9 @@ def test_fractional_timesteps_survive(checkpoint: Checkpoint, converted: dict[st
     for timestep in (10.0, 10.6, 11.0):
         inputs["timestep"] = np.array([timestep], np.float32)
         outputs[timestep] = running.run(None, inputs)[0]
-        np.testing.assert_allclose(outputs[timestep], torch_outputs("unet", checkpoint, inputs)[0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            outputs[timestep], torch_outputs("unet", modules["unet"], inputs)[0], rtol=0, atol=2e-5
+        )
     assert np.abs(outputs[10.6] - outputs[10.0]).max() > 1e-4
     assert np.abs(outputs[10.6] - outputs[11.0]).max() > 1e-4
 
@@ -166,7 +177,7 @@ def fuse(model: Path, model_type: str, **sizes: int) -> Any:
 
 
 def test_clip_attention_fuses_and_stays_right(
-    checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]], tmp_path: Path
+    modules: dict[str, Any], converted: dict[str, tuple[Path, Any]], tmp_path: Path
 ) -> None:
     """With the mask of transformers 5 none of them would: the causal mask is traced in the older form."""
     model, _ = converted["text_encoder"]
@@ -177,7 +188,7 @@ def test_clip_attention_fuses_and_stays_right(
     assert counts["QuickGelu"] == config["num_hidden_layers"]
     fused.save_model_to_file(str(tmp_path / "model.onnx"))
     inputs = dummy_inputs("text_encoder", config, batch=2, sequence=77, seed=5)
-    expected = torch_outputs("text_encoder", checkpoint, inputs)
+    expected = torch_outputs("text_encoder", modules["text_encoder"], inputs)
     for computed, wanted in zip(session(tmp_path).run(None, inputs), expected, strict=True):
         np.testing.assert_allclose(computed, wanted, rtol=0, atol=1e-5)
 
@@ -207,6 +218,13 @@ def test_writes_the_same_bytes_again(
     assert b"torch" not in files["model.onnx"] and str(tmp_path.parent).encode() not in files["model.onnx"]
 
 
+def test_config_says_what_the_model_is_and_not_who_saved_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["text_encoder"].load))
+    load["config"] |= {"_name_or_path": "/home/me/model", "transformers_version": "4.0.0"}
+    convert("text_encoder", load, tmp_path / "out")
+    assert config_of(tmp_path / "out") == checkpoint.submodels["text_encoder"].load["config"]
+
+
 def test_facts_are_those_of_the_files(checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]) -> None:
     model, facts = converted["unet"]
     assert facts["opset"] == 17
@@ -221,10 +239,42 @@ def test_target_opset_14_is_exported(checkpoint: Checkpoint, tmp_path: Path) -> 
     load = checkpoint.submodels["safety_checker"].load
     facts = convert("safety_checker", load, tmp_path / "out", target_opset=14)
     assert facts["opset"] == 14
-    inputs = dummy_inputs("safety_checker", config_of(tmp_path / "out"), batch=2, height=32, width=48)
-    images, flagged = session(tmp_path / "out").run(None, inputs)
-    np.testing.assert_array_equal(images, inputs["images"])
-    assert not flagged.any()
+    assert session(tmp_path / "out").get_inputs()[0].name == "clip_input"
+
+
+def test_safety_checker_blackens_the_images_that_it_flags_and_no_others(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    import torch
+
+    submodel = "safety_checker"
+    load = checkpoint.submodels[submodel].load
+    inputs = dummy_inputs(submodel, load["config"], batch=5, height=3, width=4)
+    inputs["clip_input"] *= np.arange(1, 6, dtype=np.float32)[:, None, None, None]
+    given = {name: torch.from_numpy(value) for name, value in inputs.items()}
+
+    def strict_checker() -> Any:
+        """Its first threshold lies between the scores of these images."""
+        module = load_module(submodel, load)
+        embeds = module.visual_projection(module.vision_model(given["clip_input"])[1])
+        scores = torch.nn.functional.cosine_similarity(embeds, module.concept_embeds[:1]).sort().values
+        module.concept_embeds_weights[0] = (scores[2] + scores[3]) / 2
+        return module
+
+    images, flagged = strict_checker()(given["clip_input"], given["images"].clone())
+    assert sum(flagged) == 2
+    ports = submodel_io(submodel, load["config"])
+    torch.onnx.export(
+        traced_form(submodel, strict_checker()),
+        tuple(given.values()),
+        str(tmp_path / "model.onnx"),
+        dynamo=False,
+        opset_version=17,
+        input_names=[port.name for port in ports.inputs],
+        output_names=[port.name for port in ports.outputs],
+        dynamic_axes=ports.dynamic_axes,
+    )
+    computed = session(tmp_path).run(None, inputs)
+    np.testing.assert_array_equal(computed[1], flagged)
+    np.testing.assert_array_equal(computed[0], images.numpy())
 
 
 def test_img2img_of_diffusers_takes_the_mean_of_the_latents(
@@ -274,6 +324,13 @@ def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: P
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
     load["config"]["addition_embed_type"] = "text_time"
     with pytest.raises(PassError, match="addition_embed_type='text_time'"):
+        convert("unet", load, tmp_path / "out")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
+    load["config"]["norm_num_groups"] = 7
+    with pytest.raises(CheckpointError, match="its configuration does not make a UNet2DConditionModel"):
         convert("unet", load, tmp_path / "out")
 
 
