@@ -70,7 +70,7 @@ def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     expected = module.state_dict()
     if odd := [name for name, tensor in expected.items() if not tensor.is_floating_point()]:
-        raise CheckpointError(f"its tensors {_list(odd)} are not of a floating-point type", where="hollow")
+        raise CheckpointError(f"its tensors {listing(odd)} are not of a floating-point type", where="hollow")
     return {
         name: torch.full((1,) * tensor.dim(), (index + 1) / (100 * len(expected))).expand(tensor.shape)
         for index, (name, tensor) in enumerate(expected.items())
