@@ -27,6 +27,7 @@ from sdflow.passes.base import Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.passes.olive import run_olive_pass
 from sdflow.passes.onnx_files import write_graph
+from sdflow.weights.stubs import is_stub
 
 KeepFloat32 = bool | tuple[str, ...]
 """True: all inputs and outputs stay float32. False: none. Names: these, if the model has them."""
@@ -198,7 +199,7 @@ def float16_facts(out: Path) -> dict[str, Any]:
     model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     data = np.memmap(out / WEIGHTS_FILE, dtype=np.uint8, mode="r") if (out / WEIGHTS_FILE).exists() else None
     for tensor in model.graph.initializer:
-        if tensor.data_type != onnx.TensorProto.FLOAT16:
+        if tensor.data_type != onnx.TensorProto.FLOAT16 or is_stub(tensor):
             continue
         if tensor.data_location == onnx.TensorProto.EXTERNAL and data is not None:
             offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sdflow.weights.stubs import is_stub
+
 
 def graph_facts(model_path: Path) -> dict[str, Any]:
     """Counts of the model file `model_path`; external data is sized, not read.
@@ -29,7 +31,8 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
         for tensor in graph.initializer:
             sizes = dtypes.setdefault(dtype_name(tensor.data_type), Counter())
             sizes.update(count=1, bytes=tensor_bytes(tensor))
-            locations.update(entry.value for entry in tensor.external_data if entry.key == "location")
+            if not is_stub(tensor):
+                locations.update(entry.value for entry in tensor.external_data if entry.key == "location")
     folder = model_path.parent
     return {
         "nodes": operators.total(),

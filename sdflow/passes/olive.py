@@ -22,6 +22,7 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.errors import PassError, SdflowError
 from sdflow.passes.onnx_files import store_model
 from sdflow.passes.weights_on_disk import weights_on_disk
+from sdflow.weights.stubs import is_recording
 
 SILENCE = {"OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1"}
 """Importing olive contacts a host unless all of these are set: with the first alone it still tries a heartbeat."""
@@ -60,7 +61,7 @@ def run_olive_pass(
     """
     pass_class = olive_pass_class(name)
     with _confined(out / SCRATCH) as scratch, contextlib.ExitStack() as context:
-        if keep_weights_on_disk:
+        if keep_weights_on_disk and not is_recording():
             context.enter_context(weights_on_disk(scratch))
         result = _execute(pass_class, name, options, model, scratch / "result", on_gpu)
         store_model(_single_model(name, result, model), out)

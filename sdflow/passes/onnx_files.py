@@ -13,6 +13,7 @@ from typing import IO, Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs, tensor_bytes
+from sdflow.weights.stubs import is_stub
 
 INLINE_BELOW = 1024
 """Initializers of fewer bytes stay in the graph file."""
@@ -43,7 +44,9 @@ def store_proto(model: Any, base: Path, out: Path) -> None:
     weights = out / WEIGHTS_FILE
     offset = 0
     with weights.open("wb") as stream:
-        for tensor, movable in _tensors(model):
+        for tensor, movable in initializers_and_constants(model):
+            if is_stub(tensor):
+                continue
             if not is_external(tensor):
                 _use_raw_data(tensor)
             length = tensor_bytes(tensor)
@@ -99,7 +102,7 @@ def _clear(item: Any) -> None:
     item.ClearField("metadata_props")
 
 
-def _tensors(model: Any) -> Iterator[tuple[Any, bool]]:
+def initializers_and_constants(model: Any) -> Iterator[tuple[Any, bool]]:
     """Every tensor of the model, and whether it may be external (initializers; constants in attributes stay)."""
     for graph in subgraphs(model.graph):
         for tensor in graph.initializer:
@@ -130,8 +133,10 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
     """The data file of a model that needs no rewriting: one file, tensors in graph order, no gaps, none inline."""
     end = 0
     locations = set()
-    for tensor, movable in _tensors(model):
+    for tensor, movable in initializers_and_constants(model):
         length = tensor_bytes(tensor)
+        if is_stub(tensor):
+            return None
         if is_external(tensor):
             location, offset, stored = place(tensor)
             if (
@@ -153,7 +158,7 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
 
 
 def _set_location(model: Any) -> None:
-    for tensor, _ in _tensors(model):
+    for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
             _, offset, length = place(tensor)
             set_external(tensor, WEIGHTS_FILE, offset, length or 0)
@@ -198,6 +203,14 @@ def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> Non
                 raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Build the step before again.")
             stream.write(block)
             left -= len(block)
+
+
+def raw_values(tensor: Any, base: Path) -> bytes:
+    """The raw bytes of a TensorProto, wherever they are. Raises PassError when a file is too short."""
+    if is_external(tensor):
+        inline_values(tensor, base, tensor_bytes(tensor))
+    _use_raw_data(tensor)
+    return bytes(tensor.raw_data)
 
 
 def inline_values(tensor: Any, base: Path, length: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
 from sdflow.passes.graph_facts import subgraphs
+from sdflow.weights.stubs import is_stub, make_stub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,6 +186,9 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
     import onnx
 
     values = onnx.numpy_helper.to_array(tensor, str(folder))
+    if is_stub(tensor):
+        make_stub(tensor, step.apply(values).recipe)
+        return
     moved = np.ascontiguousarray(step.apply(values))
     place = weight_place(tensor)
     if place is None:

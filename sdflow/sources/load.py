@@ -37,10 +37,12 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
     import torch
 
     component = COMPONENT_OF[submodel]
-    where = load["files"][0]["path"] if load["kind"] != "synthetic" else f"synthetic {component}"
+    where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {component}"
     module = _empty_module(component, submodel_config(submodel, load), where)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if load["kind"] == "synthetic":
+    if load["kind"] == "hollow":
+        tensors = _hollow_tensors(module)
+    elif load["kind"] == "synthetic":
         arrays = tensors_for(CLASS_OF[component], load, expected)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
@@ -50,6 +52,29 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
         check_stamps(load["files"])
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
+
+
+def parameter_shapes(submodel: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """state_dict key -> shape of the submodel's module (of the whole VAE for its halves)."""
+    module = _empty_module(COMPONENT_OF[submodel], dict(config), f"config of {submodel}")
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A tensor of the right shape for every parameter, in the memory of one number: each has strides of 0.
+
+    Each has a value of its own, so that nothing takes two for one. The load {"kind": "hollow", "config": ...} is for
+    tracing the architecture without a checkpoint.
+    """
+    import torch
+
+    expected = module.state_dict()
+    if odd := [name for name, tensor in expected.items() if not tensor.is_floating_point()]:
+        raise CheckpointError(f"its tensors {listing(odd)} are not of a floating-point type", where="hollow")
+    return {
+        name: torch.full((1,) * tensor.dim(), (index + 1) / (100 * len(expected))).expand(tensor.shape)
+        for index, (name, tensor) in enumerate(expected.items())
+    }
 
 
 def load_pipeline(checkpoint: Checkpoint) -> StableDiffusionPipeline:
@@ -177,7 +202,7 @@ def _fit(
     tensors: dict[str, torch.Tensor] = {}
     unexpected, misshapen = [], []
     for name, tensor in found.items():
-        target = place.get(_current_name(component, name))
+        target = place.get(current_name(component, name))
         if target is None:
             # Older releases saved this buffer, which is 0, 1, 2, ...
             if not name.endswith("embeddings.position_ids"):
@@ -207,7 +232,7 @@ def _fit(
     return tensors
 
 
-def _current_name(component: str, name: str) -> str:
+def current_name(component: str, name: str) -> str:
     if component == "vae":
         parts = name.split(".")
         if len(parts) >= 2 and "attentions" in parts and parts[-2] in _OLD_VAE_ATTENTION:

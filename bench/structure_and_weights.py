@@ -1,0 +1,177 @@
+"""Structure and bind, measured: time and peak memory of each, beside a plain copy of the result and the carrying passes.
+
+    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda] [--carried] [--scratch DIR] [--json]
+
+MODEL: as in a workflow, synthetic:sd15 by default. Each step runs in a process of its own; peak memory is that process's
+maximum resident set, imports included. `carried` runs the same chain with the weights carried through every pass, and
+compares: the two results must be equal byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SILENCE = {
+    "OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1", "TQDM_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+MODEL_TYPE = {
+    "text_encoder": "clip",
+    "safety_checker": "clip",
+    "unet": "unet",
+    "vae_encoder": "vae",
+    "vae_decoder": "vae",
+}
+SWITCHES = {
+    "cuda": {},
+    "rocm": {"enable_skip_group_norm": False, "enable_bias_splitgelu": False, "enable_bias_add": False},
+    "directml": {
+        "enable_skip_layer_norm": False, "enable_bias_skip_layer_norm": False, "enable_qordered_matmul": False,
+        "enable_nhwc_conv": False, "enable_bias_splitgelu": False, "enable_bias_add": False,
+        "group_norm_channels_last": False,
+    },
+    "cpu": {
+        "enable_packed_qkv": False, "enable_packed_kv": False, "enable_nhwc_conv": False, "enable_group_norm": False,
+        "enable_skip_group_norm": False, "enable_bias_splitgelu": False, "enable_bias_add": False,
+    },
+}  # fmt: skip
+
+
+def chain(submodel: str, target: str) -> list[Any]:
+    """The passes of a submodel for a target, as sdflow's workflows have them."""
+    from sdflow.passes.float16 import OnnxFloatToFloat16
+    from sdflow.passes.onnx_conversion import OnnxConversion
+    from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
+    from sdflow.weights.structure import ChainStep
+
+    opset = 14 if submodel == "safety_checker" else 17
+    fuse = {"model_type": MODEL_TYPE[submodel], "optimization_options": SWITCHES[target]}
+    steps = [ChainStep(OnnxConversion, {"target_opset": opset}), ChainStep(OrtTransformersOptimization, fuse)]
+    return steps if target == "cpu" else [*steps, ChainStep(OnnxFloatToFloat16, {})]
+
+
+def load_of(model: str, submodel: str) -> dict[str, Any]:
+    from sdflow.sources import PlainDigests, open_checkpoint
+
+    return dict(open_checkpoint(model, digests=PlainDigests(), download=False).submodels[submodel].load)
+
+
+def structure(model: str, submodel: str, target: str, out: Path) -> None:
+    from sdflow.weights.structure import StructureRequest, build_structure
+
+    request = StructureRequest(submodel, load_of(model, submodel)["config"], chain(submodel, target))
+    build_structure(request, out)
+
+
+def bind(model: str, submodel: str, structure_dir: Path, out: Path) -> None:
+    from sdflow.weights.bind import BindRequest
+    from sdflow.weights.bind import bind as run
+
+    run(BindRequest(submodel, structure_dir, load_of(model, submodel)), out)
+
+
+def carried(model: str, submodel: str, target: str, out: Path) -> None:
+    from sdflow.passes.base import PassInputs
+
+    source: Path | None = None
+    for index, step in enumerate(chain(submodel, target)):
+        folder = out / str(index)
+        folder.mkdir()
+        inputs = PassInputs(submodel, source, load_of(model, submodel) if source is None else {})
+        step.implementation().run(inputs, folder, step.implementation.Config(**step.config))
+        if source is not None:
+            shutil.rmtree(source)
+        source = folder
+
+
+def copy(source: Path, out: Path) -> None:
+    """Copy as `cp` does, by reading and writing: no sharing of blocks."""
+    for path in source.iterdir():
+        with path.open("rb") as read, (out / path.name).open("wb") as write:
+            while block := read.read(1 << 24):
+                write.write(block)
+
+
+def _child(results: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    begin = time.perf_counter()
+    function(*arguments)
+    seconds = time.perf_counter() - begin
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    results.put((seconds, usage.ru_maxrss // 1024, usage.ru_utime + usage.ru_stime))
+
+
+def measured(function: Callable[..., None], *arguments: Any) -> dict[str, float]:
+    """Run `function` in a new process; seconds include its start and imports, as for a worker of sdflow's."""
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.SimpleQueue()
+    begin = time.perf_counter()
+    process = spawn.Process(target=_child, args=(results, function, arguments))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise SystemExit(f"{function.__name__} ended with exit status {process.exitcode}")
+    _, peak, cpu = results.get()
+    return {"seconds": round(time.perf_counter() - begin, 2), "cpu_seconds": round(cpu, 2), "peak_mb": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="synthetic:sd15")
+    parser.add_argument("--submodel", action="append", choices=tuple(MODEL_TYPE))
+    parser.add_argument("--target", default="cuda", choices=tuple(SWITCHES))
+    parser.add_argument("--carried", action="store_true", help="run the carrying passes too, and compare")
+    parser.add_argument("--scratch", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object per step")
+    arguments = parser.parse_args()
+    os.environ.update(SILENCE)
+    scratch = Path(tempfile.mkdtemp(prefix="structure-", dir=arguments.scratch))
+    wrong = []
+    try:
+        for submodel in arguments.submodel or MODEL_TYPE:
+
+            def step(name: str, function: Callable[..., None], *rest: Any, submodel: str = submodel) -> Path:
+                out = scratch / submodel / name
+                out.mkdir(parents=True)
+                figures = measured(function, *rest, out)
+                size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+                row = {"submodel": submodel, "target": arguments.target, "step": name, **figures, "bytes": size}
+                text = "{submodel:15} {step:10} {seconds:8.1f} s {cpu_seconds:8.1f} s of CPU {peak_mb:7} MB {bytes:14,} bytes"
+                print(json.dumps(row) if arguments.json else text.format(**row), flush=True)
+                return out
+
+            made = step("structure", structure, arguments.model, submodel, arguments.target)
+            bound = step("bind", bind, arguments.model, submodel, made)
+            step("copy", copy, bound)
+            step("bind again", bind, arguments.model, submodel, made)
+            step("copy again", copy, bound)
+            if arguments.carried:
+                last = sorted(step("carried", carried, arguments.model, submodel, arguments.target).iterdir())[-1]
+                names = {path.name for path in (*last.iterdir(), *bound.iterdir())}
+                wrong += [f"{submodel}/{name}" for name in sorted(names) if not same(last / name, bound / name)]
+            shutil.rmtree(scratch / submodel)
+    finally:
+        shutil.rmtree(scratch)
+    if wrong:
+        sys.exit(f"not equal to what the carrying passes give: {', '.join(wrong)}")
+
+
+def same(first: Path, second: Path) -> bool:
+    """Whether two files have equal content."""
+    from sdflow.digest import digest_file
+
+    return first.exists() and second.exists() and digest_file(first) == digest_file(second)
+
+
+if __name__ == "__main__":
+    main()

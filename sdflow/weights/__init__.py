@@ -1,0 +1,1 @@
+"""Structure once, weights in seconds: graphs whose weights are symbols, and the writing of weights into them."""

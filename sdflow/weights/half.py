@@ -1,0 +1,101 @@
+"""float32 to float16 as ONNX Runtime's converter rounds, a hundred times faster.
+
+`convert_np_to_float16` in onnxruntime/transformers/float16.py looks at every value a dozen times. The few values that its
+limits change are found among the rounded ones: rounding keeps order, so what lies beyond a limit rounds to the limit's
+float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's Cast uses
+the processor's vectors (2 to 11 GB/s) and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALLEST = 5.96e-08
+LARGEST = 65504.0
+
+_BLOCK = 1 << 18  # values rounded at a time: what is read and written stays in the processor's cache
+_SIGN = np.uint16(0x8000)
+_MAGNITUDE = np.uint16(0x7FFF)
+
+
+@dataclass
+class AtLimit:
+    """How many float16 values have the largest finite magnitude, and how many the smallest."""
+
+    largest: int = 0
+    smallest: int = 0
+
+
+def to_float16(
+    values: NDArray[Any], smallest: float = SMALLEST, largest: float = LARGEST, counts: AtLimit | None = None
+) -> NDArray[np.float16]:
+    """Round to the nearest float16, ties to even; see `sdflow.weights.recipe.Float16` for the limits. C-contiguous.
+
+    0, infinities and NaN stay what they are. Under the default limits float16 values come back as they are. What ended
+    at float16's limits is added to `counts`.
+    """
+    as_they_are = values.dtype == np.float16 and smallest <= SMALLEST and largest >= LARGEST
+    exact = np.ascontiguousarray(values, values.dtype if as_they_are else np.float32).reshape(-1)
+    rounded = exact if as_they_are else np.empty(exact.size, np.float16)
+    bits = rounded.view(np.uint16)
+    low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
+    doubled = np.empty(min(_BLOCK, exact.size), np.uint16)
+    for begin in range(0, exact.size, _BLOCK):
+        block, half = exact[begin : begin + _BLOCK], bits[begin : begin + _BLOCK]
+        if not as_they_are:
+            _cast(block, half)
+        # Twice the bits is twice the magnitude, without the sign. Minus the lower limit, wrapping around: one unsigned
+        # comparison finds both ends.
+        distance = np.left_shift(half, 1, out=doubled[: half.size])
+        distance -= np.uint16(2 * (low + 1))
+        inside = np.uint16(2 * (high - low - 1))
+        if distance.max() >= inside:
+            suspects = np.flatnonzero(distance >= inside)
+            if not as_they_are:
+                half[suspects] = _within_limits(block[suspects], half[suspects], smallest, largest)
+            if counts is not None:
+                magnitudes = half[suspects] & _MAGNITUDE
+                counts.largest += int(np.count_nonzero(magnitudes == 0x7BFF))
+                counts.smallest += int(np.count_nonzero(magnitudes == 0x0001))
+    return rounded.reshape(values.shape)
+
+
+def _within_limits(
+    exact: NDArray[np.float32], bits: NDArray[np.uint16], smallest: float, largest: float
+) -> NDArray[np.uint16]:
+    magnitude = np.abs(exact)
+    low, high = (np.float16(limit).view(np.uint16) for limit in (smallest, largest))
+    small = (magnitude > 0) & (magnitude < np.float32(smallest))
+    large = (magnitude > np.float32(largest)) & (magnitude < np.inf)
+    return (bits & _SIGN) | np.where(small, low, np.where(large, high, bits & _MAGNITUDE))
+
+
+def _cast(block: NDArray[np.float32], half: NDArray[np.uint16]) -> None:
+    """Round `block` into `half`. Both are contiguous and of one length."""
+    binding = (session := _cast_session()).io_binding()
+    binding.bind_input("x", "cpu", 0, np.float32, [block.size], block.ctypes.data)
+    binding.bind_output("y", "cpu", 0, np.float16, [half.size], half.ctypes.data)
+    session.run_with_iobinding(binding)
+
+
+@cache
+def _cast_session() -> Any:
+    import onnx
+    import onnxruntime
+
+    helper, kinds = onnx.helper, onnx.TensorProto
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], to=kinds.FLOAT16)],
+        "cast",
+        [helper.make_tensor_value_info("x", kinds.FLOAT, ["n"])],
+        [helper.make_tensor_value_info("y", kinds.FLOAT16, ["n"])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1  # the threads are ours: one tensor each
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

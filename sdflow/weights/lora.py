@@ -1,0 +1,65 @@
+"""Parameters with LoRAs merged into them, one at a time: W + sum of scale x delta, in float32, as LoraMerge has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdflow.passes.base import LoraInput
+
+if TYPE_CHECKING:
+    from sdflow.sources.lora import LoraLayer
+    from sdflow.weights.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Loras:
+    """What LoRAs hold for a submodel, (state_dict key -> layer, scale) each, in the order in which they are added."""
+
+    layers: Sequence[tuple[Mapping[str, LoraLayer], float]] = ()
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """The parameters that any of them changes. A LoRA at scale 0 changes none."""
+        return frozenset(key for layers, scale in self.layers if scale for key in layers)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many parameters each changes."""
+        return [len(layers) if scale else 0 for layers, scale in self.layers]
+
+
+def read_loras(submodel: str, loras: Sequence[LoraInput], parameters: Mapping[str, tuple[int, ...]]) -> Loras:
+    """Read the LoRAs' layers for a submodel. Raises CheckpointError for a tensor that has no place in it."""
+    if not loras:
+        return Loras()
+    from sdflow.sources.lora import LORA_SUBMODELS, read_lora
+
+    if submodel not in LORA_SUBMODELS:
+        return Loras()
+    return Loras([(read_lora(lora.path, {submodel: parameters})[submodel], lora.scale) for lora in loras])
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A checkpoint's tensors with LoRAs merged."""
+
+    tensors: Tensors
+    loras: Loras
+
+    def read(self, key: str) -> NDArray[Any]:
+        """The values of a parameter; float16 only where it is stored so and no LoRA touches it."""
+        values = self.tensors.read(key)
+        layers = [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
+        if not layers:
+            return values
+        from sdflow.sources.lora import lora_delta
+
+        total = np.zeros(values.shape, np.float32)
+        for layer, scale in layers:
+            total += lora_delta(layer, values.shape, scale)
+        return values.astype(np.float32, copy=False) + total

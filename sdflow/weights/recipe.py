@@ -1,0 +1,213 @@
+"""A recipe: how the values of one initializer come from the tensors of a checkpoint.
+
+A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants; its
+inner nodes move values (transpose, reshape, join) or round them to float16. Nothing else happens to a weight on its way
+into an optimized graph, so nothing else can be said here. As JSON:
+
+    {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", "shape": [...]}}}
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sdflow.weights.half import AtLimit, to_float16
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Param:
+    """A float32 parameter of the module."""
+
+    key: str
+    shape: Shape
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Values that belong to the graph, not to the checkpoint: little-endian raw bytes."""
+
+    raw: bytes
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Axes permuted as `numpy.transpose(values, axes)` does."""
+
+    axes: tuple[int, ...]
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.of.shape[axis] for axis in self.axes)
+
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The same values in row-major order under another shape."""
+
+    shape: Shape
+    of: Recipe
+
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+
+@dataclass(frozen=True)
+class Join:
+    """Parts one after the other along an axis, as `numpy.concatenate` does. `axis` is not negative."""
+
+    axis: int
+    parts: tuple[Recipe, ...]
+
+    @property
+    def shape(self) -> Shape:
+        first = list(self.parts[0].shape)
+        first[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(first)
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+
+@dataclass(frozen=True)
+class Float16:
+    """Rounded to float16; magnitudes below `smallest` (but 0) become it, finite ones above `largest` become it."""
+
+    smallest: float
+    largest: float
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    @property
+    def dtype(self) -> str:
+        return "float16"
+
+
+Recipe = Param | Constant | Transpose | Reshape | Join | Float16
+
+
+def params(recipe: Recipe) -> Iterator[Param]:
+    """The parameters that a recipe reads, from left to right, repeated where it repeats them."""
+    if isinstance(recipe, Param):
+        yield recipe
+    elif isinstance(recipe, Join):
+        for part in recipe.parts:
+            yield from params(part)
+    elif not isinstance(recipe, Constant):
+        yield from params(recipe.of)
+
+
+def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None) -> Array:
+    """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
+
+    Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
+    then half as many bytes are moved. The result may be a view that is not contiguous. Float16 values that ended at the
+    type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
+    """
+    return _evaluate(recipe, read, counts, None)
+
+
+def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Float16 | None) -> Array:
+    if isinstance(recipe, Float16):
+        return _evaluate(recipe.of, read, counts, recipe)
+    if isinstance(recipe, Transpose):
+        return _evaluate(recipe.of, read, counts, rounding).transpose(recipe.axes)
+    if isinstance(recipe, Reshape):
+        return _evaluate(recipe.of, read, counts, rounding).reshape(recipe.shape)
+    if isinstance(recipe, Join):
+        return np.concatenate([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
+    if isinstance(recipe, Constant):
+        values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
+    else:
+        values = read(recipe.key)
+        if values.shape != recipe.shape:
+            raise ValueError(f"{recipe.key} has the shape {list(values.shape)}, not {list(recipe.shape)}")
+    if rounding is not None:
+        return to_float16(values, rounding.smallest, rounding.largest, counts)
+    return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
+
+
+def to_json(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON."""
+    if isinstance(recipe, Param):
+        return {"param": recipe.key, "shape": list(recipe.shape)}
+    if isinstance(recipe, Constant):
+        raw = base64.b64encode(recipe.raw).decode()
+        return {"constant": raw, "dtype": recipe.dtype, "shape": list(recipe.shape)}
+    if isinstance(recipe, Transpose):
+        return {"transpose": list(recipe.axes), "of": to_json(recipe.of)}
+    if isinstance(recipe, Reshape):
+        return {"reshape": list(recipe.shape), "of": to_json(recipe.of)}
+    if isinstance(recipe, Join):
+        return {"join": recipe.axis, "of": [to_json(part) for part in recipe.parts]}
+    return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
+
+
+def from_json(value: Mapping[str, Any]) -> Recipe:
+    """The recipe that `to_json` wrote. Raises ValueError for anything that is not one, or whose shapes do not fit."""
+    try:
+        recipe = _parse(value)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"not a recipe: {value!r}") from error
+    return recipe
+
+
+def _parse(value: Mapping[str, Any]) -> Recipe:
+    if "param" in value:
+        return Param(str(value["param"]), _shape(value["shape"]))
+    if "constant" in value:
+        constant = Constant(base64.b64decode(value["constant"], validate=True), _shape(value["shape"]), value["dtype"])
+        _require(len(constant.raw) == prod(constant.shape) * np.dtype(constant.dtype).itemsize, value)
+        return constant
+    if "join" in value:
+        parts = tuple(_parse(part) for part in value["of"])
+        axis = int(value["join"])
+        around = {(*part.shape[:axis], *part.shape[axis + 1 :], part.dtype) for part in parts}
+        _require(len(around) == 1 and all(0 <= axis < len(part.shape) for part in parts), value)
+        return Join(axis, parts)
+    of = _parse(value["of"])
+    if "transpose" in value:
+        axes = _shape(value["transpose"])
+        _require(sorted(axes) == list(range(len(of.shape))), value)
+        return Transpose(axes, of)
+    if "reshape" in value:
+        shape = _shape(value["reshape"])
+        _require(prod(shape) == prod(of.shape), value)
+        return Reshape(shape, of)
+    smallest, largest = value["float16"]
+    _require(of.dtype == "float32", value)
+    return Float16(float(smallest), float(largest), of)
+
+
+def _shape(value: Sequence[Any]) -> Shape:
+    numbers = tuple(value)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"not a shape or a list of axes: {value!r}")
+    return numbers
+
+
+def _require(condition: bool, value: Mapping[str, Any]) -> None:
+    if not condition:
+        raise ValueError(f"a recipe whose parts do not fit together: {value!r}")

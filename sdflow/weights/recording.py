@@ -1,0 +1,182 @@
+"""While `recording()` is open, weights are stubs, and what passes do to them is written down.
+
+Weights pass through a few places on their way from a module to an optimized graph. Each is replaced by one that knows
+stubs and leaves everything else as it was:
+
+- `torch.onnx.export` gives parameters stubs instead of values,
+- onnx loads no data for a stub; `to_array` gives a symbol, `from_array` takes one,
+- onnx_ir keeps a stub's TensorProto as it is,
+- `Fusion.add_initializer` of onnxruntime.transformers takes a symbol,
+- `convert_tensor_float_to_float16` of onnxruntime.transformers adds the rounding to the recipe.
+
+A place that is not among these fails on a stub, which has no file; it does not guess.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from sdflow.weights import stubs
+from sdflow.weights.recipe import Float16, Param
+from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from sdflow.weights.symbol import Symbol, WeightValueRead
+
+# onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
+_PREFIXES = ("", "onnxruntime.transformers.")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Replace the places above in this process until the end.
+
+    Raises WeightValueRead at the end if anything looked at a value, even if it went on as if nothing had happened.
+    """
+    reads: list[WeightValueRead] = []
+    with ExitStack() as stack:
+        stubs._recording.append(None)
+        stack.callback(stubs._recording.pop)
+        for owner, name, replacement in _replacements(reads):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement(getattr(owner, name)))
+        try:
+            yield
+        except Exception as error:
+            if reads and error is not reads[0]:
+                raise reads[0] from error
+            raise
+    if reads:
+        raise reads[0]
+
+
+def _replacements(reads: list[WeightValueRead]) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, function from the original to what takes its place)."""
+    import onnx
+    import onnx_ir
+    import torch
+
+    importlib.import_module("onnxruntime.transformers.optimizer")  # puts its folder onto sys.path
+    yield onnx.numpy_helper, "to_array", lambda original: _to_array(original, reads)
+    yield onnx.numpy_helper, "from_array", _from_array
+    yield onnx.external_data_helper, "load_external_data_for_tensor", _load_external_data
+    yield onnx_ir.serde, "deserialize_tensor", _deserialize_tensor
+    yield torch.onnx, "export", _export
+    for prefix in _PREFIXES:
+        fusion = importlib.import_module(f"{prefix}fusion_base").Fusion
+        yield fusion, "add_initializer", _add_initializer
+        yield importlib.import_module(f"{prefix}float16"), "convert_tensor_float_to_float16", _convert_tensor
+
+
+def _to_array(original: Any, reads: list[WeightValueRead]) -> Any:
+    def to_array(tensor: Any, *args: Any, **options: Any) -> Any:
+        return Symbol(stub_recipe(tensor), reads) if is_stub(tensor) else original(tensor, *args, **options)
+
+    return to_array
+
+
+def _from_array(original: Any) -> Any:
+    import onnx
+
+    def from_array(array: Any, name: str | None = None) -> Any:
+        if not isinstance(array, Symbol):
+            return original(array, name)
+        tensor = onnx.TensorProto(name=name)
+        make_stub(tensor, array.recipe)
+        return tensor
+
+    return from_array
+
+
+def _load_external_data(original: Any) -> Any:
+    def load_external_data_for_tensor(tensor: Any, base_dir: str) -> None:
+        if not is_stub(tensor):
+            original(tensor, base_dir)
+
+    return load_external_data_for_tensor
+
+
+def _deserialize_tensor(original: Any) -> Any:
+    import onnx_ir
+
+    class StubTensor(onnx_ir.serde.TensorProtoTensor):
+        """Serialized as the TensorProto it came from. It says 0 bytes so that nothing moves them to a data file."""
+
+        nbytes = 0
+
+    def deserialize_tensor(proto: Any, *args: Any, **options: Any) -> Any:
+        return StubTensor(proto) if is_stub(proto) else original(proto, *args, **options)
+
+    return deserialize_tensor
+
+
+def _add_initializer(original: Any) -> Any:
+    import onnx
+
+    def add_initializer(self: Any, name: str, data_type: int, dims: Any, vals: Any, raw: bool = True) -> Any:
+        if not isinstance(vals, Symbol):
+            return original(self, name, data_type, dims, vals, raw)
+        wanted = onnx.helper.tensor_dtype_to_np_dtype(data_type)
+        if not raw or wanted != vals.dtype:
+            vals._refuse(f"storing it as {wanted.name}")
+        tensor = onnx.TensorProto(name=name)
+        make_stub(tensor, vals.reshape([int(size) for size in dims]).recipe)
+        self.model.add_initializer(tensor, self.this_graph_name)
+        return tensor
+
+    return add_initializer
+
+
+def _convert_tensor(original: Any) -> Any:
+    import onnx
+
+    def convert_tensor_float_to_float16(
+        tensor: Any, min_positive_val: float = 5.96e-08, max_finite_val: float = 65504.0
+    ) -> Any:
+        if not isinstance(tensor, onnx.TensorProto) or not is_stub(tensor):
+            return original(tensor, min_positive_val, max_finite_val)
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            make_stub(tensor, Float16(min_positive_val, max_finite_val, stub_recipe(tensor)))
+        return tensor
+
+    return convert_tensor_float_to_float16
+
+
+def _export(original: Any) -> Any:
+    """`torch.onnx.export(model, ...)` with a stub for every entry of the model's state_dict.
+
+    The exporter would write out the values. So they are kept from its last step, which then makes the parameters inputs
+    of the graph, and the inputs become stubs, in the order in which the exporter writes initializers: of its inputs.
+    """
+    import onnx
+    import torch
+
+    def export(model: Any, *args: Any, **options: Any) -> Any:
+        parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        write = torch._C.Graph._export_onnx
+
+        def write_hollow(graph: Any, values: dict[str, Any], *rest: Any) -> Any:
+            constants = {name: value for name, value in values.items() if name not in parameters}
+            proto, *others = write(graph, constants, *rest)
+            written = onnx.load_from_string(proto)
+            real = {tensor.name: tensor for tensor in written.graph.initializer}
+            inputs = [item for item in written.graph.input if item.name not in parameters]
+            for item in written.graph.input:
+                if item.name in parameters:
+                    real[item.name] = onnx.TensorProto(name=item.name)
+                    make_stub(real[item.name], Param(item.name, parameters[item.name]))
+            order = {value.debugName(): index for index, value in enumerate(graph.inputs())}
+            tensors = sorted(real.values(), key=lambda tensor: order[tensor.name])
+            del written.graph.initializer[:], written.graph.input[:]
+            written.graph.initializer.extend(tensors)
+            written.graph.input.extend(inputs)
+            return written.SerializeToString(), *others
+
+        torch._C.Graph._export_onnx = write_hollow
+        try:
+            return original(model, *args, **options)
+        finally:
+            torch._C.Graph._export_onnx = write
+
+    return export

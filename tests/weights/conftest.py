@@ -1,0 +1,124 @@
+"""Small models of every submodel, and the two ways to build them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdflow.passes.base import LoraInput, PassInputs
+from sdflow.passes.float16 import OnnxFloatToFloat16
+from sdflow.passes.lora_merge import LoraMerge
+from sdflow.passes.olive import SILENCE
+from sdflow.passes.onnx_conversion import OnnxConversion
+from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import COMPONENT_OF
+from sdflow.weights.structure import ChainStep, StructureRequest, build_structure
+
+os.environ.update(SILENCE)  # before anything imports olive
+
+SMALL_UNET = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "block_out_channels": [32, 64],
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+    "attention_head_dim": 2,
+    "norm_num_groups": 8,
+}
+OFF = {
+    "cuda": (),
+    "rocm": ("enable_skip_group_norm", "enable_bias_splitgelu", "enable_bias_add"),
+    "directml": (
+        "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_qordered_matmul", "enable_nhwc_conv",
+        "enable_bias_splitgelu", "enable_bias_add", "group_norm_channels_last",
+    ),
+    "cpu": (
+        "enable_packed_qkv", "enable_packed_kv", "enable_nhwc_conv", "enable_group_norm", "enable_skip_group_norm",
+        "enable_bias_splitgelu", "enable_bias_add",
+    ),
+}  # fmt: skip
+MODEL_TYPE = {"vae": "vae", "unet": "unet", "text_encoder": "clip", "safety_checker": "clip"}
+
+
+def chain(submodel: str, target: str) -> list[ChainStep]:
+    """The passes of a submodel for a target, as the workflows have them."""
+    options = {
+        "model_type": MODEL_TYPE[COMPONENT_OF[submodel]],
+        "optimization_options": dict.fromkeys(OFF[target], False),
+    }
+    steps = [ChainStep(OnnxConversion, {}), ChainStep(LoraMerge, {}), ChainStep(OrtTransformersOptimization, options)]
+    if submodel not in ("unet", "text_encoder"):
+        del steps[1]
+    if target == "directml":
+        steps.append(ChainStep(OnnxFloatToFloat16, {"force_fp16_inputs": {"GroupNorm": [0, 1, 2]}}))
+    elif target != "cpu":
+        steps.append(ChainStep(OnnxFloatToFloat16, {}))
+    return steps
+
+
+def config_of(submodel: str) -> dict[str, Any]:
+    """config.json of the small model."""
+    return SMALL_UNET if submodel == "unet" else architecture_config("sd15-tiny", COMPONENT_OF[submodel])
+
+
+def synthetic(submodel: str, seed: int = 0) -> dict[str, Any]:
+    """The small model with random weights, as `open_checkpoint` would give it."""
+    return {"kind": "synthetic", "config": config_of(submodel), "seed": seed}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds small models, each distinct one once."""
+
+    root: Path
+
+    def structure(self, submodel: str, target: str) -> Path:
+        out = self.root / "structure" / submodel / target
+        if not out.exists():
+            out.mkdir(parents=True)
+            build_structure(StructureRequest(submodel, config_of(submodel), chain(submodel, target)), out)
+        return out
+
+    def carried(self, submodel: str, target: str, loras: Sequence[LoraInput] = (), seed: int = 0) -> Path:
+        """What the chain's passes give when they carry the weights."""
+        conversion, *rest = chain(submodel, target)
+        model = self.root / "converted" / submodel / str(seed)
+        if not model.exists():
+            model.mkdir(parents=True)
+            self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed)), model)
+        names = "-".join(f"{lora.path.stem}-{lora.scale}" for lora in loras) or "none"
+        for index, step in enumerate(rest):
+            if step.implementation is LoraMerge and not loras:
+                continue
+            out = self.root / "carried" / submodel / target / str(seed) / names / str(index)
+            if not out.exists():
+                out.mkdir(parents=True)
+                taken = tuple(loras) if step.implementation.takes_loras else ()
+                self._run(step, PassInputs(submodel, model, {}, taken), out)
+            model = out
+        return model
+
+    @staticmethod
+    def _run(step: ChainStep, inputs: PassInputs, out: Path) -> None:
+        step.implementation().run(inputs, out, step.implementation.Config(**step.config))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture
+def content() -> Callable[[Path], dict[str, bytes]]:
+    """The content of a directory's files, by name."""
+    return lambda path: {file.name: file.read_bytes() for file in sorted(path.iterdir())}

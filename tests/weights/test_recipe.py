@@ -1,0 +1,84 @@
+"""A recipe gives what numpy gives, survives JSON, and one that does not fit together is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sdflow.weights.half import to_float16
+from sdflow.weights.recipe import (
+    Constant,
+    Float16,
+    Join,
+    Param,
+    Recipe,
+    Reshape,
+    Transpose,
+    evaluate,
+    from_json,
+    params,
+    to_json,
+)  # fmt: skip
+
+W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+PARAM = Param("w", (6, 4))
+ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
+CASES: list[tuple[Recipe, Any]] = [
+    (PARAM, W),
+    (Transpose((1, 0), PARAM), W.T),
+    (Reshape((3, 8), Transpose((1, 0), PARAM)), W.T.reshape(3, 8)),
+    (Join(1, (PARAM, ZEROS, PARAM)), np.concatenate([W, np.zeros_like(W), W], 1)),
+    (Float16(5.96e-08, 65504.0, Transpose((1, 0), PARAM)), to_float16(W.T)),
+    (Float16(1e-3, 1.0, Join(0, (PARAM, ZEROS))), to_float16(np.concatenate([W, np.zeros_like(W)]), 1e-3, 1.0)),
+    (Transpose((1, 0), Float16(5.96e-08, 65504.0, PARAM)), to_float16(W).T),
+]
+
+
+@pytest.mark.parametrize(("recipe", "expected"), CASES)
+def test_a_recipe_gives_what_numpy_gives(recipe: Recipe, expected: np.ndarray) -> None:
+    values = evaluate(recipe, {"w": W}.__getitem__)
+    assert (values.dtype, values.shape) == (expected.dtype, expected.shape) == (np.dtype(recipe.dtype), recipe.shape)
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe, _ in CASES])
+def test_a_recipe_survives_json(recipe: Recipe) -> None:
+    assert from_json(to_json(recipe)) == recipe
+
+
+def test_a_checkpoint_in_float16_is_widened_where_the_graph_is_float32() -> None:
+    half = W.astype(np.float16)
+    np.testing.assert_array_equal(evaluate(PARAM, lambda key: half), half.astype(np.float32))
+    np.testing.assert_array_equal(evaluate(Float16(5.96e-08, 65504.0, PARAM), lambda key: half), half)
+
+
+def test_the_parameters_of_a_recipe_are_found() -> None:
+    recipe = Float16(5.96e-08, 65504.0, Join(0, (Param("a", (1, 2)), Reshape((1, 2), Param("b", (2,))))))
+    assert [param.key for param in params(recipe)] == ["a", "b"]
+
+
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"w has the shape \[4, 6\], not \[6, 4\]"):
+        evaluate(PARAM, lambda key: W.T)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"param": "w"},
+        {"param": "w", "shape": [2.5]},
+        {"transpose": [0, 0], "of": to_json(PARAM)},
+        {"reshape": [5, 5], "of": to_json(PARAM)},
+        {"join": 2, "of": [to_json(PARAM)]},
+        {"join": 0, "of": [to_json(PARAM), {"param": "v", "shape": [6, 5]}]},
+        {"float16": [1e-7], "of": to_json(PARAM)},
+        {"constant": "AAAA", "dtype": "float32", "shape": [2]},
+        {"rotate": 1, "of": to_json(PARAM)},
+    ],
+)
+def test_a_damaged_recipe_is_refused(damaged: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"recipe|shape|base64|unpack"):
+        from_json(damaged)
