@@ -1,8 +1,8 @@
 """Bind: a structure and a checkpoint become a model. The recipes are carried out and streamed to the data file.
 
-The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the largest
-tensors. A model of the same structure with other LoRAs can be made from one that is there: its data file is copied, and
-only what a LoRA touches in either is computed again.
+The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the
+largest tensors. A model of the same structure with other LoRAs can be made from one that is there: its data file is
+copied, and only what a LoRA touches in either is computed again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sdflow.errors import PassError
 from sdflow.passes.base import LoraInput
 from sdflow.passes.graph_facts import graph_facts, tensor_bytes
 from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
-from sdflow.weights.stubs import is_stub
 from sdflow.weights.structure import RECIPES_FILE, Recipes, read_recipes
+from sdflow.weights.stubs import is_stub
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,10 +63,10 @@ class _Job:
 def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
-    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16), and with LoRAs `loras`,
-    the weights that each touched, and `touched`.
-    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that is
-    damaged or a disk without room for the result.
+    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16 and no base), and with
+    LoRAs `loras`, the weights that each touched, and `touched`.
+    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that
+    is damaged or a disk without room for the result.
     """
     import onnx
 
@@ -109,8 +109,8 @@ def bind(request: BindRequest, out: Path) -> Facts:
 
 
 def _lay_out(model: Any, recipes: Recipes, structure: Path) -> tuple[list[_Job], list[tuple[int, bytes]], int]:
-    """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values that
-    are the graph's own, and the size of the data file."""
+    """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values
+    that are the graph's own, and the size of the data file."""
     from sdflow.passes.onnx_files import raw_values
 
     jobs, constants, size = [], [], 0
@@ -147,7 +147,9 @@ def _require_space(out: Path, size: int) -> None:
 def _require_same_layout(base: Path, size: int) -> None:
     found = (base / WEIGHTS_FILE).stat().st_size if (base / WEIGHTS_FILE).exists() else 0
     if found != size:
-        raise PassError(f"is {found} bytes long, not {size}: it is of another structure", where=str(base / WEIGHTS_FILE))
+        raise PassError(
+            f"is {found} bytes long, not {size}: it is of another structure", where=str(base / WEIGHTS_FILE)
+        )
 
 
 def _write_constants(data: Path, constants: Iterable[tuple[int, bytes]]) -> None:
@@ -206,19 +208,19 @@ def _values(job: _Job, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
     try:
         values = evaluate(job.recipe, tensors.read, counts)
     except ValueError as error:
-        raise PassError(f"{job.tensor.name}: {error}", where=RECIPES_FILE, remedy="Build the structure again.") from error
+        raise PassError(
+            f"{job.tensor.name}: {error}", where=RECIPES_FILE, remedy="Build the structure again."
+        ) from error
     return np.ascontiguousarray(values)
 
 
 def _inline(tensor: Any, values: NDArray[Any]) -> Any:
     import onnx
 
-    return onnx.TensorProto(
-        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=values.tobytes()
-    )
+    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=values.tobytes())
 
 
 def _write_all(stream: Any, values: NDArray[Any]) -> None:
-    left = memoryview(values).cast("B") if values.size else memoryview(b"")
+    left = memoryview(values.data).cast("B") if values.size else memoryview(b"")
     while left:
         left = left[stream.write(left) :]

@@ -52,7 +52,10 @@ MODEL_TYPE = {"vae": "vae", "unet": "unet", "text_encoder": "clip", "safety_chec
 
 def chain(submodel: str, target: str) -> list[ChainStep]:
     """The passes of a submodel for a target, as the workflows have them."""
-    options = {"model_type": MODEL_TYPE[COMPONENT_OF[submodel]], "optimization_options": dict.fromkeys(OFF[target], False)}
+    options = {
+        "model_type": MODEL_TYPE[COMPONENT_OF[submodel]],
+        "optimization_options": dict.fromkeys(OFF[target], False),
+    }
     steps = [ChainStep(OnnxConversion, {}), ChainStep(LoraMerge, {}), ChainStep(OrtTransformersOptimization, options)]
     if submodel not in ("unet", "text_encoder"):
         del steps[1]

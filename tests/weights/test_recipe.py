@@ -9,7 +9,17 @@ import pytest
 
 from sdflow.weights.half import to_float16
 from sdflow.weights.recipe import (
-    Constant, Float16, Join, Param, Recipe, Reshape, Transpose, evaluate, from_json, params, to_json,
+    Constant,
+    Float16,
+    Join,
+    Param,
+    Recipe,
+    Reshape,
+    Transpose,
+    evaluate,
+    from_json,
+    params,
+    to_json,
 )  # fmt: skip
 
 W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
