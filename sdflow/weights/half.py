@@ -2,8 +2,8 @@
 
 `convert_np_to_float16` in onnxruntime/transformers/float16.py looks at every value a dozen times. The few values that
 its limits change are found among the rounded ones: rounding keeps order, so what lies beyond a limit rounds to the
-limit's float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's Cast uses
-the processor's vectors (2 to 11 GB/s) and gives the same bits.
+limit's float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's
+Cast uses the processor's vectors (2 to 11 GB/s) and gives the same bits.
 """
 
 from __future__ import annotations
