@@ -28,6 +28,7 @@ class RunOptions:
     evaluate: bool = True
     require_target: bool = False
     keep_failed: bool = False
+    jobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,14 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
     """
     started = time.perf_counter()
     plan = make_plan(workflow, cache, download=True)
-    executor = Executor(cache, listener, rebuild=options.rebuild, check=options.check, keep_failed=options.keep_failed)
+    executor = Executor(
+        cache,
+        listener,
+        rebuild=options.rebuild,
+        check=options.check,
+        keep_failed=options.keep_failed,
+        jobs=options.jobs,
+    )
     with cache.lease():
         finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
     return RunResult(tuple(finished), time.perf_counter() - started)

@@ -32,6 +32,15 @@ Overrides = Annotated[
     typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
 ]
 CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        min=1,
+        help="Steps that may run at a time, memory permitting. Default: 2, and 1 for steps that carry weights.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
@@ -64,6 +73,7 @@ def run(
     keep_failed: Annotated[
         bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
     ] = False,
+    jobs: Jobs = None,
     results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and pictures.")] = Path(
         "results"
     ),
@@ -84,6 +94,7 @@ def run(
         evaluate=evaluate,
         require_target=require_target,
         keep_failed=keep_failed,
+        jobs=jobs,
     )
     with progress_view() as listener:
         result = run_workflow(_load(workflow, overrides, target), _cache(cache), options, listener)

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from sdflow.errors import WeightValueRead
 from sdflow.weights import stubs
 from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
-from sdflow.weights.symbol import Symbol, WeightValueRead
+from sdflow.weights.symbol import Symbol
 
 # onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
 _PREFIXES = ("", "onnxruntime.transformers.")
@@ -100,7 +101,7 @@ def _load_external_data(original: Any) -> Any:
 def _deserialize_tensor(original: Any) -> Any:
     import onnx_ir
 
-    class StubTensor(onnx_ir.serde.TensorProtoTensor):
+    class StubTensor(onnx_ir.serde.TensorProtoTensor):  # type: ignore[misc]
         """Serialized as the TensorProto it came from. It says 0 bytes so that nothing moves them to a data file."""
 
         nbytes = 0
