@@ -8,8 +8,9 @@ For each chain, in a thread of its own, from its first step on:
         check the input's content; run the pass into staging; check the pass's and the workflow's promises; publish
 
 A corrupt artifact that is about to be read goes to quarantine, and the chain starts again from its first step: all that
-is sound is found in the cache. A pass that was to run without weights and looked at one makes the chain start again with
-the weights carried, and the output says so. A failure publishes nothing; it and an interrupt end all workers at once.
+is sound is found in the cache. A pass that was to run without weights and looked at one makes the chain start again
+with the weights carried, and the output says so. A failure publishes nothing; it and an interrupt end all workers at
+once.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ built; until then the plan says so. It also means that a step which gives the sa
 there.
 
 Where a chain's passes only move weights, they run without any: the first step's key holds the architecture in place of
-the checkpoint, so that all checkpoints and LoRAs share the graph, and BindWeights, the last step, fills it. Other chains
-carry their weights through every pass, and the plan's notes say why.
+the checkpoint, so that all checkpoints and LoRAs share the graph, and BindWeights, the last step, fills it. Other
+chains carry their weights through every pass, and the plan's notes say why.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Step:
     """One step of one pipeline. `id` is stable between runs: `explain` compares the step with its last build by it.
 
     source: the submodel's checkpoint; None while it is not on this machine.
-    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": this step puts them in.
+    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
     """
 
     pipeline: str

@@ -102,6 +102,35 @@ def run(
 
 
 @app.command()
+def bake(
+    base: Annotated[
+        Path, typer.Option("--base", help="A pipeline folder that sdflow built; LoRAs that it has stay.", metavar="DIR")
+    ],
+    lora: Annotated[
+        list[str],
+        typer.Option(
+            "--lora",
+            help="A LoRA and its scale, 1.0 if left out. FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
+            metavar="FILE:SCALE",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder of the new pipeline.", metavar="DIR")],
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
+    jobs: Jobs = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""
+    from sdflow.bake import bake as bake_pipeline
+    from sdflow.cli.progress import progress_view
+    from sdflow.report import print_bake
+
+    with progress_view() as listener:
+        result = bake_pipeline(base, lora, out, _cache(cache), listener, copy=copy, jobs=jobs)
+    print_bake(result, as_json=json)
+
+
+@app.command()
 def plan(
     workflow: Workflows,
     target: Targets = None,

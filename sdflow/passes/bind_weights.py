@@ -35,8 +35,8 @@ class BindWeights(Pass[BindWeightsConfig]):
     Config: ClassVar[type[PassConfig]] = BindWeightsConfig
 
     def run(self, inputs: PassInputs, out: Path, config: BindWeightsConfig) -> Facts:
-        """Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a graph whose
-        recipes are damaged or a disk without room for the result."""
+        """Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a graph
+        whose recipes are damaged or a disk without room for the result."""
         from sdflow.weights.bind import BindRequest, bind
 
         if inputs.model is None:

@@ -1,7 +1,7 @@
 """A structure: the graph that passes make of an architecture, with a recipe in the place of every weight.
 
-Passes run as they are, on a module without weights, while `recording()` writes down what they do to a weight. What comes
-out depends on the architecture's config, on the passes, their options and the toolchain, and on nothing else: all
+Passes run as they are, on a module without weights, while `recording()` writes down what they do to a weight. What
+comes out depends on the architecture's config, on the passes, their options and the toolchain, and on nothing else: all
 fine-tunes and all LoRAs of an architecture share it. `bind` makes a model of it and of a checkpoint. Files:
 
     model.onnx        the graph; its weights are stubs, each with its recipe (`sdflow.weights.stubs`)
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PARAMETERS_FILE = "parameters.json"
 
 CARRIED_ONLY_MOVED = ("OnnxConversion", "OrtTransformersOptimization", "OnnxFloatToFloat16")
-"""Passes that only move weights or round them, so that they can run without. Those that take LoRAs are left to `bind`."""
+"""Passes that only move or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""
 
 REMEDY = "Build the structure again."
 

@@ -16,9 +16,9 @@ from sdflow.passes.lora_merge import LoraMerge
 from sdflow.passes.olive import SILENCE
 from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
+from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import COMPONENT_OF
-from sdflow.passes.worker import run_pass
 from sdflow.weights.structure import ChainStep, hollow
 
 os.environ.update(SILENCE)  # before anything imports olive
