@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import listing
+from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, spellings
+from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
 
 LORA_SUBMODELS = ("unet", "text_encoder")
@@ -38,6 +40,37 @@ class LoraLayer:
     up: Floats
     down: Floats
     scale: float
+
+
+def find_lora(reference: str, weight_name: str | None = None, *, download: bool) -> Path:
+    """The .safetensors file of a LoRA: a file, a folder that holds it, or hf:owner/name[@revision].
+
+    weight_name: which file of a folder or repository; not needed when there is only one.
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for what is missing, ambiguous or pickled.
+    """
+    parsed = parse_reference(reference)
+    if isinstance(parsed, HubReference):
+        _refuse_pickle(weight_name or "", reference)
+        return hub_file(parsed, weight_name, download=download)
+    if not isinstance(parsed, LocalReference):
+        raise CheckpointError("not a LoRA", where=reference, remedy="Write a file, a folder or hf:owner/name.")
+    path = parsed.path
+    if path.is_dir():
+        names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
+        path = path / choose_file(names, weight_name, str(path))
+    elif not path.is_file():
+        raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
+    _refuse_pickle(path.name, str(path))
+    return path
+
+
+def _refuse_pickle(name: str, where: str) -> None:
+    if name.endswith(PICKLE_SUFFIXES):
+        raise CheckpointError(
+            "pickled LoRAs are not read: a pickle can run any code when it is loaded",
+            where=where,
+            remedy="Convert it: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors').",
+        )
 
 
 def lora_submodels(path: Path) -> tuple[str, ...]:
