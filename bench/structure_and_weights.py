@@ -1,10 +1,10 @@
-"""Structure and bind, measured: time and peak memory of each, beside a plain copy of the result and the carrying passes.
+"""Structure and bind, measured: time and peak memory, beside a plain copy of the result and the carrying passes.
 
-    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda] [--carried] [--scratch DIR] [--json]
+    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda] [--carried] [--json]
 
-MODEL: as in a workflow, synthetic:sd15 by default. Each step runs in a process of its own; peak memory is that process's
-maximum resident set, imports included. `carried` runs the same chain with the weights carried through every pass, and
-compares: the two results must be equal byte for byte.
+MODEL: as in a workflow, synthetic:sd15 by default. Each step runs in a process of its own; peak memory is that
+process's maximum resident set, imports included. `carried` runs the same chain with the weights carried through every
+pass, and compares: the two results must be equal byte for byte.
 """
 
 from __future__ import annotations
@@ -96,11 +96,9 @@ def carried(model: str, submodel: str, target: str, out: Path) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Copy as `cp` does, by reading and writing: no sharing of blocks."""
+    """Copy as `cp` does."""
     for path in source.iterdir():
-        with path.open("rb") as read, (out / path.name).open("wb") as write:
-            while block := read.read(1 << 24):
-                write.write(block)
+        shutil.copyfile(path, out / path.name)
 
 
 def _child(results: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -146,7 +144,7 @@ def main() -> None:
                 figures = measured(function, *rest, out)
                 size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
                 row = {"submodel": submodel, "target": arguments.target, "step": name, **figures, "bytes": size}
-                text = "{submodel:15} {step:10} {seconds:8.1f} s {cpu_seconds:8.1f} s of CPU {peak_mb:7} MB {bytes:14,} bytes"
+                text = "{submodel:15} {step:10} {seconds:8.1f} s, CPU {cpu_seconds:8.1f} s {peak_mb:7} MB {bytes:14,} B"
                 print(json.dumps(row) if arguments.json else text.format(**row), flush=True)
                 return out
 

@@ -187,7 +187,9 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
 
     values = onnx.numpy_helper.to_array(tensor, str(folder))
     if is_stub(tensor):
-        make_stub(tensor, step.apply(values).recipe)
+        from sdflow.weights.symbol import recipe_of
+
+        make_stub(tensor, recipe_of(step.apply(values)))
         return
     moved = np.ascontiguousarray(step.apply(values))
     place = weight_place(tensor)

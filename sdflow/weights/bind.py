@@ -1,8 +1,8 @@
 """Bind: a structure and a checkpoint become a model. The recipes are carried out and streamed to the data file.
 
-The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the largest
-tensors. A model of the same structure with other LoRAs can be made from one that is there: its data file is copied, and
-only what a LoRA touches in either is computed again.
+The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the
+largest tensors. A model of the same structure with other LoRAs can be made from one that is there: its data file is
+copied, and only what a LoRA touches in either is computed again.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _Job:
 def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
-    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16), and with LoRAs `loras`,
-    the weights that each touched, and `touched`.
-    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that is
-    damaged or a disk without room for the result.
+    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16 and no base), and with
+    LoRAs `loras`, the weights that each touched, and `touched`.
+    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that
+    is damaged or a disk without room for the result.
     """
     import onnx
 
@@ -109,8 +109,8 @@ def bind(request: BindRequest, out: Path) -> Facts:
 
 
 def _lay_out(model: Any, recipes: Recipes, structure: Path) -> tuple[list[_Job], list[tuple[int, bytes]], int]:
-    """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values that
-    are the graph's own, and the size of the data file."""
+    """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values
+    that are the graph's own, and the size of the data file."""
     from sdflow.passes.onnx_files import raw_values
 
     jobs, constants, size = [], [], 0
@@ -221,6 +221,6 @@ def _inline(tensor: Any, values: NDArray[Any]) -> Any:
 
 
 def _write_all(stream: Any, values: NDArray[Any]) -> None:
-    left = memoryview(values).cast("B") if values.size else memoryview(b"")
+    left = memoryview(values.data).cast("B") if values.size else memoryview(b"")
     while left:
         left = left[stream.write(left) :]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -139,15 +139,15 @@ def _replace_input_of_all_nodes(self: Any, old_input_name: str, new_input_name: 
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one sympy expression, with its last results kept. Equal expressions of other types are told apart."""
+    """A function of one sympy expression, with its last results kept. Types are told apart, even if equal."""
 
     @lru_cache(maxsize=1 << 16)
-    def compute(_kind: type, expression: Any) -> Any:
+    def compute(_kind: Hashable, expression: Any) -> Any:
         return function(expression)
 
     def kept(expression: Any, **options: Any) -> Any:
         try:
-            return function(expression, **options) if options else compute(type(expression), expression)
+            return function(expression, **options) if options else compute(str(type(expression)), expression)
         except TypeError:  # not hashable
             return function(expression, **options)
 

@@ -1,9 +1,9 @@
 """float32 to float16 as ONNX Runtime's converter rounds, a hundred times faster.
 
-`convert_np_to_float16` in onnxruntime/transformers/float16.py looks at every value a dozen times. The few values that its
-limits change are found among the rounded ones: rounding keeps order, so what lies beyond a limit rounds to the limit's
-float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's Cast uses
-the processor's vectors (2 to 11 GB/s) and gives the same bits.
+`convert_np_to_float16` in onnxruntime/transformers/float16.py looks at every value a dozen times. The few values that
+its limits change are found among the rounded ones: rounding keeps order, so what lies beyond a limit rounds to the
+limit's float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's
+Cast uses the processor's vectors (2 to 11 GB/s) and gives the same bits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _within_limits(
     low, high = (np.float16(limit).view(np.uint16) for limit in (smallest, largest))
     small = (magnitude > 0) & (magnitude < np.float32(smallest))
     large = (magnitude > np.float32(largest)) & (magnitude < np.inf)
-    return (bits & _SIGN) | np.where(small, low, np.where(large, high, bits & _MAGNITUDE))
+    magnitudes: NDArray[np.uint16] = np.where(small, low, np.where(large, high, bits & _MAGNITUDE))
+    return (bits & _SIGN) | magnitudes
 
 
 def _cast(block: NDArray[np.float32], half: NDArray[np.uint16]) -> None:

@@ -1,10 +1,10 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
-A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants; its
-inner nodes move values (transpose, reshape, join) or round them to float16. Nothing else happens to a weight on its way
-into an optimized graph, so nothing else can be said here. As JSON:
+A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
+its inner nodes move values (transpose, reshape, join) or round them to float16. Nothing else happens to a weight on its
+way into an optimized graph, so nothing else can be said here. As JSON:
 
-    {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", "shape": [...]}}}
+    {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", ...}}}
 """
 
 from __future__ import annotations

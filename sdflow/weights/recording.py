@@ -154,7 +154,8 @@ def _export(original: Any) -> Any:
 
     def export(model: Any, *args: Any, **options: Any) -> Any:
         parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        write = torch._C.Graph._export_onnx
+        graph_class: Any = torch._C.Graph
+        write = graph_class._export_onnx
 
         def write_hollow(graph: Any, values: dict[str, Any], *rest: Any) -> Any:
             constants = {name: value for name, value in values.items() if name not in parameters}
@@ -173,10 +174,10 @@ def _export(original: Any) -> Any:
             written.graph.input.extend(inputs)
             return written.SerializeToString(), *others
 
-        torch._C.Graph._export_onnx = write_hollow
+        graph_class._export_onnx = write_hollow
         try:
             return original(model, *args, **options)
         finally:
-            torch._C.Graph._export_onnx = write
+            graph_class._export_onnx = write
 
     return export

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 RECIPES_FILE = "recipes.json"
 FORMAT = 1
 
-CARRIED_ONLY_MOVED = ("OnnxConversion", "OrtTransformersOptimization", "OnnxFloatToFloat16")
-"""Passes that only move weights or round them, so that they can run without. Those that take LoRAs are left to `bind`."""
+ONLY_MOVE_WEIGHTS = ("OnnxConversion", "OrtTransformersOptimization", "OnnxFloatToFloat16")
+"""Passes that only move weights or round them, and so can run without. LoraMerge is left to `bind`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def why_weights_are_carried(chain: Sequence[ChainStep]) -> str | None:
         if step.implementation.takes_loras:
             if name != "LoraMerge" or index != 1:
                 return f"{name} does not stand right behind OnnxConversion"
-        elif name not in CARRIED_ONLY_MOVED or not step.implementation.__module__.startswith("sdflow."):
+        elif name not in ONLY_MOVE_WEIGHTS or not step.implementation.__module__.startswith("sdflow."):
             return f"{name} may look at the weights"
         elif step.config.get("opt_level"):
             return f"{name} with opt_level {step.config['opt_level']} lets ONNX Runtime fold weights"

@@ -1,7 +1,7 @@
 """A stub: a tensor of an ONNX graph whose values are not there, only their type, their shape and their recipe.
 
-Its data is external, at a location that is no file. The recipe travels in an entry of the tensor's `external_data`, so it
-survives whatever a pass does to a TensorProto: copying, renaming, saving, loading.
+Its data is external, at a location that is no file. The recipe travels in an entry of the tensor's `external_data`, so
+it survives whatever a pass does to a TensorProto: copying, renaming, saving, loading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A symbol: an array that has a shape, a type and a recipe, but no values.
 
-ONNX Runtime's fusions read a weight as a numpy array, move it about with numpy's functions, and store the result. Given a
-symbol instead, they write down what they do, in their own order, and nothing has to be guessed. Whatever would look at
-the values, or is not known to only move them, raises WeightValueRead.
+ONNX Runtime's fusions read a weight as a numpy array, move it about with numpy's functions, and store the result. Given
+a symbol instead, they write down what they do, in their own order, and nothing has to be guessed. Whatever would look
+at the values, or is not known to only move them, raises WeightValueRead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Symbol:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # FusionBiasAdd asks isinstance(value, numpy.ndarray), and would silently not match. numpy itself is not deceived.
+        # FusionBiasAdd asks isinstance(value, numpy.ndarray) and would silently not match. numpy is not deceived.
         return np.ndarray
 
     @property
@@ -138,41 +138,11 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in [
-    "abs",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "neg",
-    "matmul",
-    "rmatmul",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "bool",
-    "int",
-    "float",
-    "index",
-    "iter",
-    "len",
-    "getitem",
-    "setitem",
-    "contains",
-    "bytes",
-    "buffer",
-    "complex",
-]:
+_LOOKS = """
+    abs add radd sub rsub mul rmul truediv rtruediv floordiv mod pow neg matmul rmatmul eq ne lt le gt ge bool int float
+    index iter len getitem setitem contains bytes buffer complex
+"""
+for _name in _LOOKS.split():
     setattr(Symbol, f"__{_name}__", _refusing(f"__{_name}__"))
 
 

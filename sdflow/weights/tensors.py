@@ -107,7 +107,7 @@ class _Files:
             stream.seek(entry.begin)
             done = 0
             while done < raw.size:
-                count = stream.readinto(memoryview(raw)[done:])
+                count = stream.readinto(memoryview(raw.data)[done:])
                 if not count:
                     raise CheckpointError(f"ends within tensor {key}", where=str(path), remedy="Download it again.")
                 done += count
