@@ -11,10 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import listing
@@ -23,11 +20,15 @@ from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, sp
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
 LORA_SUBMODELS = ("unet", "text_encoder")
 # Where diffusers keeps peft's configuration in the header of a file it writes.
 _PEFT_METADATA = "lora_adapter_metadata"
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
 
 def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats:
     """What the LoRA adds to a weight of this shape at this scale, float32."""
+    import numpy as np
+
     factor = np.float32(scale * layer.scale)
     return (factor * _product(layer.up, layer.down)).reshape(shape)
 
@@ -140,6 +143,8 @@ def _product(up: Floats, down: Floats) -> Floats:
     Each factor is cut into two whole numbers, so short that the products and their sums are exact in float64, in any
     order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). What is left out is 2**-44 of the largest.
     """
+    import numpy as np
+
     bits = (53 - (up.shape[1] - 1).bit_length()) // 2
     (high_up, low_up, unit_up), (high_down, low_down, unit_down) = _cut(up, bits), _cut(down, bits)
     small = high_up @ low_down
@@ -153,6 +158,8 @@ def _product(up: Floats, down: Floats) -> Floats:
 
 def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """(high, low, unit): whole numbers of at most `bits` bits with factor = unit * (high + low / 2**bits), nearly."""
+    import numpy as np
+
     unit = 2.0 ** (int(np.frexp(np.abs(factor).max(initial=0))[1]) - bits)
     scaled = factor.astype(np.float64) / unit
     high = np.rint(scaled)
@@ -182,6 +189,8 @@ def _parse(path: Path) -> dict[str, LoraName]:
 
 def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tuple[int, ...]) -> str | None:
     """What is wrong with the tensors for a weight of this shape, naming one of them."""
+    import numpy as np
+
     if "up" not in group or "down" not in group:
         lacking = " and ".join(role for role in ("up", "down") if role not in group)
         return f"{', '.join(group.values())}: without its {lacking} tensor"
