@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +25,9 @@ from sdflow.passes import registry
 from sdflow.passes.base import Pass
 from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.store import Cache, explain
+from sdflow.targets import ONNXRUNTIME_FLAVOURS
 
 ACTION_FORMAT = 1
-ONNXRUNTIME_FLAVOURS = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-migraphx",
-    "onnxruntime-rocm",
-    "onnxruntime-directml",
-)
 
 
 @dataclass(frozen=True)
@@ -154,6 +149,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     return Plan(workflow, tuple(plans))
 
 
+@cache
 def distribution_version(name: str) -> str:
     """The installed version of a distribution; "onnxruntime" is found under the name of any of its flavours."""
     for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):
