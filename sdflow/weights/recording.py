@@ -100,7 +100,7 @@ def _load_external_data(original: Any) -> Any:
 def _deserialize_tensor(original: Any) -> Any:
     import onnx_ir
 
-    class StubTensor(onnx_ir.serde.TensorProtoTensor):
+    class StubTensor(onnx_ir.serde.TensorProtoTensor):  # type: ignore[misc]
         """Serialized as the TensorProto it came from. It says 0 bytes so that nothing moves them to a data file."""
 
         nbytes = 0
