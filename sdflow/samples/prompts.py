@@ -3,6 +3,9 @@
 import random
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sdflow.samples.scene import Scene, all_scenes, is_held_out
 
 SIZE_WORDS = {"small": ("small", "little", "tiny"), "medium": ("medium",), "large": ("large", "big", "huge")}
@@ -77,3 +80,8 @@ def evaluation_set() -> list[Case]:
     seen = rng.sample([s for s in scenes if not is_held_out(s)], EVALUATION_SEEN)
     held_out = rng.sample([s for s in scenes if is_held_out(s)], EVALUATION_HELD_OUT)
     return [Case(full_caption(scene, rng), seed, scene) for seed, scene in enumerate(seen + held_out)]
+
+
+def first_latents(seed: int) -> NDArray[np.float32]:
+    """Unit normal latents [4, 16, 16] that every engine starts a picture from, so that their pictures compare."""
+    return np.random.default_rng(seed).standard_normal((4, 16, 16), dtype=np.float32)
