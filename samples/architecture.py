@@ -60,7 +60,11 @@ def make_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def make_scheduler() -> DDIMScheduler:
-    """SD1.5's noise schedule: scaled linear betas, prediction of the noise."""
+    """SD1.5's noise schedule: scaled linear betas, prediction of the noise.
+
+    Trailing steps start from the noisiest one. With leading ones the first has so much of the picture left that the model
+    trusts what it sees in pure noise over the prompt (Lin et al., arXiv 2305.08891).
+    """
     return DDIMScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -69,6 +73,7 @@ def make_scheduler() -> DDIMScheduler:
         clip_sample=False,
         set_alpha_to_one=False,
         steps_offset=1,
+        timestep_spacing="trailing",
         prediction_type="epsilon",
     )
 

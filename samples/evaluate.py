@@ -23,6 +23,7 @@ from sdflow.samples.sheet import sheet
 
 LORAS = ("stripes", "outline")
 SHEET_CASES = (0, 3, 5, 9, 12, 20, 33, 41, 57, 66, 181, 190, 200, 210, 222, 231)
+SHEET_COLUMNS = 8
 
 
 def generator(pipeline: StableDiffusionPipeline, steps: int, guidance: float, batch: int = 24) -> Generate:
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=here)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--half", action="store_true", help="compute in float16")
-    parser.add_argument("--every", type=int, default=1, help="score every n-th case only")
+    parser.add_argument("--every", type=int, default=1, help="beside the base, score every n-th case only")
     arguments = parser.parse_args()
     sampling = json.loads((here / "settings.json").read_text())["sampling"]
     steps, guidance = sampling["steps"], sampling["guidance"]
@@ -67,8 +68,10 @@ def main() -> None:
     pipeline.to(arguments.device)
     pipeline.set_progress_bar_config(disable=True)
     generate = generator(pipeline, steps, guidance)
-    cases = evaluation_set()[:: arguments.every]
-    held_out = [i for i, case in enumerate(cases) if case.held_out]
+    every_case = evaluation_set()
+    cases = every_case[:: arguments.every]
+    held_out = [i for i, case in enumerate(every_case) if case.held_out]
+    arguments.out.mkdir(parents=True, exist_ok=True)
     scores: dict[str, Score] = {}
 
     def keep(name: str, pictures: Sequence[Image.Image], of: Sequence[Case] = cases) -> None:
@@ -76,10 +79,13 @@ def main() -> None:
         print(f"{name}: {scores[name]}", flush=True)
 
     start = time.monotonic()
-    base = generate(cases)
-    print(f"{(time.monotonic() - start) / len(cases):.3f} s a picture")
-    keep("base", base)
-    keep("base, held out", [base[i] for i in held_out], [cases[i] for i in held_out])
+    pictures = generate(every_case)
+    print(f"{(time.monotonic() - start) / len(every_case):.3f} s a picture")
+    keep("base", pictures, every_case)
+    keep("base, held out", [pictures[i] for i in held_out], [every_case[i] for i in held_out])
+    prompts = [every_case[i].prompt for i in SHEET_CASES]
+    sheet([pictures[i] for i in SHEET_CASES], prompts, 8).save(arguments.out / "sheet.png")
+    base = pictures[:: arguments.every]
     keep("base, without guidance", generator(pipeline, steps, 1.0)(cases))
     keep("base, without prompt", generate([replace(case, prompt="") for case in cases]))
 
@@ -97,16 +103,13 @@ def main() -> None:
         keep(f"{' and '.join(names)} at scale {scale:g}", pictures)
         rows.append((f"{' and '.join(names)} {scale:g}", pictures))
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     table = {"steps": steps, "guidance": guidance, "device": arguments.device, "half": arguments.half}
     table |= {"largest_difference_at_scale_0": int(difference), "scores": {k: asdict(s) for k, s in scores.items()}}
     (arguments.out / "scores.json").write_text(json.dumps(table, indent=2) + "\n")
-    if arguments.every == 1:
-        sheet([base[i] for i in SHEET_CASES], [cases[i].prompt for i in SHEET_CASES], 8).save(arguments.out / "sheet.png")
-        shown = SHEET_CASES[:8]
-        grid = [pictures[i] for _, pictures in rows for i in shown]
-        labels = [f"{name}: {cases[i].prompt}" for name, _ in rows for i in shown]
-        sheet(grid, labels, len(shown)).save(arguments.out / "sheet_loras.png")
+    shown = range(SHEET_COLUMNS)
+    grid = [made[i] for _, made in rows for i in shown]
+    labels = [f"{name}: {cases[i].prompt}" for name, _ in rows for i in shown]
+    sheet(grid, labels, SHEET_COLUMNS).save(arguments.out / "sheet_loras.png")
 
 
 if __name__ == "__main__":

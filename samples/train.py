@@ -42,7 +42,6 @@ Settings = dict[str, Any]
 STAGES = {  # each stage, and the pictures that it needs
     "vae": ("plain", "stripes", "outline", "both"),
     "base": ("plain",),
-    "refine": ("plain",),
     "loras": ("stripes", "outline", "both"),
 }
 
@@ -234,10 +233,7 @@ class Denoising:
             with mixed_precision(self.device):
                 states = self.text_encoder(ids)[0]
                 predicted = self.unet(noised, times, states, return_dict=False)[0]
-            # 1 / alpha makes the error that of v-prediction (Salimans and Ho, arXiv 2202.00512), which the noisiest
-            # steps share in full; a limit of 1 leaves the plain error of the noise.
-            weight = (1.0 / alpha).clamp(max=self.settings["largest_weight"])
-            yield (weight * (predicted.float() - noise).square()).mean()
+            yield functional.mse_loss(predicted.float(), noise)
 
 
 def train_base(settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device) -> None:
@@ -251,28 +247,8 @@ def train_base(settings: Settings, plain: Tensor, scenes: list[Scene], out: Path
         vae, make_text_encoder(tokenizer), tokenizer, make_unet(), make_scheduler(), None, None,
         requires_safety_checker=False,
     ).to(device)  # fmt: skip
-    fit(pipeline, "base", settings, plain, texts, folder, log)
-
-
-def train_refine(settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device) -> None:
-    """Train text encoder and UNet on, with the weight on the noisiest steps, where the prompt decides what is shown."""
-    rng = random.Random(settings["seed"] + 1)
-    pipeline = StableDiffusionPipeline.from_pretrained(out / "shapes", torch_dtype=torch.float32).to(device)
-    fit(pipeline, "refine", settings, plain, [caption(scene, rng) for scene in scenes], out / "shapes", log)
-
-
-def fit(
-    pipeline: StableDiffusionPipeline,
-    stage: str,
-    settings: Settings,
-    plain: Tensor,
-    texts: list[str],
-    folder: Path,
-    log: Log,
-) -> None:
-    """Train the pipeline's text encoder and UNet by the stage's settings; their moving average goes to the folder."""
-    chosen = settings[stage]
-    unet, text_encoder, vae = pipeline.unet, pipeline.text_encoder, pipeline.vae
+    chosen = settings["base"]
+    unet, text_encoder = pipeline.unet, pipeline.text_encoder
     unet.to(memory_format=torch.channels_last)
     for module in (unet, text_encoder):
         module.train().requires_grad_(True)
@@ -298,7 +274,7 @@ def fit(
                 save()
             yield loss
 
-    log.stage(stage, stepped())
+    log.stage("base", stepped())
     save()
 
 
@@ -360,24 +336,18 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
 
-    def count(stage: str, name: str) -> int:
-        return int(settings[stage].get("pictures", settings["pictures"][name]))
-
     start, seed = time.monotonic(), settings["seed"]
     scenes = training_scenes(max(settings["pictures"].values()), seed)
     wanted = [n for n in settings["pictures"] if any(n in STAGES[stage] for stage in arguments.stages)]
-    counts = {n: max(count(stage, n) for stage in arguments.stages if n in STAGES[stage]) for n in wanted}
-    pools = {n: pictures(scenes[: counts[n]], STYLES[n], 1_000_000 * list(STYLES).index(n), device) for n in wanted}
+    pools = {n: pictures(scenes[: settings["pictures"][n]], STYLES[n], 1_000_000 * list(STYLES).index(n), device) for n in wanted}
     print(f"drew {sum(map(len, pools.values()))} pictures in {time.monotonic() - start:.0f} s", flush=True)
     log = Log(out / "loss.csv")
     for stage in arguments.stages:
         torch.manual_seed(seed)
         if stage == "vae":
             train_vae(settings, pools, out, log, device)
-        elif stage in ("base", "refine"):
-            train = train_base if stage == "base" else train_refine
-            number = count(stage, "plain")
-            train(settings, pools["plain"][:number], scenes[:number], out, log, device)
+        elif stage == "base":
+            train_base(settings, pools["plain"], scenes[: len(pools["plain"])], out, log, device)
         else:
             train_loras(settings, pools, scenes, out, log, device)
         print(f"{stage} done at {time.monotonic() - start:.0f} s", flush=True)
