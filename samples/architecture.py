@@ -1,5 +1,6 @@
 """The untrained parts of the sample pipeline: SD1.5's kinds of blocks, made small, and a tokenizer of its own."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -113,9 +114,9 @@ def byte_pair_merges(captions: list[str]) -> list[tuple[str, str]]:
     counts = Counter(word for text in captions for word in text.replace(",", " ").split())
     words = {word: (*word[:-1], word[-1] + "</w>") for word in counts}
     merges: list[tuple[str, str]] = []
-    while pairs := Counter({p: 0 for w in words.values() for p in zip(w, w[1:], strict=False)}):
+    while pairs := Counter({p: 0 for w in words.values() for p in itertools.pairwise(w)}):
         for word, parts in words.items():
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in itertools.pairwise(parts):
                 pairs[pair] += counts[word]
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         merges.append(best)

@@ -107,7 +107,8 @@ def _star(x: Plane, y: Plane) -> Plane:
     edge = corner - np.array([tip, 0.0])
     normal = np.array([edge[1], -edge[0]]) / np.hypot(*edge)
     distance = (radius * np.cos(angle) - tip) * normal[0] + radius * np.sin(angle) * normal[1]
-    return distance.astype(np.float32)
+    found: Plane = distance.astype(np.float32)
+    return found
 
 
 def _heart(x: Plane, y: Plane) -> Plane:
@@ -118,7 +119,8 @@ def _heart(x: Plane, y: Plane) -> Plane:
     lobe = np.hypot(a - 0.25, b - 0.75) - np.sqrt(0.125)
     along = 0.5 * np.maximum(a + b, 0.0)
     side = np.sqrt(np.minimum(a * a + (b - 1.0) ** 2, (a - along) ** 2 + (b - along) ** 2)) * np.sign(a - b)
-    return (np.where(a + b > 1.0, lobe, side) * scale).astype(np.float32)
+    found: Plane = (np.where(a + b > 1.0, lobe, side) * scale).astype(np.float32)
+    return found
 
 
 KINDS: dict[str, Callable[[Plane, Plane], Plane]] = {
@@ -173,14 +175,16 @@ HELD_OUT_PAIRS = frozenset({("red", "heart"), ("green", "star"), ("blue", "trian
 
 def all_scenes() -> list[Scene]:
     """Every scene there is (a shape never has the background's colour), in a fixed order."""
-    return [
-        Scene(*words) for words in product(COLOURS, KINDS, BACKGROUNDS, SIZES, POSITIONS) if words[0] != words[2]
-    ]
+    return [Scene(*words) for words in product(COLOURS, KINDS, BACKGROUNDS, SIZES, POSITIONS) if words[0] != words[2]]
 
 
 def is_held_out(scene: Scene) -> bool:
     """Whether training never shows this combination: four colour-kind pairs, and every eleventh colour-kind-background."""
     if (scene.colour, scene.kind) in HELD_OUT_PAIRS:
         return True
-    words = (list(COLOURS).index(scene.colour), list(KINDS).index(scene.kind), list(BACKGROUNDS).index(scene.background))
+    words = (
+        list(COLOURS).index(scene.colour),
+        list(KINDS).index(scene.kind),
+        list(BACKGROUNDS).index(scene.background),
+    )
     return (words[0] + 3 * words[1] + 5 * words[2]) % 11 == 0
