@@ -16,8 +16,9 @@ import psutil
 from packaging.specifiers import SpecifierSet
 
 from sdflow.errors import SdflowError
-from sdflow.plan import ONNXRUNTIME_FLAVOURS, distribution_version
+from sdflow.plan import distribution_version
 from sdflow.store import Cache
+from sdflow.targets import ONNXRUNTIME_FLAVOURS
 
 Level = Literal["ok", "warning", "error"]
 

@@ -26,7 +26,8 @@ from typing import Any, Literal, Protocol
 
 from sdflow.artifact import Action, Facts, Record
 from sdflow.errors import PassError, VerificationError, WeightValueRead
-from sdflow.plan import Chain, PipelinePlan, Step, reads_weights, remember_reading
+from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
+from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
 from sdflow.worker_group import GroupEndedError, WorkerGroup
 from sdflow.workers import WorkerResult

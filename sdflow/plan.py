@@ -14,113 +14,24 @@ chains carry their weights through every pass, and the plan's notes say why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sdflow import sources
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.passes import registry
-from sdflow.passes.base import Pass
 from sdflow.passes.user_pass import is_user_pass, user_script_files
-from sdflow.sources.checkpoint import config_digest
+from sdflow.step import LoraFile, Step
 from sdflow.store import Cache, explain
-from sdflow.weights.structure import ChainStep, hollow, why_weights_are_carried
+from sdflow.targets import ONNXRUNTIME_FLAVOURS
+from sdflow.weights.structure import ChainStep, why_weights_are_carried
 
-ACTION_FORMAT = 1
 BIND_PASS = "BindWeights"
-ONNXRUNTIME_FLAVOURS = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-migraphx",
-    "onnxruntime-rocm",
-    "onnxruntime-directml",
-)
-
-
-@dataclass(frozen=True)
-class LoraFile:
-    """A LoRA on disk: the digest of its content, its scale, and how the workflow calls it."""
-
-    reference: str
-    path: Path
-    sha256: str
-    scale: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one pipeline. `id` is stable between runs: `explain` compares the step with its last build by it.
-
-    source: the submodel's checkpoint; None while it is not on this machine.
-    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
-    """
-
-    pipeline: str
-    submodel: str
-    index: int
-    spec: StepSpec
-    implementation: type[Pass[Any]]
-    config: Mapping[str, Any]
-    uses: Mapping[str, str]
-    user_scripts: tuple[str, ...]
-    loras: tuple[LoraFile, ...]
-    source: sources.SubmodelCheckpoint | None
-    weights: Literal["carried", "symbolic", "bound"] = "carried"
-
-    @property
-    def id(self) -> str:
-        return f"{self.pipeline}/{self.submodel}/{self.index}"
-
-    @property
-    def base(self) -> Path:
-        """The folder that a pass given by path is looked up from."""
-        return self.spec.base
-
-    @property
-    def name(self) -> str:
-        return self.spec.pass_name
-
-    def action(self, before: str | None, salt: str) -> Action:
-        """The step's action. before: the tree digest of the step before; None for the first step."""
-        assert self.source is not None, "a step whose checkpoint is not here has no key"
-        inputs: dict[str, Any] = {"model": before}
-        if before is None and self.weights == "symbolic":
-            inputs["model"] = {"architecture": config_digest(self.source.load["config"])}
-        elif before is None:
-            inputs["model"] = self.source.identity
-        if self.weights == "bound":
-            inputs["checkpoint"] = self.source.identity
-        inputs["loras"] = [{"sha256": lora.sha256, "scale": lora.scale} for lora in self.loras]
-        return Action(
-            {
-                "format": ACTION_FORMAT,
-                "pass": {"name": self.implementation.name, "version": self.implementation.version},
-                "submodel": self.submodel,
-                "config": self.config,
-                "inputs": inputs,
-                "uses": self.uses,
-                "user_scripts": list(self.user_scripts),
-                "salt": salt,
-                **({"weights": "symbolic"} if self.weights == "symbolic" else {}),
-            }
-        )
-
-    @property
-    def load(self) -> Mapping[str, Any]:
-        """How the pass loads the checkpoint (`PassInputs.checkpoint`)."""
-        assert self.source is not None, "planned with download=True"
-        if self.weights == "bound" or (self.index == 0 and self.weights == "carried"):
-            return self.source.load
-        return hollow(self.source.load["config"]) if self.index == 0 else {}
-
-    def without_loras(self) -> Step:
-        """The same step for the checkpoint alone."""
-        return replace(self, loras=())
 
 
 @dataclass(frozen=True)
@@ -193,6 +104,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     return Plan(workflow, tuple(plans))
 
 
+@cache
 def distribution_version(name: str) -> str:
     """The installed version of a distribution; "onnxruntime" is found under the name of any of its flavours."""
     for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):

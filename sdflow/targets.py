@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+ONNXRUNTIME_FLAVOURS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-migraphx",
+    "onnxruntime-rocm",
+    "onnxruntime-directml",
+)
+"""The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
+
 CPU_PROVIDER = "CPUExecutionProvider"
 """ONNX Runtime adds it to every session; what no other provider takes runs there."""
 

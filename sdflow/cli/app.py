@@ -110,7 +110,7 @@ def bake(
         list[str],
         typer.Option(
             "--lora",
-            help="A LoRA and its scale, 1.0 if left out. FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
+            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
             metavar="FILE:SCALE",
         ),
     ],

@@ -91,6 +91,9 @@ class ImageFields(_Fields):
     seed: Annotated[int, Field(ge=0, lt=2**63, description="Of the first latents.")] = ImageSpec.seed
     height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height
     width: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.width
+    prompts: Annotated[
+        list[str], Field(description="Draw a sheet of all of these; the seed counts up from `seed`.")
+    ] = list(ImageSpec.prompts)
 
 
 class EvaluateFields(_Fields):
@@ -103,10 +106,14 @@ class EvaluateFields(_Fields):
     ] = EvaluateSpec.allow_fallback
 
 
+def _image_spec(fields: ImageFields) -> ImageSpec:
+    return ImageSpec(**fields.model_dump() | {"prompts": tuple(fields.prompts)})
+
+
 def evaluate_spec(fields: EvaluateFields) -> EvaluateSpec:
     """The checked fields as the plain dataclass that the rest of the program uses."""
     return EvaluateSpec(
         latency=LatencySpec(**fields.latency.model_dump()) if fields.latency else None,
-        image=ImageSpec(**fields.image.model_dump()) if fields.image else None,
+        image=_image_spec(fields.image) if fields.image else None,
         allow_fallback=fields.allow_fallback,
     )

@@ -55,7 +55,11 @@ class LatencySpec:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The picture that an evaluation draws. Height and width in pixels; None: the model's own size."""
+    """The picture that an evaluation draws. Height and width in pixels; None: the model's own size.
+
+    prompts: when there are any, the picture is a sheet of them all, the seed counting up from `seed`; `prompt` is then
+        only what is timed.
+    """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
     negative_prompt: str = ""
@@ -64,6 +68,7 @@ class ImageSpec:
     seed: int = 0
     height: int | None = None
     width: int | None = None
+    prompts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from sdflow.config.workflow import EvaluateSpec
 from sdflow.errors import TargetUnavailableError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
+from sdflow.runtime.availability import require_package
+from sdflow.targets import TARGETS
 from sdflow.workers import run_worker
 
 __all__ = ["EvaluationResult", "append_result", "evaluate"]
@@ -51,6 +53,7 @@ def evaluate(
         threads=threads,
     )
     try:
+        require_package(TARGETS[target])
         result = _in_worker(request, progress)
     except TargetUnavailableError as error:
         if required:

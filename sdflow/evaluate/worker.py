@@ -70,7 +70,7 @@ class Request:
                 **paths,
                 "spec": EvaluateSpec(
                     latency=LatencySpec(**latency) if latency is not None else None,
-                    image=ImageSpec(**image) if image is not None else None,
+                    image=ImageSpec(**image | {"prompts": tuple(image["prompts"])}) if image is not None else None,
                     allow_fallback=spec["allow_fallback"],
                 ),
             }
@@ -188,17 +188,18 @@ def _evaluate_pipeline(
     pipeline = TextToImagePipeline(loaded, **load_companions(request.folder))
     drawn: list[Images] = []
 
-    def draw() -> None:
+    def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
         images = pipeline(
-            image.prompt,
+            prompt,
             negative_prompt=image.negative_prompt,
             height=image.height,
             width=image.width,
             num_inference_steps=image.steps,
             guidance_scale=image.guidance_scale,
-            generator=torch.Generator().manual_seed(image.seed),
+            generator=torch.Generator().manual_seed(seed),
         )
         drawn[:] = [images]
+        return images.images[0]
 
     latency: Latency | None = None
     progress("pipeline: drawing")
@@ -214,9 +215,15 @@ def _evaluate_pipeline(
             "artifacts": artifacts,
             "versions": versions(),
         }
-        _write_png(drawn[0].images[0], request.image, settings)
+        _write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, settings)
     flags = drawn[0].nsfw_content_detected
     return latency, None if flags is None else flags[0]
+
+
+def _sheet(image: ImageSpec, draw: Callable[[str, int], Any]) -> Any:
+    from sdflow.samples.sheet import sheet
+
+    return sheet([draw(prompt, image.seed + index) for index, prompt in enumerate(image.prompts)], image.prompts)
 
 
 def _write_png(picture: Any, path: Path, settings: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sdflow.errors import TargetUnavailableError, VerificationError
-from sdflow.targets import TARGETS, Target
+from sdflow.targets import ONNXRUNTIME_FLAVOURS, TARGETS, Target
 from sdflow.workers import clean_environment, python_command
 
 _TIMEOUT_SECONDS = 120
@@ -53,6 +53,30 @@ def onnxruntime_packages() -> dict[str, str]:
         if (name == "onnxruntime" or name.startswith("onnxruntime-")) and "extensions" not in name:
             found[name] = distribution.version
     return found
+
+
+def require_package(target: Target) -> None:
+    """Raises TargetUnavailableError when the installed packages alone tell that the target cannot run here.
+
+    The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
+    """
+    if target.name == "cpu":
+        return
+    for name in ONNXRUNTIME_FLAVOURS:
+        if name != "onnxruntime" and find_distribution(name):
+            return
+    if find_distribution("onnxruntime"):
+        wanted = " or ".join(provider for provider, _, _ in target.providers)
+        raise TargetUnavailableError(
+            f"the installed package onnxruntime has the CPU's provider only, not {wanted}",
+            where=target.name,
+            remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+        )
+
+
+def find_distribution(name: str) -> bool:
+    """Whether a distribution is installed."""
+    return any(True for _ in distributions(name=name))
 
 
 def try_target(target: Target) -> str:

@@ -7,19 +7,23 @@ from sdflow.sources.checkpoint import (
     PlainDigests,
     SubmodelCheckpoint,
 )
-from sdflow.sources.find_lora import find_lora
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
+from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora
 from sdflow.sources.opening import open_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointNotLocal",
     "FileDigests",
+    "LoraLayer",
     "PlainDigests",
     "SubmodelCheckpoint",
     "find_lora",
     "load_module",
     "load_pipeline",
+    "lora_delta",
+    "lora_submodels",
     "open_checkpoint",
+    "read_lora",
     "submodel_config",
 ]

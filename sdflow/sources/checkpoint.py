@@ -34,6 +34,10 @@ class CheckpointNotLocal(CheckpointError):
     """The checkpoint or LoRA is on the hub, is not in the local hub cache, and downloading was not asked for."""
 
 
+class MissingFile(CheckpointError):
+    """A checkpoint folder lacks a file that it needs."""
+
+
 class FileDigests(Protocol):
     """Digests of files, remembered as long as the file's size, time and inode stay the same."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from sdflow.sources.checkpoint import (
     COMPONENT_OF,
     Checkpoint,
     FileDigests,
+    MissingFile,
     SubmodelCheckpoint,
     config_digest,
     file_stamp,
@@ -24,7 +25,8 @@ from sdflow.sources.safetensors_file import read_header
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
 # Where the wanted file has no copy without a variant, the first of these that exists is taken.
 _VARIANTS = ("fp16", "bf16", "fp32", "non_ema")
-_STEM = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}  # transformers' classes: see _stems
+# transformers' classes use other stems: see choose_weights.
+_STEM = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise MissingFile(
             "no such file", where=str(path), remedy="A checkpoint folder has the layout of diffusers' save_pretrained."
         ) from error
     except OSError as error:
@@ -166,24 +168,39 @@ def _companions(folder: Path, has_safety_checker: bool) -> dict[str, Path]:
     return {name: folder / name for name in wanted}
 
 
+def choose_weights(names: Collection[str], component: str) -> tuple[str, str] | None:
+    """The file (or index of shards) to take among the file names of a component's folder, and its variant.
+
+    Safetensors come before pickles, then weights without a variant before those with one.
+    diffusers writes `model.fp16.safetensors` and `model.safetensors.index.fp16.json`.
+    """
+    for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
+        stem = _STEM.get(component, stem)
+        for variant in ("", *_VARIANTS):
+            dotted = f".{variant}" if variant else ""
+            spellings = (f"{stem}{dotted}{suffix}", f"{stem}{suffix}.index{dotted}.json")
+            for name in (*spellings, f"{stem}{dotted}{suffix}.index.json"):
+                if name in names:
+                    return name, variant
+    return None
+
+
 def find_weights(folder: Path, component: str, *, allow_pickle: bool) -> Weights:
-    """The component's weights: safetensors without a variant first, then a variant, then (if allowed) pickles."""
-    stem = _STEM.get(component, "model")
-    for variant in ("", *_VARIANTS):
-        files = _weight_files(folder, stem, ".safetensors", variant)
-        if files:
-            return Weights(files, variant, pickled=False)
-    stem = _STEM.get(component, "pytorch_model")
-    for variant in ("", *_VARIANTS):
-        files = _weight_files(folder, stem, ".bin", variant)
-        if files:
-            refuse_pickle(files[0], allow_pickle)
-            return Weights(files, variant, pickled=True)
-    raise CheckpointError(
-        f"no weights: {_STEM.get(component, 'model')}.safetensors is not there",
-        where=str(folder),
-        remedy="Download the checkpoint again, or write it with save_pretrained(..., safe_serialization=True).",
-    )
+    """The component's weights as `choose_weights` chooses them; pickles only when they are allowed."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    chosen = choose_weights(names, component)
+    if chosen is None:
+        raise MissingFile(
+            f"no weights: {_STEM.get(component, 'model')}.safetensors is not there",
+            where=str(folder),
+            remedy="Download the checkpoint again, or write it with save_pretrained(..., safe_serialization=True).",
+        )
+    name, variant = chosen
+    pickled = ".bin" in name
+    if pickled:
+        refuse_pickle(folder / name, allow_pickle)
+    files = _shards(folder / name) if name.endswith(".json") else (folder / name,)
+    return Weights(files, variant, pickled)
 
 
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:
@@ -198,21 +215,6 @@ def refuse_pickle(path: Path, allow_pickle: bool) -> None:
         )
 
 
-def _weight_files(folder: Path, stem: str, suffix: str, variant: str) -> tuple[Path, ...]:
-    """One file, or the shards that an index names; empty when there is neither.
-
-    diffusers writes `model.fp16.safetensors` and `model.safetensors.index.fp16.json`.
-    """
-    dotted = f".{variant}" if variant else ""
-    single = folder / f"{stem}{dotted}{suffix}"
-    if single.is_file():
-        return (single,)
-    for name in {f"{stem}{suffix}.index{dotted}.json": 0, f"{stem}{dotted}{suffix}.index.json": 0}:
-        if (folder / name).is_file():
-            return _shards(folder / name)
-    return ()
-
-
 def _shards(index: Path) -> tuple[Path, ...]:
     weight_map = read_config(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -222,7 +224,5 @@ def _shards(index: Path) -> tuple[Path, ...]:
         if Path(name).name != name:
             raise CheckpointError(f"the shard {name!r} is not a file name", where=str(index))
         if not (index.parent / name).is_file():
-            raise CheckpointError(
-                f"the shard {name} is not there", where=str(index), remedy="Download the missing file."
-            )
+            raise MissingFile(f"the shard {name} is not there", where=str(index), remedy="Download the missing file.")
     return tuple(index.parent / name for name in names)

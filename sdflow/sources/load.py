@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, Checkpoint, check_stamps, listing
+from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
 from sdflow.sources.synthetic import canonical_name, tensors_for
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # What a library raises for a configuration or a file that it cannot make sense of.
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
+# Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head.
+_UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
 # diffusers before 0.18 named the VAE's attention layers so.
 _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -47,8 +50,8 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
         check_stamps(load["files"])
-        found = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"])
-        tensors = _fit(component, found, expected, where)
+        found = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"], load.get("prefix", ""))
+        tensors = _fit(component, found, expected, where, original="prefix" in load)
         check_stamps(load["files"])
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
@@ -115,9 +118,11 @@ def load_pipeline(checkpoint: Checkpoint) -> StableDiffusionPipeline:
 
 @contextmanager
 def _rejections(where: str, what: str, remedy: str | None = None) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError  # of transformers' configurations
+
     try:
         yield
-    except _REJECTIONS as error:
+    except (StrictDataclassError, *_REJECTIONS) as error:
         raise CheckpointError(f"{what}: {error}", where=where, remedy=remedy) from error
 
 
@@ -150,10 +155,11 @@ def _empty_module(component: str, config: dict[str, Any], where: str) -> torch.n
     return module
 
 
-def _read_files(files: list[Path], pickled: bool) -> dict[str, torch.Tensor]:
+def _read_files(files: list[Path], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with the prefix, under their names without it."""
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        part = _read_pickle(file) if pickled else _read_safetensors(file)
+        part = _read_pickle(file, prefix) if pickled else _read_safetensors(file, prefix)
         twice = sorted(set(part) & set(tensors))
         if twice:
             raise CheckpointError(f"holds tensors that another shard holds too: {listing(twice)}", where=str(file))
@@ -161,25 +167,35 @@ def _read_files(files: list[Path], pickled: bool) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(file)
+        with safe_open(file, "pt") as stream:
+            names = [name for name in stream.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
+            return {name.removeprefix(prefix): stream.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"not a valid safetensors file: {error}", where=str(file), remedy="Download or write the file again."
         ) from error
 
 
-def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
+def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
+    tensors = load_pickle(file, "cpu")
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle, read with weights_only=True: nothing but tensors and plain data is ever built.
+
+    device: "cpu", or "meta" for names and shapes alone. Raises CheckpointError for anything else.
+    """
     import pickle
 
     import torch
 
     try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
+        value = torch.load(file, map_location=device, weights_only=True)
     except (pickle.UnpicklingError, EOFError, *_REJECTIONS) as error:
         raise CheckpointError(
             f"not a pickle of weights alone: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
@@ -193,26 +209,35 @@ def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _fit(
-    component: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], where: str
+    component: str,
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+    original: bool,
 ) -> dict[str, torch.Tensor]:
-    """The file's tensors under the module's names, in float32. Each must find its place and each place its tensor."""
+    """The file's tensors under the module's names, in float32. Each must find its place and each place its tensor.
+
+    original: the file has the names of the original layout.
+    """
     import torch
 
     place = {canonical_name(name): name for name in expected}
+    if original and component in ("unet", "vae"):
+        names = ldm_unet_names(expected) if component == "unet" else ldm_vae_names(expected)
+        place = {theirs: ours for ours, theirs in names.items()}
     tensors: dict[str, torch.Tensor] = {}
     unexpected, misshapen = [], []
     for name, tensor in found.items():
         target = place.get(current_name(component, name))
         if target is None:
-            # Older releases saved this buffer, which is 0, 1, 2, ...
-            if not name.endswith("embeddings.position_ids"):
+            if not name.endswith(_UNUSED):
                 unexpected.append(name)
             continue
         if target in tensors:
             unexpected.append(name)
             continue
-        if component == "vae" and tensor.dim() == 4 and len(expected[target]) == 2 and tensor.shape[2:] == (1, 1):
-            tensor = tensor[:, :, 0, 0]  # attention as 1x1 convolutions, in the oldest files
+        if component == "vae" and len(expected[target]) == 2 and set(tensor.shape[2:]) == {1}:
+            tensor = tensor.flatten(1)  # attention as 1x1 convolutions: the original layout, and the oldest files
         if tuple(tensor.shape) != expected[target]:
             misshapen.append(f"{name} is {list(tensor.shape)} where {list(expected[target])} belongs")
             continue

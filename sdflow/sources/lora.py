@@ -11,21 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import listing
+from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, spellings
+from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
 
 LORA_SUBMODELS = ("unet", "text_encoder")
 # Where diffusers keeps peft's configuration in the header of a file it writes.
 _PEFT_METADATA = "lora_adapter_metadata"
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,37 @@ class LoraLayer:
     up: Floats
     down: Floats
     scale: float
+
+
+def find_lora(reference: str, weight_name: str | None = None, *, download: bool) -> Path:
+    """The .safetensors file of a LoRA: a file, a folder that holds it, or hf:owner/name[@revision].
+
+    weight_name: which file of a folder or repository; not needed when there is only one.
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for what is missing, ambiguous or pickled.
+    """
+    parsed = parse_reference(reference)
+    if isinstance(parsed, HubReference):
+        _refuse_pickle(weight_name or "", reference)
+        return hub_file(parsed, weight_name, download=download)
+    if not isinstance(parsed, LocalReference):
+        raise CheckpointError("not a LoRA", where=reference, remedy="Write a file, a folder or hf:owner/name.")
+    path = parsed.path
+    if path.is_dir():
+        names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
+        path = path / choose_file(names, weight_name, str(path))
+    elif not path.is_file():
+        raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
+    _refuse_pickle(path.name, str(path))
+    return path
+
+
+def _refuse_pickle(name: str, where: str) -> None:
+    if name.endswith(PICKLE_SUFFIXES):
+        raise CheckpointError(
+            "pickled LoRAs are not read: a pickle can run any code when it is loaded",
+            where=where,
+            remedy="Convert it: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors').",
+        )
 
 
 def lora_submodels(path: Path) -> tuple[str, ...]:
@@ -97,8 +131,39 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
 
 def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats:
     """What the LoRA adds to a weight of this shape at this scale, float32."""
+    import numpy as np
+
     factor = np.float32(scale * layer.scale)
-    return np.asarray(factor * (layer.up @ layer.down), np.float32).reshape(shape)
+    return (factor * _product(layer.up, layer.down)).reshape(shape)
+
+
+def _product(up: Floats, down: Floats) -> Floats:
+    """up @ down, the same bits on every machine: float32 sums depend on the order in which a processor adds.
+
+    Each factor is cut into two whole numbers, so short that the products and their sums are exact in float64, in any
+    order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). What is left out is 2**-44 of the largest.
+    """
+    import numpy as np
+
+    bits = (53 - (up.shape[1] - 1).bit_length()) // 2
+    (high_up, low_up, unit_up), (high_down, low_down, unit_down) = _cut(up, bits), _cut(down, bits)
+    small = high_up @ low_down
+    small += low_up @ high_down
+    small *= 2.0**-bits
+    total = high_up @ high_down
+    total += small
+    total *= unit_up * unit_down
+    return total.astype(np.float32)
+
+
+def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """(high, low, unit): whole numbers of at most `bits` bits with factor = unit * (high + low / 2**bits), nearly."""
+    import numpy as np
+
+    unit = 2.0 ** (int(np.frexp(np.abs(factor).max(initial=0))[1]) - bits)
+    scaled = factor.astype(np.float64) / unit
+    high = np.rint(scaled)
+    return high, np.rint((scaled - high) * 2.0**bits), unit
 
 
 def _parse(path: Path) -> dict[str, LoraName]:
@@ -124,6 +189,8 @@ def _parse(path: Path) -> dict[str, LoraName]:
 
 def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tuple[int, ...]) -> str | None:
     """What is wrong with the tensors for a weight of this shape, naming one of them."""
+    import numpy as np
+
     if "up" not in group or "down" not in group:
         lacking = " and ".join(role for role in ("up", "down") if role not in group)
         return f"{', '.join(group.values())}: without its {lacking} tensor"

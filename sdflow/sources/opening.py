@@ -7,8 +7,10 @@ from pathlib import Path
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.folder import open_folder
-from sdflow.sources.reference import LocalReference, SampleReference, SyntheticReference, parse_reference
+from sdflow.sources.hub import open_hub
+from sdflow.sources.reference import HubReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
+from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
 
 
@@ -30,13 +32,16 @@ def open_checkpoint(reference: str, *, digests: FileDigests, download: bool, all
             allow_pickle=False,
             origin={"kind": "sample", "name": parsed.name},
         )
-    assert isinstance(parsed, LocalReference)
+    if isinstance(parsed, HubReference):
+        return open_hub(parsed, reference=reference, digests=digests, download=download, allow_pickle=allow_pickle)
     return _open_local(parsed.path, reference, digests, allow_pickle)
 
 
 def _open_local(path: Path, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
     if path.is_dir():
         return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
+    if path.is_file():
+        return open_single_file(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
     raise CheckpointError(
         "no such file or folder",
         where=str(path),

@@ -1,0 +1,123 @@
+"""Score the sample pipeline in PyTorch on the fixed set of prompts and seeds, with and without its LoRAs.
+
+    python samples/evaluate.py --out samples
+
+Writes scores.json and two sheets of pictures into the folder. `score` in sdflow/samples/score.py takes any pipeline.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from sdflow.samples.prompts import Case, evaluation_set, first_latents
+from sdflow.samples.score import Generate, Score, tally
+from sdflow.samples.sheet import sheet
+
+LORAS = ("stripes", "outline")
+SHEET_CASES = (0, 3, 5, 9, 12, 20, 33, 41, 57, 66, 181, 190, 200, 210, 222, 231)
+SHEET_COLUMNS = 8
+
+
+def generator(pipeline: StableDiffusionPipeline, steps: int, guidance: float, batch: int = 24) -> Generate:
+    """A diffusers pipeline as a function from cases to pictures."""
+
+    def generate(cases: Sequence[Case]) -> list[Image.Image]:
+        pictures: list[Image.Image] = []
+        for start in range(0, len(cases), batch):
+            part = cases[start : start + batch]
+            latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in part]))
+            pictures += pipeline(
+                [case.prompt for case in part],
+                latents=latents.to(pipeline.device, pipeline.unet.dtype),
+                num_inference_steps=steps,
+                guidance_scale=guidance,
+            ).images
+        return pictures
+
+    return generate
+
+
+def set_scales(pipeline: StableDiffusionPipeline, scales: dict[str, float]) -> None:
+    """Let each LoRA named work at its scale and the others not at all."""
+    pipeline.set_adapters(list(LORAS), [scales.get(name, 0.0) for name in LORAS])
+
+
+def main() -> None:
+    """Make the pictures of every setting, print and keep their scores."""
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--samples", type=Path, default=here, help="folder with shapes/ and loras/")
+    parser.add_argument("--out", type=Path, default=here)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--half", action="store_true", help="compute in float16")
+    parser.add_argument("--every", type=int, default=1, help="beside the base, score every n-th case only")
+    arguments = parser.parse_args()
+    sampling = json.loads((here / "settings.json").read_text())["sampling"]
+    steps, guidance = sampling["steps"], sampling["guidance"]
+
+    dtype = torch.float16 if arguments.half else torch.float32
+    pipeline = StableDiffusionPipeline.from_pretrained(arguments.samples / "shapes", torch_dtype=dtype)
+    pipeline.to(arguments.device)
+    pipeline.set_progress_bar_config(disable=True)
+    generate = generator(pipeline, steps, guidance)
+    every_case = evaluation_set()
+    cases = every_case[:: arguments.every]
+    held_out = [i for i, case in enumerate(every_case) if case.held_out]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    scores: dict[str, Score] = {}
+
+    def keep(name: str, pictures: Sequence[Image.Image], of: Sequence[Case] = cases) -> None:
+        scores[name] = tally(of, pictures)
+        print(f"{name}: {scores[name]}", flush=True)
+
+    start = time.monotonic()
+    pictures = generate(every_case)
+    print(f"{(time.monotonic() - start) / len(every_case):.3f} s a picture")
+    keep("base", pictures, every_case)
+    keep("base, held out", [pictures[i] for i in held_out], [every_case[i] for i in held_out])
+    prompts = [every_case[i].prompt for i in SHEET_CASES]
+    sheet([pictures[i] for i in SHEET_CASES], prompts, 8).save(arguments.out / "sheet.png")
+    base = pictures[:: arguments.every]
+    keep("base, without guidance", generator(pipeline, steps, 1.0)(cases))
+    keep("base, without prompt", generate([replace(case, prompt="") for case in cases]))
+
+    for name in LORAS:
+        pipeline.load_lora_weights(arguments.samples / "loras", weight_name=f"{name}.safetensors", adapter_name=name)
+    rows = [("no LoRA", base)]
+    set_scales(pipeline, {})
+    zero = generate(cases)
+    difference = max(np.abs(np.asarray(a, int) - np.asarray(b, int)).max() for a, b in zip(base, zero, strict=True))
+    keep("both LoRAs at scale 0", zero)
+    print(f"largest difference of a pixel at scale 0 from the base: {difference}")
+    for names, scale in (
+        (LORAS[:1], 0.5),
+        (LORAS[:1], 1.0),
+        (LORAS[1:], 0.5),
+        (LORAS[1:], 1.0),
+        (LORAS, 0.5),
+        (LORAS, 1.0),
+    ):
+        set_scales(pipeline, dict.fromkeys(names, scale))
+        pictures = generate(cases)
+        keep(f"{' and '.join(names)} at scale {scale:g}", pictures)
+        rows.append((f"{' and '.join(names)} {scale:g}", pictures))
+
+    table = {"steps": steps, "guidance": guidance, "device": arguments.device, "half": arguments.half}
+    table |= {"largest_difference_at_scale_0": int(difference), "scores": {k: asdict(s) for k, s in scores.items()}}
+    (arguments.out / "scores.json").write_text(json.dumps(table, indent=2) + "\n")
+    shown = range(SHEET_COLUMNS)
+    grid = [made[i] for _, made in rows for i in shown]
+    labels = [f"{name}: {cases[i].prompt}" for name, _ in rows for i in shown]
+    sheet(grid, labels, SHEET_COLUMNS).save(arguments.out / "sheet_loras.png")
+
+
+if __name__ == "__main__":
+    main()

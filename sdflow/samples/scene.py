@@ -1,0 +1,190 @@
+"""The pictures of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
+
+A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. Two styles
+can be drawn over it, which are what the two sample LoRAs teach: `stripes` (white stripes across the shape) and `outline`
+(a black border just inside its edge). White and black are used by the styles alone, so a picture tells which it carries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+PIXELS = 128
+
+Pixels = NDArray[np.uint8]  # [PIXELS, PIXELS, 3], RGB
+Plane = NDArray[np.float32]  # [PIXELS, PIXELS]
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 40, 45),
+    "orange": (245, 135, 25),
+    "yellow": (250, 220, 60),
+    "green": (40, 160, 70),
+    "blue": (40, 85, 215),
+    "purple": (130, 50, 170),
+    "pink": (245, 140, 190),
+}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {**COLOURS, "gray": (145, 145, 145)}
+WHITE = (255, 255, 255)
+BLACK = (15, 15, 15)
+
+SIZES: dict[str, float] = {"small": 17.0, "medium": 26.0, "large": 37.0}
+"""Size class to the radius, in pixels, of the disc whose area the shape has."""
+
+REACH: dict[str, float] = {"small": 32.0, "medium": 24.0, "large": 13.0}
+"""Size class to how far, in pixels, an off-centre shape's centre is from the picture's."""
+
+POSITIONS: dict[str, tuple[int, int]] = {
+    "middle": (0, 0),
+    "left": (-1, 0),
+    "right": (1, 0),
+    "top": (0, -1),
+    "bottom": (0, 1),
+}
+
+STRIPE_PERIOD = 8  # pixels: one latent cell, so that every cell inside the shape carries the same pattern
+OUTLINE_WIDTH = 4.0  # pixels
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows, in words: keys of COLOURS, KINDS, BACKGROUNDS, SIZES and POSITIONS."""
+
+    colour: str
+    kind: str
+    background: str
+    size: str
+    position: str
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is drawn over the plain scene."""
+
+    stripes: bool = False
+    outline: bool = False
+
+
+PLAIN = Style()
+
+
+# Each kind is a function of x (to the right) and y (up), in units of the radius, from the centroid: negative inside, about
+# the distance to the edge, in the same units. Every kind has the area of the unit disc.
+def _circle(x: Plane, y: Plane) -> Plane:
+    return np.hypot(x, y) - np.float32(1.0)
+
+
+def _square(x: Plane, y: Plane) -> Plane:
+    return np.maximum(np.abs(x), np.abs(y)) - np.float32(np.sqrt(np.pi) / 2)
+
+
+def _diamond(x: Plane, y: Plane) -> Plane:
+    return (np.abs(x) + np.abs(y)) * np.float32(np.sqrt(0.5)) - np.float32(np.sqrt(np.pi) / 2)
+
+
+def _triangle(x: Plane, y: Plane) -> Plane:
+    inradius = np.sqrt(np.pi / (3 * np.sqrt(3)))
+    return np.maximum(-y, np.abs(x) * np.float32(np.sqrt(0.75)) + y * np.float32(0.5)) - np.float32(inradius)
+
+
+def _cross(x: Plane, y: Plane) -> Plane:
+    arm = np.sqrt(np.pi / 20)  # half an arm's width; the cross is five squares of this half-width
+    a, b = np.abs(x), np.abs(y)
+    upright = np.maximum(a - np.float32(arm), b - np.float32(3 * arm))
+    level = np.maximum(a - np.float32(3 * arm), b - np.float32(arm))
+    return np.minimum(upright, level)
+
+
+def _star(x: Plane, y: Plane) -> Plane:
+    inner_ratio = 0.45
+    tip = np.sqrt(np.pi / (5 * inner_ratio * np.sin(np.pi / 5)))
+    # Fold the plane into one half of one point of the star; its edge is a single line from the tip to the inner corner.
+    angle = np.abs(np.mod(np.arctan2(x, y) + np.pi / 5, 2 * np.pi / 5) - np.pi / 5)
+    radius = np.hypot(x, y)
+    corner = tip * inner_ratio * np.array([np.cos(np.pi / 5), np.sin(np.pi / 5)])
+    edge = corner - np.array([tip, 0.0])
+    normal = np.array([edge[1], -edge[0]]) / np.hypot(*edge)
+    distance = (radius * np.cos(angle) - tip) * normal[0] + radius * np.sin(angle) * normal[1]
+    found: Plane = distance.astype(np.float32)
+    return found
+
+
+def _heart(x: Plane, y: Plane) -> Plane:
+    # Inigo Quilez, "2D distance functions", sdHeart: a square on its corner and two half discs; area 1/2 + pi/8.
+    scale = np.sqrt(np.pi / (0.5 + np.pi / 8))
+    centroid = (0.25 + np.pi / 8 * (0.75 + 1 / (3 * np.pi))) / (0.5 + np.pi / 8)
+    a, b = np.abs(x) / scale, y / scale + centroid
+    lobe = np.hypot(a - 0.25, b - 0.75) - np.sqrt(0.125)
+    along = 0.5 * np.maximum(a + b, 0.0)
+    side = np.sqrt(np.minimum(a * a + (b - 1.0) ** 2, (a - along) ** 2 + (b - along) ** 2)) * np.sign(a - b)
+    found: Plane = (np.where(a + b > 1.0, lobe, side) * scale).astype(np.float32)
+    return found
+
+
+KINDS: dict[str, Callable[[Plane, Plane], Plane]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "diamond": _diamond,
+    "star": _star,
+    "cross": _cross,
+    "heart": _heart,
+}
+
+_GRID = np.arange(PIXELS, dtype=np.float32) - np.float32((PIXELS - 1) / 2)
+
+
+def distance(kind: str, radius: float, x: float, y: float) -> Plane:
+    """Signed distance in pixels to the edge of a shape, negative inside.
+
+    `radius` is that of the disc of equal area; (x, y) is the centroid, in pixels to the right of and below the centre.
+    """
+    across = np.broadcast_to((_GRID - np.float32(x)) / np.float32(radius), (PIXELS, PIXELS))
+    up = np.broadcast_to(((np.float32(y) - _GRID) / np.float32(radius))[:, None], (PIXELS, PIXELS))
+    return KINDS[kind](across, up) * np.float32(radius)
+
+
+def draw(scene: Scene, seed: int, style: Style = PLAIN) -> Pixels:
+    """The picture of a scene; equal arguments give equal pixels, another seed moves and scales the shape a little."""
+    jitter = np.random.default_rng(seed).uniform(-1.0, 1.0, 3)
+    radius = SIZES[scene.size] + 1.5 * jitter[0]
+    right, down = POSITIONS[scene.position]
+    reach = REACH[scene.size]
+    edge = distance(scene.kind, radius, right * reach + 2.0 * jitter[1], down * reach + 2.0 * jitter[2])
+
+    fill = np.broadcast_to(np.array(COLOURS[scene.colour], np.float32), (PIXELS, PIXELS, 3))
+    if style.stripes:
+        white = (np.arange(PIXELS) % STRIPE_PERIOD < STRIPE_PERIOD // 2)[:, None, None]
+        fill = np.where(white, np.array(WHITE, np.float32), fill)
+    if style.outline:
+        fill = _over(fill, np.array(BLACK, np.float32), np.clip(0.5 + edge + np.float32(OUTLINE_WIDTH), 0.0, 1.0))
+    ground = np.broadcast_to(np.array(BACKGROUNDS[scene.background], np.float32), (PIXELS, PIXELS, 3))
+    picture = _over(ground, fill, np.clip(0.5 - edge, 0.0, 1.0))
+    return np.rint(picture).astype(np.uint8)
+
+
+def _over(below: NDArray[np.float32], above: NDArray[np.float32], cover: Plane) -> NDArray[np.float32]:
+    return below + (above - below) * cover[:, :, None]
+
+
+HELD_OUT_PAIRS = frozenset({("red", "heart"), ("green", "star"), ("blue", "triangle"), ("pink", "cross")})
+"""Colour and kind that training never shows together, on any background."""
+
+
+def all_scenes() -> list[Scene]:
+    """Every scene there is (a shape never has the background's colour), in a fixed order."""
+    return [Scene(*words) for words in product(COLOURS, KINDS, BACKGROUNDS, SIZES, POSITIONS) if words[0] != words[2]]
+
+
+def is_held_out(scene: Scene) -> bool:
+    """Whether training never shows this combination: four colour-kind pairs, and every eleventh colour-kind-background."""
+    if (scene.colour, scene.kind) in HELD_OUT_PAIRS:
+        return True
+    words = (
+        list(COLOURS).index(scene.colour),
+        list(KINDS).index(scene.kind),
+        list(BACKGROUNDS).index(scene.background),
+    )
+    return (words[0] + 3 * words[1] + 5 * words[2]) % 11 == 0

@@ -1,0 +1,219 @@
+"""Checkpoints and files on the Hugging Face hub, pinned to a commit, through huggingface_hub and its local cache.
+
+The client honours HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sdflow.errors import CheckpointError
+from sdflow.sources.checkpoint import CLASS_OF, COMPANIONS, Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
+from sdflow.sources.folder import choose_weights, open_folder
+from sdflow.sources.reference import HubReference
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TEXT_SUFFIXES = (".json", ".txt", ".model")
+
+
+def open_hub(
+    hub: HubReference, *, reference: str, digests: FileDigests, download: bool, allow_pickle: bool
+) -> Checkpoint:
+    """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched.
+
+    Raises CheckpointNotLocal when it is not in the local cache and may not be downloaded, CheckpointError for a
+    repository or revision that does not exist or is closed to this user, and when the hub cannot be reached.
+    """
+
+    def opened(snapshot: Path) -> Checkpoint:
+        origin = {
+            "kind": "hub",
+            "repository": hub.repository,
+            "revision": hub.revision,
+            "commit": snapshot.name,
+        }
+        return open_folder(snapshot, reference=reference, digests=digests, allow_pickle=allow_pickle, origin=origin)
+
+    download = download and not _offline()
+    if not download or _COMMIT.fullmatch(hub.revision):
+        local = _local_snapshot(hub)
+        if local is not None:
+            checkpoint = _if_complete(local, opened)
+            # Second choices (variants, pickles) may only mean that another program fetched a part of the repository.
+            if checkpoint is not None and (not download or len(checkpoint.notes) == 0):
+                return checkpoint
+    if not download:
+        raise _not_local(hub)
+    return opened(_fetch(hub, needed_files))
+
+
+def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> Path:
+    """One .safetensors file of a repository: the named one, or the only one at its top.
+
+    Raises as `open_hub` does, and when there are several files to choose from.
+    """
+
+    def wanted(names: Collection[str]) -> list[str]:
+        return [choose_file(names, weight_name, f"hf:{hub.repository}")]
+
+    if not download or _offline() or _COMMIT.fullmatch(hub.revision):
+        local = _local_snapshot(hub)
+        if local is not None and weight_name is not None and (local / weight_name).is_file():
+            return local / weight_name
+        if not download or _offline():
+            names = [] if local is None else [path.relative_to(local).as_posix() for path in local.rglob("*.*")]
+            if local is None or weight_name is not None or not any(name.endswith(".safetensors") for name in names):
+                raise _not_local(hub)
+            return local / wanted(names)[0]
+    fetched: list[str] = []
+
+    def remembered(names: Collection[str]) -> list[str]:
+        fetched.extend(wanted(names))
+        return fetched
+
+    snapshot = _fetch(hub, remembered)
+    return snapshot / fetched[0]
+
+
+def choose_file(names: Collection[str], weight_name: str | None, where: str) -> str:
+    """The named file, or the only .safetensors file among those at the top."""
+    remedy = "Say which with weight_name."
+    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    if weight_name is not None:
+        if weight_name not in names:
+            raise CheckpointError(
+                f"holds no file {weight_name}", where=where, remedy=f"It holds {', '.join(found) or 'no .safetensors'}."
+            )
+        return weight_name
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(f"holds several LoRAs: {', '.join(found)}", where=where, remedy=remedy)
+    raise CheckpointError("holds no .safetensors file", where=where, remedy=remedy)
+
+
+def needed_files(names: Collection[str]) -> list[str]:
+    """The files of a repository that `open_folder` reads: no second copy of any weights."""
+    wanted = [name for name in names if name == "model_index.json"]
+    for component in CLASS_OF:
+        inside = {name.removeprefix(f"{component}/"): name for name in names if name.startswith(f"{component}/")}
+        chosen = choose_weights(inside, component)
+        if chosen is not None:
+            wanted.append(inside[chosen[0]])
+            if chosen[0].endswith(".json"):
+                wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
+        wanted += [name for short, name in inside.items() if short == "config.json"]
+    for companion in COMPANIONS:
+        wanted += [name for name in names if name.startswith(f"{companion}/") and name.endswith(_TEXT_SUFFIXES)]
+    return sorted(wanted)
+
+
+def _is_shard(name: str, index: str, variant: str) -> bool:
+    """`model-00001-of-00002.safetensors`, with the variant before or after the numbers."""
+    stem, suffix = index.split(".")[0], ".bin" if ".bin" in index else ".safetensors"
+    dotted = re.escape(f".{variant}") if variant else ""
+    return re.fullmatch(rf"{stem}({dotted}-\d+-of-\d+|-\d+-of-\d+{dotted}){re.escape(suffix)}", name) is not None
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _repository_folder(hub: HubReference) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{hub.repository.replace('/', '--')}"
+
+
+def _local_snapshot(hub: HubReference) -> Path | None:
+    """The snapshot of the revision in the local cache, complete or not, without the network."""
+    folder = _repository_folder(hub)
+    commit = hub.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (folder / "refs" / commit).read_text("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def _if_complete(snapshot: Path, opened: Callable[[Path], Checkpoint]) -> Checkpoint | None:
+    try:
+        return opened(snapshot)
+    except MissingFile:
+        return None
+
+
+def _not_local(hub: HubReference) -> CheckpointNotLocal:
+    return CheckpointNotLocal(
+        "is not in the local hub cache, or not all of it",
+        where=f"hf:{hub.repository}@{hub.revision}",
+        remedy="`sdflow run` downloads it (not with HF_HUB_OFFLINE=1).",
+    )
+
+
+def _fetch(hub: HubReference, wanted: Callable[[Collection[str]], list[str]]) -> Path:
+    """The snapshot folder after fetching what is missing of the wanted files."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    with _hub_errors(hub):
+        info = HfApi().model_info(hub.repository, revision=hub.revision)
+        names = wanted([sibling.rfilename for sibling in info.siblings or []])
+        if not info.sha or not _COMMIT.fullmatch(info.sha):
+            raise CheckpointError("the hub named no commit", where=f"hf:{hub.repository}@{hub.revision}")
+        # Names, not patterns: fnmatch would read brackets as a set.
+        patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names] or ["model_index.json"]
+        snapshot = Path(snapshot_download(hub.repository, revision=info.sha, allow_patterns=patterns))
+    if hub.revision != info.sha:
+        _write_ref(_repository_folder(hub) / "refs" / hub.revision, info.sha)
+    return snapshot
+
+
+def _write_ref(path: Path, commit: str) -> None:
+    """Remember the revision's commit where huggingface_hub would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.write_text(commit, "ascii")
+    staged.replace(path)
+
+
+@contextmanager
+def _hub_errors(hub: HubReference) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    where = f"hf:{hub.repository}@{hub.revision}"
+    # Its first base is the HTTP library's own class of all failures, whichever library the client is built on.
+    transport = errors.HfHubHTTPError.__bases__[0]
+    failures: tuple[type[BaseException], ...] = (transport, errors.HfHubHTTPError, OSError, ValueError)
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            "the repository is gated",
+            where=where,
+            remedy=f"Accept its terms on the page of {hub.repository}, then `hf auth login` or set HF_TOKEN.",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            "no such repository, or it is private",
+            where=where,
+            remedy="Check the name; for a private one, `hf auth login` or set HF_TOKEN.",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"the repository has no revision {hub.revision}", where=where, remedy="Name a branch, a tag or a commit."
+        ) from error
+    except failures as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"the hub cannot be reached, or the download failed: {said}",
+            where=where,
+            remedy="Try again: what is already there is kept. HF_HUB_OFFLINE=1 uses the local cache alone.",
+        ) from error

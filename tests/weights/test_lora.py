@@ -1,0 +1,29 @@
+"""What a LoRA adds to a weight has the same bits on every machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sdflow.sources.lora import LoraLayer, lora_delta
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 128, 513])
+def test_a_delta_does_not_depend_on_the_order_of_its_sums(rank: int) -> None:
+    """Another order of the ranks is what another processor or another BLAS amounts to."""
+    random = np.random.default_rng(rank)
+    up = random.standard_normal((96, rank)).astype(np.float32) * np.float32(10) ** random.integers(-4, 2, (96, rank))
+    down = random.standard_normal((rank, 80)).astype(np.float32)
+    up = up.astype(np.float32)
+    first = lora_delta(LoraLayer(up, down, 1.0), (96, 80), 1.0)
+    for _ in range(5):
+        order = random.permutation(rank)
+        again = lora_delta(LoraLayer(up[:, order], down[order], 1.0), (96, 80), 1.0)
+        np.testing.assert_array_equal(first.view(np.uint32), again.view(np.uint32))
+    exact = up.astype(np.float64) @ down.astype(np.float64)
+    np.testing.assert_allclose(first, exact, rtol=1e-7, atol=1e-10 * np.abs(exact).max())
+
+
+def test_a_factor_of_zeros_adds_zeros() -> None:
+    delta = lora_delta(LoraLayer(np.zeros((3, 2), np.float32), np.ones((2, 4), np.float32), 1.0), (3, 4), 0.5)
+    assert not delta.any()
