@@ -62,8 +62,9 @@ class _Job:
 def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
-    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16 and no base), and with
-    LoRAs `loras`, the weights that each touched, and `touched`.
+    Returns the facts of the graph, `computed`, the weights that were not copied from the base, `at_limit` (as
+    OnnxFloatToFloat16 counts, if there is float16 and no base), and with LoRAs `loras`, the weights that each touched,
+    and `touched`.
     Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that
     is damaged or a disk without room for the result.
     """
@@ -99,7 +100,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
     for path in sorted(request.structure.iterdir()):
         if path.name not in (MODEL_FILE, WEIGHTS_FILE, PARAMETERS_FILE):
             shutil.copyfile(path, out / path.name)
-    facts = graph_facts(out / MODEL_FILE)
+    facts = {**graph_facts(out / MODEL_FILE), "computed": len(changed)}
     if "float16" in facts["dtypes"] and request.base is None:
         facts["at_limit"] = {"largest": counts.largest, "smallest": counts.smallest}
     if request.loras:
