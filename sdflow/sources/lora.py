@@ -11,10 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import listing
@@ -27,7 +24,11 @@ LORA_SUBMODELS = ("unet", "text_encoder")
 # Where diffusers keeps peft's configuration in the header of a file it writes.
 _PEFT_METADATA = "lora_adapter_metadata"
 
-Floats = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
 
 def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats:
     """What the LoRA adds to a weight of this shape at this scale, float32."""
+    import numpy as np
+
     factor = np.float32(scale * layer.scale)
     return np.asarray(factor * (layer.up @ layer.down), np.float32).reshape(shape)
 
@@ -157,6 +160,8 @@ def _parse(path: Path) -> dict[str, LoraName]:
 
 def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tuple[int, ...]) -> str | None:
     """What is wrong with the tensors for a weight of this shape, naming one of them."""
+    import numpy as np
+
     if "up" not in group or "down" not in group:
         lacking = " and ".join(role for role in ("up", "down") if role not in group)
         return f"{', '.join(group.values())}: without its {lacking} tensor"

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -133,6 +134,8 @@ def read_float_tensors(path: Path, names: Iterable[str] | None = None) -> dict[s
 
 
 def _decode(path: Path, name: str, entry: TensorEntry, raw: bytes) -> NDArray[np.float32]:
+    import numpy as np
+
     if len(raw) != entry.end - entry.begin:
         raise _invalid(path, f"it ends within tensor {name}")
     if entry.dtype == "BF16":  # the upper half of a float32

@@ -10,10 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from math import prod, sqrt
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from sdflow.sources.architectures import architecture_config, companion_folder
 from sdflow.sources.checkpoint import (
@@ -25,6 +22,10 @@ from sdflow.sources.checkpoint import (
     config_digest,
     pipeline_facts,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 GENERATOR_VERSION = 1  # raise it when any value changes: it is part of the identity
 _CHUNK = 1 << 20
@@ -63,6 +64,8 @@ def synthetic_tensors(
 
 
 def _tensor(stream: str, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    import numpy as np
+
     mean, deviation = _distribution(name, shape)
     key = hashlib.sha256(f"sdflow-synthetic/{GENERATOR_VERSION}/{seed}/{stream}".encode()).digest()
     return _uniform(np.random.PCG64(int.from_bytes(key, "little")), prod(shape), mean, deviation).reshape(shape)
@@ -81,6 +84,8 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _uniform(bits: np.random.PCG64, count: int, mean: float, deviation: float) -> NDArray[np.float32]:
+    import numpy as np
+
     step = np.float32(deviation * sqrt(12.0) / 2**24)
     low = np.float32(mean - deviation * sqrt(3.0))
     values = np.empty(count, np.float32)
