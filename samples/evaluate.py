@@ -97,7 +97,14 @@ def main() -> None:
     difference = max(np.abs(np.asarray(a, int) - np.asarray(b, int)).max() for a, b in zip(base, zero, strict=True))
     keep("both LoRAs at scale 0", zero)
     print(f"largest difference of a pixel at scale 0 from the base: {difference}")
-    for names, scale in ((LORAS[:1], 0.5), (LORAS[:1], 1.0), (LORAS[1:], 0.5), (LORAS[1:], 1.0), (LORAS, 0.5), (LORAS, 1.0)):
+    for names, scale in (
+        (LORAS[:1], 0.5),
+        (LORAS[:1], 1.0),
+        (LORAS[1:], 0.5),
+        (LORAS[1:], 1.0),
+        (LORAS, 0.5),
+        (LORAS, 1.0),
+    ):
         set_scales(pipeline, dict.fromkeys(names, scale))
         pictures = generate(cases)
         keep(f"{' and '.join(names)} at scale {scale:g}", pictures)

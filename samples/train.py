@@ -2,7 +2,7 @@
 
     python samples/train.py --out samples
 
-Every stage writes its result into the folder and reads the earlier stages' from there, so `--stages loras` alone is fine.
+Every stage writes its result into the folder and reads the earlier stages' from there: `--stages loras` alone is fine.
 Settings are in samples/settings.json; the pictures are drawn here (sdflow/samples/scene.py), nothing is downloaded.
 """
 
@@ -236,7 +236,9 @@ class Denoising:
             yield functional.mse_loss(predicted.float(), noise)
 
 
-def train_base(settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device) -> None:
+def train_base(
+    settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device
+) -> None:
     """Train text encoder and UNet together on plain pictures and write the whole pipeline's folder."""
     folder = out / "shapes"
     rng = random.Random(settings["seed"])
@@ -339,7 +341,10 @@ def main() -> None:
     start, seed = time.monotonic(), settings["seed"]
     scenes = training_scenes(max(settings["pictures"].values()), seed)
     wanted = [n for n in settings["pictures"] if any(n in STAGES[stage] for stage in arguments.stages)]
-    pools = {n: pictures(scenes[: settings["pictures"][n]], STYLES[n], 1_000_000 * list(STYLES).index(n), device) for n in wanted}
+    pools = {
+        n: pictures(scenes[: settings["pictures"][n]], STYLES[n], 1_000_000 * list(STYLES).index(n), device)
+        for n in wanted
+    }
     print(f"drew {sum(map(len, pools.values()))} pictures in {time.monotonic() - start:.0f} s", flush=True)
     log = Log(out / "loss.csv")
     for stage in arguments.stages:
