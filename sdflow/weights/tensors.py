@@ -102,16 +102,10 @@ class _Files:
             raise CheckpointError(
                 f"tensor {key} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
             )
-        raw = np.empty(entry.end - entry.begin, np.uint8)
-        with path.open("rb", buffering=0) as stream:
-            stream.seek(entry.begin)
-            done = 0
-            while done < raw.size:
-                count = stream.readinto(memoryview(raw.data)[done:])
-                if not count:
-                    raise CheckpointError(f"ends within tensor {key}", where=str(path), remedy="Download it again.")
-                done += count
-        values = raw.view(_NUMPY[entry.dtype]).reshape(self._shapes[key])
+        raw = np.memmap(path, np.uint8, "r", entry.begin, (entry.end - entry.begin,))  # read as it is used, then let go
+        values: Array = np.asarray(raw).view(_NUMPY[entry.dtype]).reshape(self._shapes[key])
+        if not values.flags.aligned:  # a header of odd length
+            values = values.copy()
         if entry.dtype == "BF16":  # the upper half of a float32
             return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return values.astype(np.float32) if entry.dtype == "F64" else values
