@@ -1,8 +1,8 @@
 """The untrained parts of the sample pipeline: SD1.5's kinds of blocks, made small, and a tokenizer of its own."""
 
-import itertools
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
@@ -16,7 +16,7 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def make_vae() -> AutoencoderKL:
-    """8x downsampling to 4 latent channels. All widths are multiples of 64: ORT's CUDA GroupNorm reads channel pairs."""
+    """8x downsampling to 4 latent channels; widths are multiples of 64, as ORT's CUDA GroupNorm reads channel pairs."""
     return AutoencoderKL(
         sample_size=PIXELS,
         latent_channels=4,
@@ -63,7 +63,7 @@ def make_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 def make_scheduler() -> DDIMScheduler:
     """SD1.5's noise schedule: scaled linear betas, prediction of the noise.
 
-    Trailing steps start from the noisiest one. With leading ones the first has so much of the picture left that the model
+    Trailing steps start from the noisiest one. The first of leading ones keeps so much of the picture that the model
     trusts what it sees in pure noise over the prompt (Lin et al., arXiv 2305.08891).
     """
     return DDIMScheduler(
@@ -80,7 +80,7 @@ def make_scheduler() -> DDIMScheduler:
 
 
 def make_tokenizer(captions: list[str], folder: Path) -> CLIPTokenizer:
-    """Write a byte-pair vocabulary in CLIP's files in which each word of the captions is one token, and load it."""
+    """Write a byte-pair vocabulary in CLIP's files, in which each of the captions' words is one token, and load it."""
     merges = byte_pair_merges(captions)
     bytes_ = sorted(printable_bytes())
     tokens = [*bytes_, *(b + "</w>" for b in bytes_), *(a + b for a, b in merges), START, END]
@@ -114,9 +114,9 @@ def byte_pair_merges(captions: list[str]) -> list[tuple[str, str]]:
     counts = Counter(word for text in captions for word in text.replace(",", " ").split())
     words = {word: (*word[:-1], word[-1] + "</w>") for word in counts}
     merges: list[tuple[str, str]] = []
-    while pairs := Counter({p: 0 for w in words.values() for p in itertools.pairwise(w)}):
+    while pairs := Counter({p: 0 for w in words.values() for p in pairwise(w)}):
         for word, parts in words.items():
-            for pair in itertools.pairwise(parts):
+            for pair in pairwise(parts):
                 pairs[pair] += counts[word]
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         merges.append(best)

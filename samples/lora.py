@@ -44,7 +44,7 @@ def save_diffusers(unet: nn.Module, name: str, path: Path) -> None:
 
 
 def save_kohya(unet: nn.Module, text_encoder: nn.Module, name: str, alpha: float, path: Path) -> None:
-    """Write both adapters as kohya-ss/sd-scripts does: `lora_unet_<module>.lora_down.weight`, `.lora_up.weight`, `.alpha`."""
+    """Write both adapters as kohya-ss/sd-scripts does: `lora_unet_<module>` with `.lora_down`, `.lora_up`, `.alpha`."""
     out: dict[str, torch.Tensor] = {}
     for prefix, module in (("lora_unet_", unet), ("lora_te_text_model_", text_encoder)):
         for key, value in _state(module, name).items():

@@ -2,7 +2,7 @@
 
     python samples/train.py --out samples
 
-Every stage writes its result into the folder and reads the earlier stages' from there, so `--stages loras` alone is fine.
+Every stage writes its result into the folder and reads the earlier stages' from there: `--stages loras` alone is fine.
 Settings are in samples/settings.json; the pictures are drawn here (sdflow/samples/scene.py), nothing is downloaded.
 """
 

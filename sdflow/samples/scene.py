@@ -1,8 +1,9 @@
 """The pictures of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
 
-A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. Two styles
-can be drawn over it, which are what the two sample LoRAs teach: `stripes` (white stripes across the shape) and `outline`
-(a black border just inside its edge). White and black are used by the styles alone, so a picture tells which it carries.
+A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. Two
+styles can be drawn over it, which are what the two sample LoRAs teach: `stripes` (white stripes across the shape) and
+`outline` (a black border just inside its edge). White and black are used by the styles alone, so that a picture tells
+which of them it carries.
 """
 
 from collections.abc import Callable
@@ -70,23 +71,27 @@ class Style:
 PLAIN = Style()
 
 
-# Each kind is a function of x (to the right) and y (up), in units of the radius, from the centroid: negative inside, about
-# the distance to the edge, in the same units. Every kind has the area of the unit disc.
+# Each kind is a function of x (to the right) and y (up), in units of the radius, from the centroid: negative inside,
+# about the distance to the edge, in the same units. Every kind has the area of the unit disc.
 def _circle(x: Plane, y: Plane) -> Plane:
-    return np.hypot(x, y) - np.float32(1.0)
+    edge: Plane = np.hypot(x, y) - np.float32(1.0)
+    return edge
 
 
 def _square(x: Plane, y: Plane) -> Plane:
-    return np.maximum(np.abs(x), np.abs(y)) - np.float32(np.sqrt(np.pi) / 2)
+    edge: Plane = np.maximum(np.abs(x), np.abs(y)) - np.float32(np.sqrt(np.pi) / 2)
+    return edge
 
 
 def _diamond(x: Plane, y: Plane) -> Plane:
-    return (np.abs(x) + np.abs(y)) * np.float32(np.sqrt(0.5)) - np.float32(np.sqrt(np.pi) / 2)
+    edge: Plane = (np.abs(x) + np.abs(y)) * np.float32(np.sqrt(0.5)) - np.float32(np.sqrt(np.pi) / 2)
+    return edge
 
 
 def _triangle(x: Plane, y: Plane) -> Plane:
     inradius = np.sqrt(np.pi / (3 * np.sqrt(3)))
-    return np.maximum(-y, np.abs(x) * np.float32(np.sqrt(0.75)) + y * np.float32(0.5)) - np.float32(inradius)
+    edge: Plane = np.maximum(-y, np.abs(x) * np.float32(np.sqrt(0.75)) + y * np.float32(0.5)) - np.float32(inradius)
+    return edge
 
 
 def _cross(x: Plane, y: Plane) -> Plane:
@@ -94,7 +99,8 @@ def _cross(x: Plane, y: Plane) -> Plane:
     a, b = np.abs(x), np.abs(y)
     upright = np.maximum(a - np.float32(arm), b - np.float32(3 * arm))
     level = np.maximum(a - np.float32(3 * arm), b - np.float32(arm))
-    return np.minimum(upright, level)
+    edge: Plane = np.minimum(upright, level)
+    return edge
 
 
 def _star(x: Plane, y: Plane) -> Plane:
@@ -106,9 +112,8 @@ def _star(x: Plane, y: Plane) -> Plane:
     corner = tip * inner_ratio * np.array([np.cos(np.pi / 5), np.sin(np.pi / 5)])
     edge = corner - np.array([tip, 0.0])
     normal = np.array([edge[1], -edge[0]]) / np.hypot(*edge)
-    distance = (radius * np.cos(angle) - tip) * normal[0] + radius * np.sin(angle) * normal[1]
-    found: Plane = distance.astype(np.float32)
-    return found
+    signed = (radius * np.cos(angle) - tip) * normal[0] + radius * np.sin(angle) * normal[1]
+    return np.asarray(signed, np.float32)
 
 
 def _heart(x: Plane, y: Plane) -> Plane:
@@ -119,8 +124,7 @@ def _heart(x: Plane, y: Plane) -> Plane:
     lobe = np.hypot(a - 0.25, b - 0.75) - np.sqrt(0.125)
     along = 0.5 * np.maximum(a + b, 0.0)
     side = np.sqrt(np.minimum(a * a + (b - 1.0) ** 2, (a - along) ** 2 + (b - along) ** 2)) * np.sign(a - b)
-    found: Plane = (np.where(a + b > 1.0, lobe, side) * scale).astype(np.float32)
-    return found
+    return np.asarray(np.where(a + b > 1.0, lobe, side) * scale, np.float32)
 
 
 KINDS: dict[str, Callable[[Plane, Plane], Plane]] = {
@@ -179,7 +183,7 @@ def all_scenes() -> list[Scene]:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether training never shows this combination: four colour-kind pairs, and every eleventh colour-kind-background."""
+    """Whether training never shows it: four pairs of colour and kind, every eleventh of colour, kind, background."""
     if (scene.colour, scene.kind) in HELD_OUT_PAIRS:
         return True
     words = (

@@ -134,8 +134,9 @@ def fit_shape(silhouette: Mask) -> tuple[str, float, float, float, float]:
 def fill_of(pixels: NDArray[np.float32], inside: Mask) -> tuple[str | None, bool]:
     """The colour of the pixels inside, and whether white stripes cross them.
 
-    Each row of the stripes' period has a colour of its own, its pixels' median: the row farthest from white has the fill's,
-    and stripes are there when another row is much nearer to white. In a plain shape all rows are alike.
+    Each row of the stripes' period has a colour of its own, its pixels' median: the row farthest from white has the
+    fill's, and stripes are there when another row is much nearer to white and most pixels half a period apart differ.
+    In a plain shape all rows are alike.
     """
     rows = [pixels[phase::STRIPE_PERIOD][inside[phase::STRIPE_PERIOD]] for phase in range(STRIPE_PERIOD)]
     medians = np.array([np.median(row, axis=0) for row in rows if len(row) >= 4])
@@ -146,7 +147,12 @@ def fill_of(pixels: NDArray[np.float32], inside: Mask) -> tuple[str | None, bool
     away = np.linalg.norm(_PALETTE - fill, axis=1)
     nearest = _NAMES[int(away.argmin())]
     colour = nearest if nearest in COLOURS and away.min() <= COLOUR_REACH else None
-    return colour, bool(from_white.min() < STRIPE_CONTRAST * from_white.max())
+    whiteness = np.linalg.norm(pixels - np.array(WHITE, np.float32), axis=2)
+    half = STRIPE_PERIOD // 2
+    pairs = inside[:-half] & inside[half:]
+    differ = np.abs(whiteness[:-half] - whiteness[half:])[pairs] > 0.3 * from_white.max()
+    alternating = differ.size > 0 and differ.mean() >= 0.6
+    return colour, bool(alternating and from_white.min() < STRIPE_CONTRAST * from_white.max())
 
 
 def has_outline(names: NDArray[np.int64], edge: NDArray[np.float32]) -> bool:

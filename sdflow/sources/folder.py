@@ -69,6 +69,8 @@ def open_folder(
         else:
             for file in weights.files:
                 read_header(file)
+        # Before the digests: a file that changes in between is then refused when it is loaded.
+        stamps = [file_stamp(file) for file in weights.files]
         sums = [digests.digest(file) for file in weights.files]
         files |= {file.relative_to(folder).as_posix(): sha for file, sha in zip(weights.files, sums, strict=True)}
         loads[component] = SubmodelCheckpoint(
@@ -82,7 +84,7 @@ def open_folder(
             load={
                 "kind": "files",
                 "config": config,
-                "files": [file_stamp(file) for file in weights.files],
+                "files": stamps,
                 "pickled": weights.pickled,
             },
         )

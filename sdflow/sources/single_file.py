@@ -54,6 +54,7 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
     pickled = path.suffix in PICKLE_SUFFIXES
+    stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
         architecture = digests.value(path, "single-file-architecture-1", lambda file: _find(file, _pickle_shapes(file)))
@@ -84,7 +85,7 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
             load={
                 "kind": "files",
                 "config": config,
-                "files": [file_stamp(path)],
+                "files": [stamp],
                 "pickled": pickled,
                 "prefix": prefix,
             },

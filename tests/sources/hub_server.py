@@ -23,10 +23,9 @@ class Hub:
     refs: dict[str, str] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     cut_after: int | None = None  # close the connection once, after so many bytes of a large file
-    broken: bool = False  # answer everything with status 500
     requests: list[str] = field(default_factory=list)
-    ranges: list[str] = field(default_factory=list)
     url: str = ""
+    cdn: str = ""  # another host name, as the hub has it: the client does not follow redirects to it for HEAD
 
 
 @contextmanager
@@ -46,8 +45,6 @@ def serving(hub: Hub) -> Iterator[Hub]:
         def answer(self, *, body: bool) -> None:
             path = self.path.split("?")[0]
             hub.requests.append(f"{self.command} {path}")
-            if hub.broken:
-                return self.fail(500, "")
             if match := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(\w+)/(.+)", path):
                 return self.content(hub.repositories[match[1]][match[2]][match[3]], {}, body)
             api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
@@ -73,7 +70,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 return self.content(content, headers, body)
             headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'}
             self.send_response(302)
-            headers |= {"Location": f"{hub.url}/cdn/{match[1]}/{commit}/{match[3]}", "Content-Length": "0"}
+            headers |= {"Location": f"{hub.cdn}/cdn/{match[1]}/{commit}/{match[3]}", "Content-Length": "0"}
             for name, value in headers.items():
                 self.send_header(name, value)
             return self.end_headers()
@@ -106,7 +103,6 @@ def serving(hub: Hub) -> Iterator[Hub]:
             begin = 0
             if wanted := re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", "")):
                 begin = int(wanted[1])
-                hub.ranges.append(wanted[0])
                 headers = headers | {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"}
             self.send_response(206 if wanted else 200)
             for name, value in headers.items():
@@ -125,6 +121,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    hub.cdn = f"http://localhost:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:

@@ -1,0 +1,100 @@
+"""The shipped sample pipeline loads as it stands and shows what it is asked for, with and without its LoRAs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdflow.samples.prompts import Case, evaluation_set, first_latents
+from sdflow.samples.score import tally
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+SAMPLING = json.loads((SAMPLES / "settings.json").read_text())["sampling"]
+CASES = evaluation_set()[7::24]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    loaded = StableDiffusionPipeline.from_pretrained(SAMPLES / "shapes", torch_dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def pictures(pipeline: Any, cases: Sequence[Case], **options: Any) -> list[Image.Image]:
+    import torch
+
+    latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
+    settings = {"guidance_scale": SAMPLING["guidance"], "num_inference_steps": SAMPLING["steps"], **options}
+    return list(pipeline([case.prompt for case in cases], latents=latents, **settings).images)
+
+
+@pytest.fixture(scope="module")
+def base(pipeline: Any) -> list[Image.Image]:
+    return pictures(pipeline, CASES)
+
+
+@pytest.fixture(scope="module")
+def with_loras(pipeline: Any, base: list[Image.Image]) -> Any:
+    for name in ("stripes", "outline"):
+        pipeline.load_lora_weights(SAMPLES / "loras", weight_name=f"{name}.safetensors", adapter_name=name)
+    return pipeline
+
+
+def test_it_is_small_and_has_the_parts_of_sd15(pipeline: Any) -> None:
+    weights = list((SAMPLES / "shapes").rglob("*.safetensors"))
+    assert sum(file.stat().st_size for file in weights) <= 25_000_000
+    parts = (pipeline.unet, pipeline.vae, pipeline.text_encoder)
+    assert 5e6 <= sum(p.numel() for part in parts for p in part.parameters()) <= 15e6
+    assert all(file.stat().st_size < 1_000_000 for file in (SAMPLES / "loras").glob("*.safetensors"))
+
+
+def test_it_shows_the_colour_and_shape_asked_for(base: list[Image.Image]) -> None:
+    result = tally(CASES, base)
+    assert result.colour_and_kind >= 0.8  # ten pictures; the full set's score is in samples/README.md
+    assert (result.stripes, result.outline) == (0.0, 0.0)
+
+
+def test_without_its_prompt_or_guidance_the_score_falls(pipeline: Any, base: list[Image.Image]) -> None:
+    silent = [replace(case, prompt="") for case in CASES]
+    assert tally(CASES, pictures(pipeline, silent)).colour_and_kind <= 0.4
+    assert tally(CASES, pictures(pipeline, CASES, guidance_scale=1.0)).colour_and_kind <= 0.6
+
+
+def test_at_scale_0_the_pictures_equal_the_base(with_loras: Any, base: list[Image.Image]) -> None:
+    with_loras.set_adapters(["stripes", "outline"], [0.0, 0.0])
+    for before, after in zip(base[:4], pictures(with_loras, CASES[:4]), strict=True):
+        assert np.abs(np.asarray(before, int) - np.asarray(after, int)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("scales", "stripes", "outline"), [((1, 0), True, False), ((0, 1), False, True), ((1, 1), True, True)]
+)
+def test_each_lora_shows_its_style_and_both_show_both(
+    with_loras: Any, scales: tuple[float, float], stripes: bool, outline: bool
+) -> None:
+    with_loras.set_adapters(["stripes", "outline"], list(scales))
+    result = tally(CASES, pictures(with_loras, CASES))
+    assert (result.stripes >= 0.8) if stripes else (result.stripes <= 0.1)
+    assert (result.outline >= 0.8) if outline else (result.outline <= 0.1)
+
+
+def test_the_loras_are_in_diffusers_and_in_kohya_format() -> None:
+    from safetensors import safe_open
+
+    def keys(name: str) -> list[str]:
+        with safe_open(SAMPLES / "loras" / f"{name}.safetensors", "np") as file:
+            return list(file.keys())
+
+    assert all(key.startswith("unet.") and ".lora_" in key for key in keys("stripes"))
+    outline = keys("outline")
+    assert {key.rsplit(".", 2)[-2] for key in outline if key.endswith("weight")} == {"lora_down", "lora_up"}
+    assert {key[:9] for key in outline} == {"lora_unet", "lora_te_t"}
+    assert sum(key.endswith(".alpha") for key in outline) == len(outline) // 3
