@@ -87,7 +87,7 @@ def test_a_lora_executes_only_bindweights_and_starts_from_the_model_without_it(s
     assert outcomes(from_base)["BindWeights"] == "built"
     assert list(outcomes(from_base).values()).count("built") == 1
     assert from_base[-1].record.facts["touched"] == 4
-    assert from_base[-1].record.facts["computed"] < first[-1].record.facts["computed"] / 2
+    assert from_base[-1].record.facts["computed"] < first[-1].record.facts["computed"]
     checked = shared.run(workflow(shared, loras=[lora]), check=True)[TEXT_ENCODER]
     assert outcomes(checked)["BindWeights"] == "checked", "computed from nothing it has the same bytes"
 
