@@ -68,10 +68,28 @@ def load_of(model: str, submodel: str) -> dict[str, Any]:
 
 
 def structure(model: str, submodel: str, target: str, out: Path) -> None:
-    from sdflow.weights.structure import StructureRequest, build_structure
+    from sdflow.passes.worker import run_pass
+    from sdflow.weights.structure import hollow
 
-    request = StructureRequest(submodel, load_of(model, submodel)["config"], chain(submodel, target))
-    build_structure(request, out)
+    source: Path | None = None
+    steps = chain(submodel, target)
+    for index, step in enumerate(steps):
+        folder = out if index == len(steps) - 1 else Path(tempfile.mkdtemp(dir=out.parent))
+        request = {
+            "pass": step.implementation.name,
+            "base": ".",
+            "submodel": submodel,
+            "model": str(source) if source else None,
+            "symbolic": True,
+            "checkpoint": {} if source else hollow(load_of(model, submodel)["config"]),
+            "loras": [],
+            "config": step.implementation.Config(**step.config).model_dump(mode="json"),
+            "out": str(folder),
+        }
+        run_pass(request, lambda phrase: None)
+        if source is not None:
+            shutil.rmtree(source)
+        source = folder
 
 
 def bind(model: str, submodel: str, structure_dir: Path, out: Path) -> None:

@@ -68,6 +68,10 @@ class PassError(SdflowError):
     exit_code = 3
 
 
+class WeightValueRead(PassError):
+    """A pass that ran without weights looked at the values of one: its result may depend on them."""
+
+
 class CacheError(SdflowError):
     """The cache cannot be read or written (disk full, permissions, a newer format)."""
 

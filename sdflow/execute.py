@@ -1,6 +1,6 @@
-"""Runs a Plan: every step that is not cached, in order, each in a process of its own.
+"""Runs a Plan: every step that is not cached, each in a process of its own, the chains of a pipeline side by side.
 
-For each chain, from its first step on:
+For each chain, in a thread of its own, from its first step on:
 
     action = the step's key, now that its input is known
     if the cache has the action: go on with its artifact
@@ -8,7 +8,9 @@ For each chain, from its first step on:
         check the input's content; run the pass into staging; check the pass's and the workflow's promises; publish
 
 A corrupt artifact that is about to be read goes to quarantine, and the chain starts again from its first step: all that
-is sound is found in the cache. A failure publishes nothing.
+is sound is found in the cache. A pass that was to run without weights and looked at one makes the chain start again
+with the weights carried, and the output says so. A failure publishes nothing; it and an interrupt end all workers at
+once.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sdflow.artifact import Action, Facts, Record
-from sdflow.errors import PassError, VerificationError
-from sdflow.plan import Chain, PipelinePlan, Step
+from sdflow.errors import PassError, VerificationError, WeightValueRead
+from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
+from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
-from sdflow.workers import WorkerResult, run_worker
+from sdflow.worker_group import GroupEndedError, WorkerGroup
+from sdflow.workers import WorkerResult
 
 WORKER = "sdflow.passes.worker"
 
@@ -42,7 +47,11 @@ class FinishedStep:
 
 
 class Listener(Protocol):
-    """Observes an execution; decides nothing. `note` is for what concerns no single step."""
+    """Observes an execution; decides nothing. `note` is for what concerns no single step.
+
+    Several steps may run at a time, each reported from a thread of its own. `started`: the step runs from now on; one
+    that comes from the cache is only `finished`.
+    """
 
     def note(self, text: str) -> None: ...
     def started(self, step: Step) -> None: ...
@@ -58,6 +67,7 @@ class Executor:
     rebuild: build every step anew, once per run, and replace its entry (`--clean_cache`).
     check: build cached steps again and compare digests, without replacing anything (`--check`).
     keep_failed: leave the staging folder of a failed pass for inspection.
+    jobs: how many steps may run at a time; None: see `sdflow.worker_group`.
     """
 
     cache: Cache
@@ -65,6 +75,7 @@ class Executor:
     rebuild: bool = False
     check: bool = False
     keep_failed: bool = False
+    jobs: int | None = None
     done: set[str] = field(default_factory=set)
 
     def run(self, plan: PipelinePlan) -> Mapping[str, tuple[FinishedStep, ...]]:
@@ -73,78 +84,121 @@ class Executor:
         Raises PassError when a pass fails, CacheError when the cache cannot be written, VerificationError when
         `check` finds a step that does not give the same bytes again.
         """
-        return {chain.submodel: self._run_chain(chain) for chain in plan.chains}
-
-    def _run_chain(self, chain: Chain) -> tuple[FinishedStep, ...]:
-        assert chain.source is not None, "planned with download=True"
-        for _ in chain.steps:
+        group = WorkerGroup(self.jobs)
+        with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
+            futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
             try:
-                return self._try_chain(chain, chain.source.identity, chain.source.load)
-            except CorruptArtifactError as corrupt:
-                self.listener.phase(chain.steps[0], f"{corrupt.what}: building it again")
-        return self._try_chain(chain, chain.source.identity, chain.source.load)
+                _wait(futures)
+            except BaseException:
+                group.end()
+                raise
+        return {chain.submodel: future.result() for chain, future in zip(plan.chains, futures, strict=True)}
 
-    def _try_chain(
-        self, chain: Chain, identity: Mapping[str, Any], load: Mapping[str, Any]
-    ) -> tuple[FinishedStep, ...]:
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    """Wait for all, or until one fails: raises its error."""
+    waiting = set(futures)
+    while waiting:
+        finished, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
+        failures = [error for error in (future.exception() for future in finished) if error is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, GroupEndedError)):
+            raise error
+
+
+@dataclass
+class _ChainRun:
+    """One chain's way through the executor. Everything here happens in the chain's own thread."""
+
+    executor: Executor
+    group: WorkerGroup
+
+    @property
+    def cache(self) -> Cache:
+        return self.executor.cache
+
+    @property
+    def listener(self) -> Listener:
+        return self.executor.listener
+
+    def run(self, chain: Chain) -> tuple[FinishedStep, ...]:
+        try:
+            return self._run_steps(chain.steps)
+        except WeightValueRead as read:
+            if not chain.carried:
+                raise
+            self.listener.note(f"{read.where}: {read.what}; building {chain.submodel} with its weights carried instead")
+        return self._run_steps(chain.carried)
+
+    def _run_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
+        for _ in steps:
+            try:
+                return self._try_steps(steps)
+            except CorruptArtifactError as corrupt:
+                self.listener.phase(steps[0], f"{corrupt.what}: building it again")
+        return self._try_steps(steps)
+
+    def _try_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
         finished: list[FinishedStep] = []
-        for step in chain.steps:
+        for step in steps:
+            self.group.check()
             before = finished[-1].record if finished else None
-            action = step.action(before.artifact.digest if before else identity, self.cache.salt)
-            self.listener.started(step)
-            result = self._run_step(step, action, before, load if before is None else {})
+            action = step.action(before.artifact.digest if before else None, self.cache.salt)
+            result = self._run_step(step, action, before)
             self.cache.remember_step(step.id, action)
             self.listener.finished(result)
             finished.append(result)
         return tuple(finished)
 
-    def _run_step(self, step: Step, action: Action, before: Record | None, load: Mapping[str, Any]) -> FinishedStep:
-        if not (self.rebuild and action.digest not in self.done):
-            cached = self.cache.lookup(action)
+    def _run_step(self, step: Step, action: Action, before: Record | None) -> FinishedStep:
+        fresh = self.executor.rebuild and action.digest not in self.executor.done
+        cached = None if fresh else self.cache.lookup(action)
+        if cached is not None:
+            return self._accept(step, action, cached, before)
+        with self.cache.lock(
+            action,
+            waiting=lambda: self.listener.phase(step, "another process is building it"),
+            meanwhile=self.group.check,
+        ):
+            cached = None if fresh else self.cache.lookup(action)
             if cached is not None:
-                return self._accept(step, action, cached, before, load)
-        with self.cache.lock(action, waiting=lambda: self.listener.phase(step, "another process is building it")):
-            if not (self.rebuild and action.digest not in self.done):
-                cached = self.cache.lookup(action)
-                if cached is not None:
-                    return self._accept(step, action, cached, before, load)
-            record = self._build(step, action, before, load, compare_with=None)
-        self.done.add(action.digest)
+                return self._accept(step, action, cached, before)
+            record = self._build(step, action, before, compare_with=None)
+        self.executor.done.add(action.digest)
         return FinishedStep(step, "built", record)
 
-    def _accept(
-        self, step: Step, action: Action, cached: Record, before: Record | None, load: Mapping[str, Any]
-    ) -> FinishedStep:
+    def _accept(self, step: Step, action: Action, cached: Record, before: Record | None) -> FinishedStep:
         check_expectations(step, cached.facts)
-        if not self.check or action.digest in self.done:
+        if not self.executor.check or action.digest in self.executor.done:
             return FinishedStep(step, "cached", cached)
-        self._build(step, action, before, load, compare_with=cached)
-        self.done.add(action.digest)
+        self._build(step, action, before, compare_with=cached)
+        self.executor.done.add(action.digest)
         return FinishedStep(step, "checked", cached)
 
-    def _build(
-        self,
-        step: Step,
-        action: Action,
-        before: Record | None,
-        load: Mapping[str, Any],
-        *,
-        compare_with: Record | None,
-    ) -> Record:
-        if before is not None:
-            self.cache.check(before.artifact)
-        with self.cache.staging(action, keep_failed=self.keep_failed) as staging:
+    def _build(self, step: Step, action: Action, before: Record | None, *, compare_with: Record | None) -> Record:
+        rebuild, keep_failed = self.executor.rebuild, self.executor.keep_failed
+        if step.weights == "symbolic" and not rebuild and reads_weights(action, self.cache):
+            raise WeightValueRead("it looks at weights, an earlier run found", where=f"{step.id} {step.name}")
+        with (
+            self.group.turn(heavy=step.weights == "carried"),
+            self.cache.staging(action, keep_failed=keep_failed) as staging,
+        ):
+            self.listener.started(step)
+            if before is not None:
+                self.cache.check(before.artifact)
+            base = None if rebuild or compare_with is not None else self._bound_without_loras(step, before)
             try:
-                worker = self._run_worker(step, before, load, staging)
+                worker = self._run_worker(step, before, base, staging)
                 check_expectations(step, worker.value)
             except PassError as error:
-                kept = f"\n  what it wrote is kept in {staging.path}-failed" if self.keep_failed else ""
+                if isinstance(error, WeightValueRead):
+                    remember_reading(action, self.cache)
+                kept = f"\n  what it wrote is kept in {staging.path}-failed" if keep_failed else ""
                 place = f"{step.id} {step.name}" + (f" at {error.where}" if error.where else "")
-                raise PassError(error.what, where=place, remedy=(error.remedy or "") + kept or None) from error
+                raise type(error)(error.what, where=place, remedy=(error.remedy or "") + kept or None) from error
             if compare_with is not None:
                 _compare(step, staging.tree_digest(), compare_with)
                 return compare_with
-            if self.rebuild:
+            if rebuild:
                 self.cache.forget(action)
             built = {
                 "seconds": round(worker.seconds, 3),
@@ -153,13 +207,24 @@ class Executor:
             }
             return staging.publish(worker.value, built)
 
-    def _run_worker(self, step: Step, before: Record | None, load: Mapping[str, Any], staging: Staging) -> WorkerResult:
+    def _bound_without_loras(self, step: Step, before: Record | None) -> Record | None:
+        """The same model without LoRAs, if it is cached: what they do not touch is copied from there."""
+        if step.weights != "bound" or not step.loras or before is None:
+            return None
+        record = self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
+        if record is not None:
+            self.cache.check(record.artifact)
+        return record
+
+    def _run_worker(self, step: Step, before: Record | None, base: Record | None, staging: Staging) -> WorkerResult:
         request = {
             "pass": step.spec.pass_name,
             "base": str(step.base.absolute()),
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
-            "checkpoint": load,
+            "base_model": str(base.artifact.path.absolute()) if base else None,
+            "symbolic": step.weights == "symbolic",
+            "checkpoint": step.load,
             "loras": [{"path": str(lora.path.absolute()), "scale": lora.scale} for lora in step.loras],
             "config": step.config,
             "out": str(staging.files.absolute()),
@@ -167,7 +232,7 @@ class Executor:
         with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
             log = Path(folder) / "log.txt"
             try:
-                return run_worker(
+                return self.group.run(
                     WORKER,
                     request,
                     log=log,
@@ -175,7 +240,7 @@ class Executor:
                     on_memory=lambda resident: self.listener.memory(step, resident),
                 )
             except PassError:
-                if self.keep_failed:
+                if self.executor.keep_failed:
                     shutil.copy(log, staging.path)
                 raise
 

@@ -6,84 +6,32 @@ imports neither torch nor onnx nor olive, and nothing leaves the machine.
 A step's key holds the digest of its *input's content*. So the key of a step is known only once the step before has been
 built; until then the plan says so. It also means that a step which gives the same bytes as last time ends the rebuild
 there.
+
+Where a chain's passes only move weights, they run without any: the first step's key holds the architecture in place of
+the checkpoint, so that all checkpoints and LoRAs share the graph, and BindWeights, the last step, fills it. Other
+chains carry their weights through every pass, and the plan's notes say why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sdflow import sources
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.passes import registry
-from sdflow.passes.base import Pass
 from sdflow.passes.user_pass import is_user_pass, user_script_files
+from sdflow.step import LoraFile, Step
 from sdflow.store import Cache, explain
 from sdflow.targets import ONNXRUNTIME_FLAVOURS
+from sdflow.weights.structure import ChainStep, why_weights_are_carried
 
-ACTION_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class LoraFile:
-    """A LoRA on disk: the digest of its content, its scale, and how the workflow calls it."""
-
-    reference: str
-    path: Path
-    sha256: str
-    scale: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one pipeline. `id` is stable between runs: `explain` compares the step with its last build by it."""
-
-    pipeline: str
-    submodel: str
-    index: int
-    spec: StepSpec
-    implementation: type[Pass[Any]]
-    config: Mapping[str, Any]
-    uses: Mapping[str, str]
-    user_scripts: tuple[str, ...]
-    loras: tuple[LoraFile, ...]
-
-    @property
-    def id(self) -> str:
-        return f"{self.pipeline}/{self.submodel}/{self.index}"
-
-    @property
-    def base(self) -> Path:
-        """The folder that a pass given by path is looked up from."""
-        return self.spec.base
-
-    @property
-    def name(self) -> str:
-        return self.spec.pass_name
-
-    def action(self, model: str | Mapping[str, Any], salt: str) -> Action:
-        """The step's action, given its input: a tree digest, or the identity of a checkpoint's submodel."""
-        return Action(
-            {
-                "format": ACTION_FORMAT,
-                "pass": {"name": self.implementation.name, "version": self.implementation.version},
-                "submodel": self.submodel,
-                "config": self.config,
-                "inputs": {
-                    "model": model,
-                    "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in self.loras],
-                },
-                "uses": self.uses,
-                "user_scripts": list(self.user_scripts),
-                "salt": salt,
-            }
-        )
+BIND_PASS = "BindWeights"
 
 
 @dataclass(frozen=True)
@@ -99,11 +47,15 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps of one submodel. `source` is None while the checkpoint is not on this machine."""
+    """The steps of one submodel. `ready`: its checkpoint and its LoRAs are on this machine.
+
+    carried: the same passes with the weights carried, for when one looks at a weight; empty if `steps` carry them.
+    """
 
     submodel: str
-    source: sources.SubmodelCheckpoint | None
+    ready: bool
     steps: tuple[Step, ...]
+    carried: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +71,10 @@ class PipelinePlan:
     def steps(self, cache: Cache) -> Iterator[PlannedStep]:
         """Each step as cached or to run, looked up in `cache` now."""
         for chain in self.chains:
-            yield from _look_up(chain, cache)
+            planned = list(_look_up(chain.steps, chain.ready, cache))
+            if any(each.action and each.record is None and reads_weights(each.action, cache) for each in planned):
+                planned = list(_look_up(chain.carried, chain.ready, cache))
+            yield from planned
 
 
 @dataclass(frozen=True)
@@ -187,6 +142,7 @@ def _plan_pipeline(
             loras.append(lora)
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
+    carried: dict[str, list[str]] = {}
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
         if checkpoint is not None and source is None:
@@ -196,11 +152,44 @@ def _plan_pipeline(
                 )
             notes.append(f"the checkpoint has no {submodel}: it is left out")
             continue
-        steps = tuple(_step(pipeline, submodel, index, spec, loras, cache) for index, spec in enumerate(specs))
-        if missing_loras and any(step.implementation.takes_loras for step in steps):
-            source = None
-        chains.append(Chain(submodel, source, steps))
+        chain, why = _chain(pipeline, submodel, specs, source, loras, cache)
+        if missing_loras and any(step.implementation.takes_loras for step in (*chain.steps, *chain.carried)):
+            chain = replace(chain, ready=False)
+        chains.append(chain)
+        if why is not None:
+            carried.setdefault(why, []).append(submodel)
+    for why, submodels in carried.items():
+        notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes))
+
+
+def _chain(
+    pipeline: Pipeline,
+    submodel: str,
+    specs: Sequence[StepSpec],
+    source: sources.SubmodelCheckpoint | None,
+    loras: Sequence[LoraFile],
+    cache: Cache,
+) -> tuple[Chain, str | None]:
+    """The chain, and why it carries its weights, if it does."""
+
+    def make(index: int, spec: StepSpec) -> Step:
+        return _step(pipeline, submodel, index, spec, source, loras, cache)
+
+    carried = tuple(make(index, spec) for index, spec in enumerate(specs))
+    ready = source is not None
+    why = why_weights_are_carried([ChainStep(step.implementation, step.config) for step in carried])
+    if pipeline.carry_weights:
+        why = "the workflow says carry_weights: true"
+    if why is not None:
+        return Chain(submodel, ready, carried), why
+    kept = [step for step in carried if not step.implementation.takes_loras]
+    symbolic = [replace(step, index=index, weights="symbolic") for index, step in enumerate(kept)]
+    last = specs[-1]
+    bind = make(len(symbolic), StepSpec(BIND_PASS, options={}, expect={}, mark=last.mark, base=last.base))
+    merges = len(kept) < len(carried)
+    steps = (*symbolic, replace(bind, weights="bound", loras=bind.loras if merges else ()))
+    return Chain(submodel, ready, steps, carried), None
 
 
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
@@ -216,7 +205,13 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
 
 
 def _step(
-    pipeline: Pipeline, submodel: str, index: int, spec: StepSpec, loras: Sequence[LoraFile], cache: Cache
+    pipeline: Pipeline,
+    submodel: str,
+    index: int,
+    spec: StepSpec,
+    source: sources.SubmodelCheckpoint | None,
+    loras: Sequence[LoraFile],
+    cache: Cache,
 ) -> Step:
     base = spec.base
     implementation = registry.find_pass(spec.pass_name, base)
@@ -231,24 +226,34 @@ def _step(
         uses={name: distribution_version(name) for name in implementation.uses},
         user_scripts=tuple(sorted(cache.stat.digest(path) for path in scripts)),
         loras=tuple(loras) if implementation.takes_loras else (),
+        source=source,
     )
 
 
-def _look_up(chain: Chain, cache: Cache) -> Iterator[PlannedStep]:
-    model: str | Mapping[str, Any] | None = chain.source.identity if chain.source else None
-    waiting = "its checkpoint or a LoRA is not downloaded yet"
-    for step in chain.steps:
-        if model is None:
+def remember_reading(action: Action, cache: Cache) -> None:
+    """Note that a pass that ran without weights looked at one: the next run goes on with the weights at once."""
+    cache.remember_step(f"reads weights/{action.digest}", action)
+
+
+def reads_weights(action: Action, cache: Cache) -> bool:
+    """Whether that is noted of this action."""
+    return cache.last_action(f"reads weights/{action.digest}") == action
+
+
+def _look_up(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedStep]:
+    before: str | None = None
+    waiting = None if ready else "its checkpoint or a LoRA is not downloaded yet"
+    for step in steps:
+        if waiting is not None:
             yield PlannedStep(step, "to run", None, None, (waiting,))
             continue
-        action = step.action(model, cache.salt)
+        action = step.action(before, cache.salt)
         record = cache.lookup(action)
         if record is not None:
             yield PlannedStep(step, "cached", action, record, ())
-            model = record.artifact.digest
+            before = record.artifact.digest
         else:
             yield PlannedStep(step, "to run", action, None, why_not_cached(step, action, cache))
-            model = None
             waiting = "its input is built by the step before"
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import assemble
-from sdflow.config.workflow import Workflow
+from sdflow.config.workflow import StepSpec, Workflow
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener
+from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.store import Cache
 
@@ -28,6 +29,7 @@ class RunOptions:
     evaluate: bool = True
     require_target: bool = False
     keep_failed: bool = False
+    jobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,14 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
     """
     started = time.perf_counter()
     plan = make_plan(workflow, cache, download=True)
-    executor = Executor(cache, listener, rebuild=options.rebuild, check=options.check, keep_failed=options.keep_failed)
+    executor = Executor(
+        cache,
+        listener,
+        rebuild=options.rebuild,
+        check=options.check,
+        keep_failed=options.keep_failed,
+        jobs=options.jobs,
+    )
     with cache.lease():
         finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
     return RunResult(tuple(finished), time.perf_counter() - started)
@@ -95,9 +104,20 @@ def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) 
         "target": plan.pipeline.target,
         "model": plan.pipeline.model,
         "checkpoint": plan.checkpoint.provenance if plan.checkpoint else None,
-        "loras": [{"reference": lora.reference, "sha256": lora.sha256, "scale": lora.scale} for lora in plan.loras],
+        "allow_pickle": plan.pipeline.allow_pickle,
+        "carry_weights": plan.pipeline.carry_weights,
+        "loras": [
+            {
+                "reference": lora.reference,
+                "weight_name": spec.weight_name,
+                "sha256": lora.sha256,
+                "scale": lora.scale,
+            }
+            for spec, lora in zip(plan.pipeline.loras, plan.loras, strict=True)
+        ],
         "submodels": {
             submodel: {
+                "passes": [_as_written(spec) for spec in plan.pipeline.submodels[submodel]],
                 "steps": [
                     {
                         "pass": result.step.name,
@@ -107,8 +127,14 @@ def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) 
                         "facts": result.record.facts,
                     }
                     for result in chain
-                ]
+                ],
             }
             for submodel, chain in steps.items()
         },
     }
+
+
+def _as_written(spec: StepSpec) -> dict[str, Any]:
+    """A step as the workflow has it, for `sdflow.bake`; the path of a user's pass made absolute."""
+    name = str((spec.base / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
+    return {"pass": name, "options": dict(spec.options)}

@@ -67,12 +67,13 @@ def run_worker(
     log: Path,
     on_phase: Callable[[str], None] = lambda phrase: None,
     on_memory: Callable[[int], None] = lambda rss: None,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and wait for its result.
 
     log: file that takes everything the worker prints.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
-        from another thread.
+        from another thread. on_start: called with the process; what it raises ends the worker.
 
     Raises the SdflowError that the worker raised, OSError when it met a full disk, or PassError when it crashed or was
     killed. Whatever ends this call, the worker process is gone when it returns.
@@ -91,6 +92,7 @@ def run_worker(
         assert process.stdin is not None
         assert process.stdout is not None
         with _ended_at_exit(process), _memory_watched(process.pid, on_memory):
+            on_start(process)
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()

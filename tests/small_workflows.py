@@ -13,7 +13,8 @@ import yaml
 from sdflow.config import load_workflow
 from sdflow.execute import Executor, FinishedStep
 from sdflow.passes import registry
-from sdflow.plan import Plan, Step, make_plan
+from sdflow.plan import Plan, make_plan
+from sdflow.step import Step
 from sdflow.store import Cache
 
 TESTS = Path(__file__).parent

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from small_workflows import Bench
+from small_workflows import SMALL_PASSES, Bench, Events
 
 from sdflow.errors import PassError, VerificationError
+from sdflow.step import Step
 
 Chain = Callable[..., list[dict[str, Any]]]
 
@@ -176,3 +178,71 @@ def test_an_interrupted_run_leaves_nothing_and_the_next_goes_on(bench: Bench, ch
     bench.ran()
     bench.run(bench.workflow(chain(1, sleep=0)))
     assert bench.ran() == ["Append", "Append"], "the conversion that was finished is kept"
+
+
+def two_chains(bench: Bench, **second: Any) -> Path:
+    """A workflow of two chains that wait for half a minute, the second one with these options instead."""
+    waiting = {"pass": f"{SMALL_PASSES}:Convert", "sleep": 30}
+    chains = {"unet": waiting, "text_encoder": {**waiting, **second}}
+    return bench.workflow([], submodels={name: {"passes": [step]} for name, step in chains.items()})
+
+
+def test_ctrl_c_ends_two_running_workers_at_once_and_leaves_nothing(bench: Bench) -> None:
+    cache = bench.folder / "cache"
+    command = [sys.executable, "-m", "sdflow", "run", str(two_chains(bench)), "--cache", str(cache), "--jobs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
+    traces = bench.folder / "ran"
+    end = time.monotonic() + 30
+    while not (traces.exists() and len(list(traces.iterdir())) == 2):
+        assert time.monotonic() < end
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not any(worker.is_running() for worker in workers)
+    assert list((cache / "v1/staging").iterdir()) == []
+
+
+def test_a_failing_chain_stops_the_others(bench: Bench) -> None:
+    begun = time.monotonic()
+    with pytest.raises(PassError, match=r"small/text_encoder/0 .*told to fail"):
+        bench.run(two_chains(bench, sleep=2, fail=True), jobs=2)
+    assert time.monotonic() - begun < 25
+    assert bench.ran() == ["Convert", "Convert"]
+    assert psutil.Process().children() == []
+    assert list((bench.folder / "cache/v1/staging").iterdir()) == []
+
+
+class Counter(Events):
+    """Counts the workers, a few times a second."""
+
+    most = 0
+
+    def memory(self, step: Step, resident: int) -> None:
+        self.most = max(self.most, len(psutil.Process().children()))
+
+
+def test_chains_that_carry_weights_run_one_after_the_other_unless_jobs_says_otherwise(bench: Bench) -> None:
+    for jobs, workers in ((None, 1), (2, 2)):
+        counting = Bench(bench.folder, Counter())
+        counting.run(two_chains(bench, sleep=1), "unet.passes.0.sleep=1", rebuild=True, jobs=jobs)
+        assert counting.events.most == workers  # type: ignore[attr-defined]
+
+
+def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Chain) -> None:
+    path = bench.workflow(chain())
+    (pipeline,) = bench.plan(path).pipelines
+    (first, *_) = pipeline.steps(bench.cache)
+    assert first.action is not None
+    command = [sys.executable, "-m", "sdflow", "run", str(path), "--cache", str(bench.folder / "cache")]
+    with bench.cache.lock(first.action):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
+        assert process.stderr is not None
+        assert "another process is building it" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 130

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from small_lora import write_lora
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "workflows/tiny_cpu.yaml"
@@ -111,6 +112,7 @@ def test_plan_and_explain_tell_what_changes(shell: Shell, first: Any) -> None:
     assert reasons == {
         "tiny_cpu/unet/0": ["option target_opset: 17 -> 16"],
         "tiny_cpu/unet/1": ["its input is built by the step before"],
+        "tiny_cpu/unet/2": ["its input is built by the step before"],
     }
 
 
@@ -125,7 +127,7 @@ def test_another_target_reuses_the_conversions_and_says_that_it_was_not_measured
         "evaluate.image=null",
     )
     (cuda,) = shell.json("run", str(TINY), "--target", "cuda", *only_text_encoder, *more)["pipelines"]
-    assert [step["outcome"] for step in cuda["steps"]] == ["cached", "built", "built"]
+    assert [step["outcome"] for step in cuda["steps"]] == ["cached", "built", "built", "built"]
     assert not cuda["evaluation"]["measured"]
     assert "CUDAExecutionProvider" in cuda["evaluation"]["reason"]
     required = shell.run("run", str(TINY), "--target", "cuda", *only_text_encoder, *more, "--require-target")
@@ -152,8 +154,62 @@ def test_a_new_onnxruntime_rebuilds_only_the_passes_that_use_it(
     finally:
         shutil.rmtree(metadata)
     stale = {step["pass"] for step in steps if step["state"] == "to run"}
-    assert stale == {"OrtTransformersOptimization"}
-    assert all("uses onnxruntime: 1." in step["reasons"][0] for step in steps if step["reasons"])
+    assert stale == {"OrtTransformersOptimization", "BindWeights"}
+    reasons = {step["reasons"][0].partition(" -> ")[0] for step in steps if step["reasons"]}
+    assert len(reasons) == 2
+    assert any(reason.startswith("uses onnxruntime: 1.") for reason in reasons)
+    assert "its input is built by the step before" in reasons
+
+
+def test_a_lora_executes_only_bindweights_of_unet_and_text_encoder(shell: Shell, first: Any, baked: Any) -> None:
+    built = {step["step"]: step["pass"] for step in baked["steps"] if step["outcome"] == "built"}
+    assert built == {"ink/text_encoder/2": "BindWeights", "ink/unet/2": "BindWeights"}
+    assert {step["facts"]["touched"] for step in baked["steps"] if step["step"] in built} == {4, 32}
+
+
+@pytest.fixture(scope="module")
+def baked(shell: Shell, first: Any) -> Any:
+    """A LoRA in the first run's pipeline, by `sdflow bake`."""
+    lora = write_lora(shell.folder / "ink.safetensors")
+    arguments = ("--base", "pipelines/tiny_cpu", "--lora", f"{lora}:0.8", "--out", "baked/ink")
+    return shell.json("bake", *arguments)["pipeline"]
+
+
+def test_bake_gives_what_the_workflow_gives(shell: Shell, baked: Any) -> None:
+    workflow = shell.folder / "ink.yaml"
+    workflow.write_text(f"extends: {TINY}\nloras: [{{file: ink.safetensors, scale: 0.8}}]\n")
+    (pipeline,) = shell.json("run", str(workflow), "--no-evaluate")["pipelines"]
+    assert {step["outcome"] for step in pipeline["steps"]} == {"cached"}
+    assert [step["artifact"] for step in pipeline["steps"]] == [step["artifact"] for step in baked["steps"]]
+    manifests = [json.loads((shell.folder / at / "ink/sdflow.json").read_text()) for at in ("baked", "pipelines")]
+    assert manifests[0] == manifests[1]
+
+
+def test_bake_says_a_line_for_each_submodel(shell: Shell, baked: Any) -> None:
+    done = shell.run("bake", "--base", "baked/ink", "--lora", "ink.safetensors:0", "--out", "baked/more")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert "LoRAs in 32 weights" in lines["unet"], "the base's own LoRA stays"
+    assert "from the cache" in lines["vae_decoder"]
+
+
+@pytest.mark.parametrize(
+    ("base", "lora", "says"),
+    [
+        ("absent", "ink.safetensors", "this is no pipeline of sdflow"),
+        ("home", "ink.safetensors", "Build one: sdflow run"),
+        ("pipelines/tiny_cpu", "gone.safetensors:0.5", "there is no file or folder 'gone.safetensors'"),
+        ("pipelines/tiny_cpu", r"C:\ink.safetensors", r"C:\\ink.safetensors"),
+    ],
+)
+def test_bake_without_a_pipeline_or_a_lora_ends_in_status_2(
+    shell: Shell, baked: Any, base: str, lora: str, says: str
+) -> None:
+    done = shell.run("bake", "--base", base, "--lora", lora, "--out", "baked/other")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (shell.folder / "baked/other").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,15 @@ Overrides = Annotated[
     typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
 ]
 CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        min=1,
+        help="Steps that may run at a time, memory permitting. Default: 2, and 1 for steps that carry weights.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
@@ -64,6 +73,7 @@ def run(
     keep_failed: Annotated[
         bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
     ] = False,
+    jobs: Jobs = None,
     results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and pictures.")] = Path(
         "results"
     ),
@@ -84,10 +94,40 @@ def run(
         evaluate=evaluate,
         require_target=require_target,
         keep_failed=keep_failed,
+        jobs=jobs,
     )
     with progress_view() as listener:
         result = run_workflow(_load(workflow, overrides, target), _cache(cache), options, listener)
     print_run(result, as_json=json)
+
+
+@app.command()
+def bake(
+    base: Annotated[
+        Path, typer.Option("--base", help="A pipeline folder that sdflow built; LoRAs that it has stay.", metavar="DIR")
+    ],
+    lora: Annotated[
+        list[str],
+        typer.Option(
+            "--lora",
+            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
+            metavar="FILE:SCALE",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder of the new pipeline.", metavar="DIR")],
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
+    jobs: Jobs = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""
+    from sdflow.bake import bake as bake_pipeline
+    from sdflow.cli.progress import progress_view
+    from sdflow.report import print_bake
+
+    with progress_view() as listener:
+        result = bake_pipeline(base, lora, out, _cache(cache), listener, copy=copy, jobs=jobs)
+    print_bake(result, as_json=json)
 
 
 @app.command()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sdflow.execute import FinishedStep, Listener
-from sdflow.plan import Step
 from sdflow.report.units import megabytes, seconds
+from sdflow.step import Step
 
 
 @contextmanager
@@ -24,21 +24,34 @@ def progress_view() -> Iterator[Listener]:
 
 
 class PlainLines:
-    """One line when a step begins to run and one when it ends: for CI logs and files."""
+    """A line for each phase of a step and one when it ends: for CI logs and files.
+
+    A phase that tells how far it is ("weights: 0.4 of 1.7 GB") is said again every few seconds only.
+    """
+
+    AGAIN_SECONDS = 5.0
 
     def __init__(self) -> None:
         self._begun: dict[str, float] = {}
+        self._said: dict[str, tuple[str, float]] = {}
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")  # in one piece: steps run side by side
+        sys.stderr.flush()
 
     def note(self, text: str) -> None:
         self._say(text)
 
     def started(self, step: Step) -> None:
         self._begun[step.id] = time.perf_counter()
+        self._said.pop(step.id, None)
 
     def phase(self, step: Step, phrase: str) -> None:
+        name, now = phrase.partition(":")[0], time.perf_counter()
+        last, then = self._said.get(step.id, ("", 0.0))
+        if name == last and now - then < self.AGAIN_SECONDS:
+            return
+        self._said[step.id] = name, now
         self._say(f"{step.pipeline} {step.submodel} {step.name}: {phrase}")
 
     def memory(self, step: Step, resident: int) -> None:
@@ -55,7 +68,7 @@ class PlainLines:
 
 
 class LiveView(PlainLines):
-    """A spinner line with elapsed time, memory and phase for the running step, above it a line per finished step."""
+    """A spinner line with elapsed time, memory and phase per running step, above them a line per finished step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +77,7 @@ class LiveView(PlainLines):
 
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8, transient=True)
-        self._step: Step | None = None
-        self._phrase = ""
-        self._resident = 0
+        self._running: dict[str, _Running] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -78,27 +89,44 @@ class LiveView(PlainLines):
 
     def started(self, step: Step) -> None:
         super().started(step)
-        self._step, self._phrase, self._resident = step, "starting", 0
+        # A chain runs one step at a time: a step takes the place of what its submodel did before.
+        self._running[step.submodel] = _Running(step)
 
     def phase(self, step: Step, phrase: str) -> None:
-        self._phrase = phrase
+        if step.submodel in self._running:
+            self._running[step.submodel].phrase = phrase
 
     def memory(self, step: Step, resident: int) -> None:
-        self._resident = resident
+        if step.submodel in self._running:
+            self._running[step.submodel].resident = resident
 
     def finished(self, result: FinishedStep) -> None:
-        self._step = None
+        self._running.pop(result.step.submodel, None)
         super().finished(result)
 
     def _render(self):  # type: ignore[no-untyped-def]
-        from rich.spinner import Spinner
+        from rich.console import Group
+
+        return Group(*(self._line(each) for each in list(self._running.values())))
+
+    def _line(self, running: _Running):  # type: ignore[no-untyped-def]
         from rich.text import Text
 
-        step = self._step
-        if step is None:
-            return Text("")
+        step = running.step
         elapsed = seconds(time.perf_counter() - self._begun[step.id])
-        memory = megabytes(self._resident) if self._resident else ""
-        return Spinner(
-            "dots", Text(f"{step.pipeline} {step.submodel} {step.name}  {elapsed}  {memory}  {self._phrase}")
-        )
+        memory = megabytes(running.resident) if running.resident else ""
+        place = f"{step.pipeline} {step.submodel} {step.name}"
+        running.spinner.update(text=Text(f"{place}  {elapsed}  {memory}  {running.phrase}"))
+        return running.spinner
+
+
+class _Running:
+    """What is shown of a step that runs."""
+
+    def __init__(self, step: Step) -> None:
+        from rich.spinner import Spinner
+
+        self.step = step
+        self.phrase = "starting"
+        self.resident = 0
+        self.spinner = Spinner("dots")

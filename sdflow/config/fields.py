@@ -31,6 +31,8 @@ WORKFLOW: Mapping[str, str] = {
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",
+    "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
+    "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
 }
 OVERLAY: Mapping[str, str] = {

@@ -70,6 +70,7 @@ class _Loader:
         self.overrides = overrides
         self.problems = problems
         self.allow_pickle = self._flag("allow_pickle")
+        self.carry_weights = self._flag("carry_weights")
         self._targets: dict[str, _ForTarget] = {}
         self._models: dict[int, str | None] = {}
         self._loras: dict[int, tuple[LoraSpec, ...]] = {}
@@ -111,6 +112,7 @@ class _Loader:
             },
             evaluate=common.evaluate,
             allow_pickle=self.allow_pickle,
+            carry_weights=self.carry_weights,
         )
 
     def _flag(self, key: str) -> bool:

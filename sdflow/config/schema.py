@@ -81,6 +81,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "matrix": _ref("matrix"),
             "submodels": _ref("submodels"),
             "evaluate": evaluate,
+            "carry_weights": {"type": "boolean"},
             "allow_pickle": {"type": "boolean"},
         },
     )

@@ -92,6 +92,7 @@ class Pipeline:
     submodels: Mapping[str, tuple[StepSpec, ...]]
     evaluate: EvaluateSpec
     allow_pickle: bool = False
+    carry_weights: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,10 @@ class PassInputs:
     """What a pass reads.
 
     model: the directory of the step before (`model.onnx`, ...), or None for the first step.
-    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON; empty for later steps,
-        whose cache key knows nothing of the checkpoint: they find the architecture in the artifact's `config.json`.
+    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON; empty for later steps
+        but BindWeights: their cache key knows nothing of the checkpoint, they find the architecture in `config.json`.
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
+    base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
     progress: call it with a short phrase when a new phase begins.
     """
 
@@ -53,6 +54,7 @@ class PassInputs:
     model: Path | None
     checkpoint: Mapping[str, Any]
     loras: tuple[LoraInput, ...] = ()
+    base: Path | None = None
     progress: Callable[[str], None] = field(default=lambda phrase: None)
 
 

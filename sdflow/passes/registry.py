@@ -26,6 +26,9 @@ OWN = {
 }
 """Name -> module, in the order of a usual chain. The class has the pass's name."""
 
+APPENDED = {"BindWeights": "sdflow.passes.bind_weights"}
+"""Those that sdflow itself puts at the end of a chain."""
+
 
 @dataclass(frozen=True)
 class OptionInfo:
@@ -54,6 +57,8 @@ class _Catalog:
         return [*OWN, *(name for name in olive_names() if name not in OWN)]
 
     def find(self, name: str, base: Path) -> PassInfo:
+        if name in APPENDED:
+            raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
         found = find_pass(name, base)
         return PassInfo(name=name, accepts=found.accepts, takes_loras=found.takes_loras, options=found.Config)
 
@@ -68,8 +73,8 @@ def find_pass(name: str, base: Path) -> type[Pass[Any]]:
 
     Raises PassNotFound with the reason: unknown (and the nearest name), not usable in a chain, or a faulty script.
     """
-    if name in OWN:
-        return getattr(import_module(OWN[name]), name)  # type: ignore[no-any-return]
+    if module := (OWN | APPENDED).get(name):
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
     if is_user_pass(name):
         try:
             return load_user_pass(name, base)
@@ -90,7 +95,7 @@ def describe(name: str, base: Path) -> PassDescription:
     """What `sdflow passes` shows of a pass. Raises PassNotFound."""
     found = find_pass(name, base)
     summary = (found.__doc__ or "").strip().split("\n")[0]
-    origin = "sdflow" if name in OWN else name.partition(":")[0] if is_user_pass(name) else "olive"
+    origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
     options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
     return PassDescription(name, origin, found.accepts, summary, options)
 

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE
 from sdflow.passes import registry
 from sdflow.passes.base import LoraInput, PassInputs
+from sdflow.weights.structure import without_weights, write_parameters
 from sdflow.workers import serve_request
 
 
 def run_pass(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass. The request names it, its options and where its input lies; returns the pass's facts."""
+    """Run one pass. The request names it, its options and where its input lies; returns the pass's facts.
+
+    symbolic: the pass runs without weights and leaves a structure. Raises WeightValueRead when it looked at one.
+    """
     implementation = registry.find_pass(request["pass"], Path(request["base"]))
     inputs = PassInputs(
         submodel=request["submodel"],
         model=Path(request["model"]) if request["model"] else None,
         checkpoint=request["checkpoint"],
         loras=tuple(LoraInput(Path(lora["path"]), lora["scale"]) for lora in request["loras"]),
+        base=Path(request["base_model"]) if request.get("base_model") else None,
         progress=phase,
     )
+    symbolic = bool(request.get("symbolic"))
     out = Path(request["out"])
-    facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+    with without_weights() if symbolic else nullcontext():
+        facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+    if symbolic and inputs.model is None:
+        write_parameters(inputs.submodel, inputs.checkpoint["config"], out)
     if inputs.model is not None and not (out / CONFIG_FILE).exists() and (inputs.model / CONFIG_FILE).exists():
         shutil.copyfile(inputs.model / CONFIG_FILE, out / CONFIG_FILE)  # the architecture stays with the graph
     return facts

@@ -88,6 +88,22 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
     print(f"{ran} of {len(every)} steps ran, the others came from the cache; {seconds(result.seconds)} in all")
 
 
+def print_bake(result: PipelineResult, *, as_json: bool) -> None:
+    """A line for each submodel: whether it was built, its time, how many weights the LoRAs changed."""
+    if as_json:
+        print_json("bake", {"pipeline": _pipeline_json(result)})
+        return
+    for submodel, chain in result.steps.items():
+        ran = [step for step in chain if step.outcome != "cached"]
+        last = chain[-1].record
+        took = f"built in {seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"
+        touched = next((step.record.facts["touched"] for step in chain if "touched" in step.record.facts), 0)
+        print(f"{submodel:15} {took}, LoRAs in {touched} weights, {megabytes(last.artifact.bytes)}")
+    for note in result.plan.notes:
+        print(f"  {note}")
+    print(f"pipeline: {result.folder}")
+
+
 def _print_steps(pipeline: PipelineResult) -> None:
     rows = []
     for submodel, chain in pipeline.steps.items():

@@ -128,15 +128,21 @@ class Cache:
                 lock.release()
 
     @contextmanager
-    def lock(self, action: Action, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    def lock(
+        self,
+        action: Action,
+        waiting: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
 
-        waiting: called once if another process holds it. Raises CacheError if the cache cannot be written.
+        waiting: called once if another process holds it. meanwhile: called again and again until it lets go; what that
+        raises ends the waiting. Raises CacheError if the cache cannot be written.
         """
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
-                stack.enter_context(held(self._layout.lock(action.digest), waiting))
+                stack.enter_context(held(self._layout.lock(action.digest), waiting, meanwhile))
             yield
 
     def forget(self, action: Action) -> None:

@@ -56,6 +56,10 @@ def _name(path: Leaf) -> str:
             return "loras"
         case ("inputs", "model"):
             return "output of the step before"
+        case ("inputs", "model", "architecture"):
+            return "architecture"
+        case ("inputs", "checkpoint", *rest):
+            return f"checkpoint {_dotted(rest)}".strip()
         case ("inputs", "model", *rest):
             return f"checkpoint {_dotted(rest)}"
         case ("uses", distribution):

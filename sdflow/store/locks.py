@@ -33,15 +33,29 @@ def try_lock(path: Path) -> BaseFileLock | None:
 
 
 @contextmanager
-def held(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock at `path`. `waiting` is called once if another process has it."""
+def held(
+    path: Path, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold the lock at `path`. If another process has it, `waiting` is called once, and `meanwhile` again and again:
+    what that raises ends the waiting."""
     lock = try_lock(path)
     if lock is None:
         if waiting:
             waiting()
-        lock = file_lock(path)
-        lock.acquire()
+        lock = _acquired(file_lock(path), meanwhile)
     try:
         yield
     finally:
         lock.release()
+
+
+def _acquired(lock: BaseFileLock, meanwhile: Callable[[], None]) -> BaseFileLock:
+    from filelock import Timeout
+
+    while True:
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            meanwhile()
+        else:
+            return lock

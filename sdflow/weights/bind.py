@@ -20,8 +20,7 @@ from sdflow.errors import PassError
 from sdflow.passes.base import LoraInput
 from sdflow.passes.graph_facts import graph_facts, tensor_bytes
 from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
-from sdflow.weights.structure import RECIPES_FILE, Recipes, read_recipes
-from sdflow.weights.stubs import is_stub
+from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +36,7 @@ THREADS = min(4, os.cpu_count() or 1)
 class BindRequest:
     """What `bind` needs.
 
-    structure: a directory that `build_structure` wrote. checkpoint: as `open_checkpoint` gives it (`load`).
+    structure: a directory that passes wrote `without_weights()`. checkpoint: as `open_checkpoint` gives it (`load`).
     loras: in the order of the workflow. base: a model bound from the same structure and checkpoint, with `base_loras`.
     progress: called now and then with the bytes written so far and the bytes in all.
     """
@@ -63,8 +62,9 @@ class _Job:
 def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
-    Returns the facts of the graph, `at_limit` (as OnnxFloatToFloat16 counts, if there is float16 and no base), and with
-    LoRAs `loras`, the weights that each touched, and `touched`.
+    Returns the facts of the graph, `computed`, the weights that were not copied from the base, `at_limit` (as
+    OnnxFloatToFloat16 counts, if there is float16 and no base), and with LoRAs `loras`, the weights that each touched,
+    and `touched`.
     Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that
     is damaged or a disk without room for the result.
     """
@@ -75,14 +75,14 @@ def bind(request: BindRequest, out: Path) -> Facts:
     from sdflow.weights.recipe import params
     from sdflow.weights.tensors import open_tensors
 
-    recipes = read_recipes(request.structure)
+    parameters = read_parameters(request.structure)
     model = onnx.load(str(request.structure / MODEL_FILE), load_external_data=False)
-    jobs, constants, size = _lay_out(model, recipes, request.structure)
+    jobs, constants, size = _lay_out(model, parameters, request.structure)
     _require_space(out, size)
-    loras = read_loras(request.submodel, request.loras, recipes.parameters)
-    touched = loras.touched | read_loras(request.submodel, request.base_loras, recipes.parameters).touched
+    loras = read_loras(request.submodel, request.loras, parameters)
+    touched = loras.touched | read_loras(request.submodel, request.base_loras, parameters).touched
     counts = AtLimit()
-    with open_tensors(request.submodel, request.checkpoint, recipes.parameters) as tensors:
+    with open_tensors(request.submodel, request.checkpoint, parameters) as tensors:
         data = out / WEIGHTS_FILE
         if request.base is not None:
             _require_same_layout(request.base, size)
@@ -98,9 +98,9 @@ def bind(request: BindRequest, out: Path) -> Facts:
         data.unlink()
     write_graph(model, out)
     for path in sorted(request.structure.iterdir()):
-        if path.name not in (MODEL_FILE, WEIGHTS_FILE, RECIPES_FILE):
+        if path.name not in (MODEL_FILE, WEIGHTS_FILE, PARAMETERS_FILE):
             shutil.copyfile(path, out / path.name)
-    facts = graph_facts(out / MODEL_FILE)
+    facts = {**graph_facts(out / MODEL_FILE), "computed": len(changed)}
     if "float16" in facts["dtypes"] and request.base is None:
         facts["at_limit"] = {"largest": counts.largest, "smallest": counts.smallest}
     if request.loras:
@@ -108,7 +108,9 @@ def bind(request: BindRequest, out: Path) -> Facts:
     return facts
 
 
-def _lay_out(model: Any, recipes: Recipes, structure: Path) -> tuple[list[_Job], list[tuple[int, bytes]], int]:
+def _lay_out(
+    model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path
+) -> tuple[list[_Job], list[tuple[int, bytes]], int]:
     """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values
     that are the graph's own, and the size of the data file."""
     from sdflow.passes.onnx_files import raw_values
@@ -117,14 +119,8 @@ def _lay_out(model: Any, recipes: Recipes, structure: Path) -> tuple[list[_Job],
     for tensor, movable in initializers_and_constants(model):
         length = tensor_bytes(tensor)
         external = movable and length >= INLINE_BELOW
-        if is_stub(tensor):
-            recipe = recipes.weights.get(tensor.name)
-            if recipe is None or recipe.shape != tuple(tensor.dims) or not movable:
-                raise PassError(
-                    f"has no recipe of shape {list(tensor.dims)} for {tensor.name}",
-                    where=str(structure / RECIPES_FILE),
-                    remedy="Build the structure again.",
-                )
+        recipe = read_recipe(tensor, parameters, str(structure / MODEL_FILE))
+        if recipe is not None:
             jobs.append(_Job(tensor, recipe, size if external else None))
         elif external:
             constants.append((size, raw_values(tensor, structure)))
@@ -208,9 +204,7 @@ def _values(job: _Job, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
     try:
         values = evaluate(job.recipe, tensors.read, counts)
     except ValueError as error:
-        raise PassError(
-            f"{job.tensor.name}: {error}", where=RECIPES_FILE, remedy="Build the structure again."
-        ) from error
+        raise PassError(f"the recipe of {job.tensor.name}: {error}", remedy=REMEDY) from error
     return np.ascontiguousarray(values)
 
 

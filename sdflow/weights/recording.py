@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from sdflow.errors import WeightValueRead
 from sdflow.weights import stubs
 from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
-from sdflow.weights.symbol import Symbol, WeightValueRead
+from sdflow.weights.symbol import Symbol
 
 # onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
 _PREFIXES = ("", "onnxruntime.transformers.")

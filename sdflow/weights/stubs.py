@@ -36,8 +36,8 @@ def stub_recipe(tensor: Any) -> Recipe:
     return from_json(json.loads(next(entry.value for entry in tensor.external_data if entry.key == _RECIPE)))
 
 
-def make_stub(tensor: Any, recipe: Recipe | None) -> None:
-    """Make a TensorProto a stub of the recipe's type and shape. None: a stub whose recipe is kept elsewhere."""
+def make_stub(tensor: Any, recipe: Recipe) -> None:
+    """Make a TensorProto a stub of the recipe's type and shape."""
     import numpy as np
     import onnx
 
@@ -48,7 +48,6 @@ def make_stub(tensor: Any, recipe: Recipe | None) -> None:
     tensor.data_location = onnx.TensorProto.EXTERNAL
     del tensor.external_data[:]
     tensor.external_data.add(key="location", value=STUB_LOCATION)
-    if recipe is not None:
-        tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype))
-        tensor.dims[:] = recipe.shape
-        tensor.external_data.add(key=_RECIPE, value=json.dumps(to_json(recipe), separators=(",", ":")))
+    tensor.data_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype))
+    tensor.dims[:] = recipe.shape
+    tensor.external_data.add(key=_RECIPE, value=json.dumps(to_json(recipe), separators=(",", ":")))

@@ -14,14 +14,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sdflow.errors import PassError
+from sdflow.errors import WeightValueRead
 from sdflow.weights.recipe import Constant, Join, Recipe, Reshape, Transpose, params
 
 Shape = tuple[int, ...]
-
-
-class WeightValueRead(PassError):
-    """A pass looked at the values of a weight, so its result may depend on them: the weights must be carried."""
 
 
 class Symbol:

@@ -16,9 +16,10 @@ from sdflow.passes.lora_merge import LoraMerge
 from sdflow.passes.olive import SILENCE
 from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
+from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import COMPONENT_OF
-from sdflow.weights.structure import ChainStep, StructureRequest, build_structure
+from sdflow.weights.structure import ChainStep, hollow
 
 os.environ.update(SILENCE)  # before anything imports olive
 
@@ -76,6 +77,21 @@ def synthetic(submodel: str, seed: int = 0) -> dict[str, Any]:
     return {"kind": "synthetic", "config": config_of(submodel), "seed": seed}
 
 
+def structure_request(submodel: str, step: ChainStep, model: Path | None, out: Path) -> dict[str, Any]:
+    """The worker's request to run a pass without weights."""
+    return {
+        "pass": step.implementation.name,
+        "base": ".",
+        "submodel": submodel,
+        "model": str(model) if model else None,
+        "symbolic": True,
+        "checkpoint": {} if model else hollow(config_of(submodel)),
+        "loras": [],
+        "config": step.implementation.Config(**step.config).model_dump(mode="json"),
+        "out": str(out),
+    }
+
+
 @dataclass(frozen=True)
 class Builder:
     """Builds small models, each distinct one once."""
@@ -83,11 +99,20 @@ class Builder:
     root: Path
 
     def structure(self, submodel: str, target: str) -> Path:
-        out = self.root / "structure" / submodel / target
-        if not out.exists():
-            out.mkdir(parents=True)
-            build_structure(StructureRequest(submodel, config_of(submodel), chain(submodel, target)), out)
-        return out
+        """What the passes give, one after the other, when they run without weights."""
+        model: Path | None = None
+        names = []
+        for step in chain(submodel, target):
+            if step.implementation.takes_loras:
+                continue
+            names.append(step.implementation.name)
+            out = self.root / "structure" / submodel / (target if model else "converted") / "-".join(names)
+            if not out.exists():
+                out.mkdir(parents=True)
+                run_pass(structure_request(submodel, step, model, out), lambda phrase: None)
+            model = out
+        assert model is not None
+        return model
 
     def carried(self, submodel: str, target: str, loras: Sequence[LoraInput] = (), seed: int = 0) -> Path:
         """What the chain's passes give when they carry the weights."""

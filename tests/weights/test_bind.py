@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from sdflow.errors import CheckpointError, PassError
 from sdflow.sources.checkpoint import file_stamp
 from sdflow.weights.bind import BindRequest, bind
-from sdflow.weights.structure import RECIPES_FILE, read_recipes
+from sdflow.weights.structure import PARAMETERS_FILE, read_parameters
+from sdflow.weights.stubs import is_stub
 from sdflow.weights.tensors import open_tensors
 from tests.weights.conftest import Builder, config_of, synthetic
 
@@ -31,7 +32,7 @@ def structure(built: Builder) -> Path:
 @pytest.fixture
 def weights(structure: Path) -> dict[str, np.ndarray]:
     """The small text encoder's tensors, by their keys."""
-    parameters = read_recipes(structure).parameters
+    parameters = read_parameters(structure)
     with open_tensors(SUBMODEL, synthetic(SUBMODEL), parameters) as tensors:
         return {key: tensors.read(key) for key in parameters}
 
@@ -113,38 +114,62 @@ def test_a_checkpoint_that_changed_since_it_was_opened_is_refused(
         bound(structure, load, tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", ["gone", "not JSON", "another format", "no recipe", "another shape"])
-def test_a_damaged_structure_is_refused(structure: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["gone", "not JSON", "a parameter less"])
+def test_damaged_shapes_of_the_parameters_are_refused(structure: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "structure"
     shutil.copytree(structure, copy)
-    path = copy / RECIPES_FILE
-    content = json.loads(path.read_text())
-    name = next(iter(content["weights"]))
-    if damage == "no recipe":
-        del content["weights"][name]
-    elif damage == "another shape":
-        recipe = content["weights"][name]
-        while "of" in recipe:
-            recipe = recipe["of"]
-        recipe["shape"] = [1]
-    content["format"] += damage == "another format"
-    path.write_text(path.read_text()[:-40] if damage == "not JSON" else json.dumps(content))
+    path = copy / PARAMETERS_FILE
     if damage == "gone":
         path.unlink()
-    with pytest.raises(PassError, match=RECIPES_FILE):
+    elif damage == "not JSON":
+        path.write_text(path.read_text()[:-40])
+    else:
+        shapes = json.loads(path.read_text())
+        del shapes["encoder.layers.0.mlp.fc1.bias"]
+        path.write_text(json.dumps(shapes))
+    with pytest.raises(PassError, match=r"parameters\.json|encoder.layers.0.mlp.fc1.bias"):
         bound(copy, synthetic(SUBMODEL), tmp_path / "out")
+
+
+def damaged_recipe(structure: Path, copy: Path, damage: Callable[[str], str]) -> Path:
+    """A copy of a structure in which the recipe of one stub is another."""
+    import onnx
+
+    shutil.copytree(structure, copy)
+    model = onnx.load(str(copy / "model.onnx"), load_external_data=False)
+    stub = next(
+        tensor
+        for tensor in model.graph.initializer
+        if is_stub(tensor) and any("encoder.layers.0.mlp.fc1.bias" in entry.value for entry in tensor.external_data)
+    )
+    for entry in stub.external_data:
+        if entry.key == "recipe":
+            changed = damage(entry.value)
+            assert changed != entry.value
+            entry.value = changed
+    (copy / "model.onnx").write_bytes(model.SerializeToString())
+    return copy
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda text: text[:-5], id="not JSON"),
+        pytest.param(lambda text: text.replace("param", "parma"), id="no recipe"),
+        pytest.param(lambda text: text.replace('"shape":[', '"shape":[2,'), id="another shape"),
+        pytest.param(lambda text: text.replace("fc1.bias", "fc3.bias"), id="no such parameter"),
+    ],
+)
+def test_a_damaged_recipe_is_refused(structure: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
+    with pytest.raises(PassError, match=r"model\.onnx.*recipe"):
+        bound(damaged_recipe(structure, tmp_path / "structure", damage), synthetic(SUBMODEL), tmp_path / "out")
 
 
 def test_a_recipe_that_names_another_weight_changes_the_result(
     structure: Path, tmp_path: Path, content: Content
 ) -> None:
-    """What `sdflow verify` finds by building the same cell with the weights carried."""
-    copy = tmp_path / "structure"
-    shutil.copytree(structure, copy)
-    text = (copy / RECIPES_FILE).read_text()
-    swapped = text.replace('"param": "encoder.layers.0.mlp.fc1.bias"', '"param": "encoder.layers.1.mlp.fc1.bias"')
-    assert swapped != text
-    (copy / RECIPES_FILE).write_text(swapped)
+    """Nothing but the digest of the artifact, or a build with the weights carried, can tell."""
+    copy = damaged_recipe(structure, tmp_path / "structure", lambda text: text.replace("layers.0", "layers.1"))
     damaged = bound(copy, synthetic(SUBMODEL), tmp_path / "a")
     sound = bound(structure, synthetic(SUBMODEL), tmp_path / "b")
     assert content(damaged) != content(sound)

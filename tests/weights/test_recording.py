@@ -7,12 +7,13 @@ import contextlib
 import numpy as np
 import pytest
 
+from sdflow.errors import WeightValueRead
 from sdflow.weights.faster_fusion import faster_fusion
 from sdflow.weights.recipe import Param
 from sdflow.weights.recording import recording
 from sdflow.weights.structure import ChainStep, why_weights_are_carried
 from sdflow.weights.stubs import is_recording, is_stub, make_stub, stub_recipe
-from sdflow.weights.symbol import Symbol, WeightValueRead
+from sdflow.weights.symbol import Symbol
 from tests.weights.conftest import chain
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sdflow.errors import WeightValueRead
 from sdflow.weights.recipe import Param, evaluate
-from sdflow.weights.symbol import Symbol, WeightValueRead
+from sdflow.weights.symbol import Symbol
 
 VALUES = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 

@@ -1,0 +1,128 @@
+"""`sdflow bake`: a pipeline that was built before, once more with LoRAs, for those who have no workflow.
+
+Everything else is as it was: the pipeline's sdflow.json says which checkpoint, target, passes and options.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdflow.assemble import MANIFEST_FILE, read_manifest
+from sdflow.config.fields import LORA_SUBMODELS
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, Workflow
+from sdflow.errors import UsageError
+from sdflow.execute import Listener
+from sdflow.passes import registry
+from sdflow.plan import make_plan
+from sdflow.run import PipelineResult, RunOptions, run_workflow
+from sdflow.store import Cache
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+def bake(
+    base: Path,
+    loras: Sequence[str],
+    out: Path,
+    cache: Cache,
+    listener: Listener,
+    *,
+    copy: bool = False,
+    jobs: int | None = None,
+) -> PipelineResult:
+    """Build the pipeline in the folder `base` with these LoRAs besides its own, each FILE or FILE:SCALE, as `out`.
+
+    Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
+    """
+    out = out.absolute()
+    if out.resolve() == base.resolve():
+        raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
+    manifest = read_manifest(base)
+    workflow = _workflow(base / MANIFEST_FILE, manifest, [parse_lora(text) for text in loras], out.name)
+    (plan,) = make_plan(workflow, cache, download=True).pipelines
+    if plan.checkpoint is None or plan.checkpoint.provenance != manifest["checkpoint"]:
+        raise UsageError(
+            f"the checkpoint {plan.pipeline.model} is not the one that this pipeline was built from",
+            where=str(base / MANIFEST_FILE),
+            remedy="Put back the files that it was built from, or run its workflow again, with these LoRAs.",
+        )
+    options = RunOptions(out=out.parent, results=out.parent, copy=copy, evaluate=False, jobs=jobs)
+    (result,) = run_workflow(workflow, cache, options, listener).pipelines
+    return result
+
+
+def parse_lora(text: str) -> LoraSpec:
+    """FILE or FILE:SCALE. The scale is what follows the last colon, if it is a number: C:\\ink.safetensors has none.
+
+    Raises UsageError when there is no such file or folder.
+    """
+    file, colon, number = text.rpartition(":")
+    scaled = bool(colon) and _NUMBER.fullmatch(number) is not None
+    reference, scale = (file, float(number)) if scaled else (text, 1.0)
+    mark = Mark(f"--lora {text}", 0, 0)
+    if not re.match("hf:", reference):
+        path = Path(reference).expanduser()
+        if not reference or not path.exists():
+            raise UsageError(
+                f"there is no file or folder {reference!r}",
+                where=str(mark),
+                remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder that holds one, or hf:owner/name.",
+            )
+        reference = str(path.absolute())
+    return LoraSpec(reference, scale, None, mark)
+
+
+def _workflow(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec], name: str) -> Workflow:
+    """The workflow of one pipeline that a manifest and further LoRAs amount to."""
+    mark = Mark(str(path), 0, 0)
+    try:
+        own = [LoraSpec(lora["reference"], lora["scale"], lora["weight_name"], mark) for lora in manifest["loras"]]
+        chains = {
+            submodel: tuple(
+                StepSpec(step["pass"], step["options"], {}, mark, path.parent.absolute()) for step in built["passes"]
+            )
+            for submodel, built in manifest["submodels"].items()
+        }
+        pipeline = Pipeline(
+            name=name,
+            model=_pinned(manifest["model"], manifest["checkpoint"]),
+            model_mark=mark,
+            target=manifest["target"],
+            loras=(*own, *loras),
+            submodels={submodel: _with_merge(submodel, chain) for submodel, chain in chains.items()},
+            evaluate=EvaluateSpec(latency=None, image=None),
+            allow_pickle=manifest["allow_pickle"],
+            carry_weights=manifest["carry_weights"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"does not say how the pipeline was built: {error}",
+            where=str(path),
+            remedy="Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again.",
+        ) from error
+    return Workflow(path, (), (pipeline,))
+
+
+def _pinned(model: str, provenance: Mapping[str, Any]) -> str:
+    """A checkpoint of the hub at the commit that was used."""
+    commit = provenance.get("commit")
+    return f"{model.partition('@')[0]}@{commit}" if commit else model
+
+
+def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:
+    """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
+    if submodel not in LORA_SUBMODELS:
+        return chain
+    if any(registry.find_pass(step.pass_name, step.base).takes_loras for step in chain):
+        return chain
+    first = chain[0]
+    if first.pass_name != "OnnxConversion":
+        raise UsageError(
+            f"the chain of {submodel} begins with {first.pass_name}: there is no place for LoRAs",
+            where=str(first.mark),
+            remedy="Put a pass that takes LoRAs into the chain in the pipeline's workflow, and run that.",
+        )
+    return (first, StepSpec("LoraMerge", {}, {}, first.mark, first.base), *chain[1:])

@@ -1,0 +1,98 @@
+"""A step of a plan: a pass with its options and its part of the input, and the key that all of it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sdflow import sources
+from sdflow.artifact import Action
+from sdflow.config.workflow import StepSpec
+from sdflow.passes.base import Pass
+from sdflow.sources.checkpoint import config_digest
+from sdflow.weights.structure import hollow
+
+ACTION_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA on disk: the digest of its content, its scale, and how the workflow calls it."""
+
+    reference: str
+    path: Path
+    sha256: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one pipeline. `id` is stable between runs: `explain` compares the step with its last build by it.
+
+    source: the submodel's checkpoint; None while it is not on this machine.
+    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
+    """
+
+    pipeline: str
+    submodel: str
+    index: int
+    spec: StepSpec
+    implementation: type[Pass[Any]]
+    config: Mapping[str, Any]
+    uses: Mapping[str, str]
+    user_scripts: tuple[str, ...]
+    loras: tuple[LoraFile, ...]
+    source: sources.SubmodelCheckpoint | None
+    weights: Literal["carried", "symbolic", "bound"] = "carried"
+
+    @property
+    def id(self) -> str:
+        return f"{self.pipeline}/{self.submodel}/{self.index}"
+
+    @property
+    def base(self) -> Path:
+        """The folder that a pass given by path is looked up from."""
+        return self.spec.base
+
+    @property
+    def name(self) -> str:
+        return self.spec.pass_name
+
+    def action(self, before: str | None, salt: str) -> Action:
+        """The step's action. before: the tree digest of the step before; None for the first step."""
+        assert self.source is not None, "a step whose checkpoint is not here has no key"
+        inputs: dict[str, Any] = {"model": before}
+        if before is None and self.weights == "symbolic":
+            inputs["model"] = {"architecture": config_digest(self.source.load["config"])}
+        elif before is None:
+            inputs["model"] = self.source.identity
+        if self.weights == "bound":
+            inputs["checkpoint"] = self.source.identity
+        inputs["loras"] = [{"sha256": lora.sha256, "scale": lora.scale} for lora in self.loras]
+        return Action(
+            {
+                "format": ACTION_FORMAT,
+                "pass": {"name": self.implementation.name, "version": self.implementation.version},
+                "submodel": self.submodel,
+                "config": self.config,
+                "inputs": inputs,
+                "uses": self.uses,
+                "user_scripts": list(self.user_scripts),
+                "salt": salt,
+                **({"weights": "symbolic"} if self.weights == "symbolic" else {}),
+            }
+        )
+
+    @property
+    def load(self) -> Mapping[str, Any]:
+        """How the pass loads the checkpoint (`PassInputs.checkpoint`)."""
+        assert self.source is not None, "planned with download=True"
+        if self.weights == "bound" or (self.index == 0 and self.weights == "carried"):
+            return self.source.load
+        return hollow(self.source.load["config"]) if self.index == 0 else {}
+
+    def without_loras(self) -> Step:
+        """The same step for the checkpoint alone."""
+        return replace(self, loras=())

@@ -1,0 +1,208 @@
+"""Structure once, weights in seconds: what a chain shares, when it carries its weights, and that both give the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from small_lora import write_lora
+from small_workflows import SMALL_PASSES, TESTS, Bench, Events
+
+from sdflow.errors import PassError, WorkflowError
+from sdflow.execute import FinishedStep
+from sdflow.step import Step
+
+TEXT_ENCODER = "small/text_encoder"
+OPTIMIZE = {"pass": "OrtTransformersOptimization", "model_type": "clip"}
+CHAIN = ({"pass": "OnnxConversion"}, {"pass": "LoraMerge"}, OPTIMIZE)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """The small text encoder's chain, built once; tests that follow find it in the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("shared")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv("PYTHONPATH", str(TESTS.parent))
+        bench = Bench(folder)
+        bench.run(workflow(bench))
+        bench.events.heard.clear()
+        yield bench
+
+
+def workflow(bench: Bench, *passes: dict[str, Any], **more: Any) -> Path:
+    """A workflow of the text encoder alone."""
+    return bench.workflow([], submodels={"text_encoder": {"passes": list(passes or CHAIN)}}, **more)
+
+
+def outcomes(steps: tuple[FinishedStep, ...]) -> dict[str, str]:
+    return {step.step.name: step.outcome for step in steps}
+
+
+def files(steps: tuple[FinishedStep, ...]) -> dict[str, bytes]:
+    """The content of the last artifact."""
+    return {path.name: path.read_bytes() for path in steps[-1].record.artifact.path.iterdir()}
+
+
+def test_another_checkpoint_executes_only_bindweights(shared: Bench) -> None:
+    first = shared.run(workflow(shared))[TEXT_ENCODER]
+    assert set(outcomes(first).values()) == {"cached"}
+    second = shared.run(workflow(shared, model="synthetic:sd15-tiny?seed=1"))[TEXT_ENCODER]
+    assert outcomes(second) == {
+        "OnnxConversion": "cached", "OrtTransformersOptimization": "cached", "BindWeights": "built"
+    }  # fmt: skip
+    assert files(first)["model.onnx.data"] != files(second)["model.onnx.data"]
+    assert second[0].record.artifact.bytes < 200_000, "a graph without weights"
+
+
+def test_plan_and_explain_name_the_checkpoint_that_changed(shared: Bench) -> None:
+    shared.run(workflow(shared))
+    (pipeline,) = shared.plan(workflow(shared, model="synthetic:sd15-tiny?seed=2")).pipelines
+    reasons = {planned.step.name: planned.reasons for planned in pipeline.steps(shared.cache)}
+    assert reasons == {
+        "OnnxConversion": (), "OrtTransformersOptimization": (), "BindWeights": ("checkpoint seed: 0 -> 2",)
+    }  # fmt: skip
+    assert pipeline.notes == ()
+
+
+def test_carried_weights_give_the_same_bytes_with_and_without_loras(shared: Bench) -> None:
+    lora = write_lora(shared.folder / "both.safetensors", ["text_encoder"])
+    for loras in ([], [{"file": str(lora), "scale": 0.7}]):
+        bound = shared.run(workflow(shared, loras=loras))[TEXT_ENCODER]
+        carried = shared.run(workflow(shared, loras=loras), "carry_weights=true")[TEXT_ENCODER]
+        assert [step.step.weights for step in carried] == ["carried"] * (2 + bool(loras))
+        assert files(bound) == files(carried)
+    notes = shared.plan(workflow(shared), "carry_weights=true").pipelines[0].notes
+    assert notes == ("text_encoder: the weights are carried through every pass: the workflow says carry_weights: true",)
+
+
+def test_a_lora_executes_only_bindweights_and_starts_from_the_model_without_it(shared: Bench) -> None:
+    first = shared.run(workflow(shared))[TEXT_ENCODER]
+    lora = {"file": str(write_lora(shared.folder / "ink.safetensors", ["text_encoder"], seed=1)), "scale": 0.5}
+    from_base = shared.run(workflow(shared, loras=[lora]))[TEXT_ENCODER]
+    assert outcomes(from_base)["BindWeights"] == "built"
+    assert list(outcomes(from_base).values()).count("built") == 1
+    assert from_base[-1].record.facts["touched"] == 4
+    assert from_base[-1].record.facts["computed"] < first[-1].record.facts["computed"] / 2
+    checked = shared.run(workflow(shared, loras=[lora]), check=True)[TEXT_ENCODER]
+    assert outcomes(checked)["BindWeights"] == "checked", "computed from nothing it has the same bytes"
+
+
+def test_a_new_scale_builds_nothing_but_bindweights(shared: Bench) -> None:
+    lora = {"file": str(write_lora(shared.folder / "scale.safetensors", ["text_encoder"], seed=2))}
+    shared.run(workflow(shared, loras=[{**lora, "scale": 0.1}]))
+    steps = shared.run(workflow(shared, loras=[{**lora, "scale": 0.2}]))[TEXT_ENCODER]
+    assert [name for name, outcome in outcomes(steps).items() if outcome == "built"] == ["BindWeights"]
+
+
+@pytest.mark.parametrize(
+    ("passes", "reason"),
+    [
+        (({"pass": "OnnxConversion"}, {"pass": "OnnxPeepholeOptimizer"}), "OnnxPeepholeOptimizer may look at"),
+        (({"pass": "OnnxConversion"}, {"pass": f"{SMALL_PASSES}:Append"}), "Append may look at the weights"),
+        (({"pass": "OnnxConversion"}, {**OPTIMIZE, "opt_level": 1}), "opt_level 1 lets ONNX Runtime fold weights"),
+    ],
+)
+def test_a_chain_with_another_pass_carries_its_weights_and_says_so(
+    bench: Bench, passes: tuple[dict[str, Any], ...], reason: str
+) -> None:
+    (pipeline,) = bench.plan(workflow(bench, *passes)).pipelines
+    assert [planned.step.weights for planned in pipeline.steps(bench.cache)] == ["carried"] * 2
+    (note,) = pipeline.notes
+    assert note.startswith("text_encoder: the weights are carried through every pass: ")
+    assert reason in note
+
+
+# Python imports this in every process. It is a fusion that reads a value, as a later release may have one.
+NOSY = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "fusion_quickgelu":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            import onnx
+            load(module)
+            original = module.FusionQuickGelu.fuse
+
+            def nosy(self, *arguments):
+                weight = next(each for each in self.model.model.graph.initializer if len(each.dims) == 2)
+                if onnx.numpy_helper.to_array(weight).max() > 0:
+                    original(self, *arguments)
+
+            module.FusionQuickGelu.fuse = nosy
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_pass_that_looks_at_a_weight_gets_the_weights_and_the_output_says_so(
+    shared: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOSY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(TESTS.parent)]))
+    # Another option, as what is in the cache already was built without that fusion.
+    path = workflow(shared, CHAIN[0], {**OPTIMIZE, "optimization_options": {"enable_bias_gelu": False}}, name="small")
+    shared.events.heard.clear()
+    steps = shared.run(path)[TEXT_ENCODER]
+    (note,) = (text for kind, text in shared.events.heard if kind == "note")
+    assert "OrtTransformersOptimization" in note
+    assert "looks at the values of" in note
+    assert "with its weights carried" in note
+    assert [step.step.weights for step in steps] == ["carried", "carried"]
+    assert steps[-1].record.facts["operators"]["QuickGelu"] == 2
+
+    shared.events.heard.clear()
+    again = shared.run(path)[TEXT_ENCODER]
+    assert set(outcomes(again).values()) == {"cached"}, "the second run executes no pass"
+    assert any(kind == "note" for kind, _ in shared.events.heard)
+    (pipeline,) = shared.plan(path).pipelines
+    assert [(planned.step.weights, planned.state) for planned in pipeline.steps(shared.cache)] == [
+        ("carried", "cached")
+    ] * 2
+
+
+class Killer(Events):
+    """Kills the worker of BindWeights as soon as it is seen."""
+
+    def memory(self, step: Step, resident: int) -> None:
+        for worker in psutil.Process().children() if step.name == "BindWeights" else []:
+            worker.kill()
+
+
+def test_a_killed_bind_leaves_nothing_and_the_next_run_goes_on(shared: Bench) -> None:
+    path = workflow(shared, model="synthetic:sd15-tiny?seed=3")
+    with pytest.raises(PassError, match=r"text_encoder/2 BindWeights.*SIGKILL"):
+        Bench(shared.folder, Killer()).run(path)
+    assert list((shared.folder / "cache/v1/staging").iterdir()) == []
+    assert outcomes(shared.run(path)[TEXT_ENCODER])["BindWeights"] == "built"
+
+
+def test_a_recipe_damaged_on_purpose_is_found_and_built_again(shared: Bench) -> None:
+    structure = shared.run(workflow(shared))[TEXT_ENCODER][1].record.artifact.path / "model.onnx"
+    structure.chmod(0o644)
+    content = structure.read_bytes()
+    structure.write_bytes(content.replace(b"layers.0.mlp.fc1.bias", b"layers.1.mlp.fc1.bias", 1))
+    steps = shared.run(workflow(shared, model="synthetic:sd15-tiny?seed=4"))[TEXT_ENCODER]
+    assert outcomes(steps) == {
+        "OnnxConversion": "cached", "OrtTransformersOptimization": "built", "BindWeights": "built"
+    }  # fmt: skip
+    assert (steps[1].record.artifact.path / "model.onnx").read_bytes() == content
+
+
+def test_bindweights_cannot_be_written_into_a_workflow(bench: Bench) -> None:
+    path = workflow(bench, {"pass": "OnnxConversion"}, {"pass": "BindWeights"})
+    with pytest.raises(WorkflowError, match="sdflow puts it at the end of chains that need it"):
+        bench.plan(path)
