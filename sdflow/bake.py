@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import MANIFEST_FILE, read_manifest
-from sdflow.config.fields import LORA_SUBMODELS
+from sdflow.config.fields import LORA_SUBMODELS, SUBMODELS
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
@@ -84,7 +84,8 @@ def _workflow(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec]
             submodel: tuple(
                 StepSpec(step["pass"], step["options"], {}, mark, path.parent.absolute()) for step in built["passes"]
             )
-            for submodel, built in manifest["submodels"].items()
+            for submodel in SUBMODELS
+            if (built := manifest["submodels"].get(submodel)) is not None
         }
         pipeline = Pipeline(
             name=name,

@@ -86,8 +86,8 @@ class Executor:
         """
         group = WorkerGroup(self.jobs)
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
-            futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
-            try:
+            try:  # from the first submit on: an interrupt may come at any time
+                futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
                 _wait(futures)
             except BaseException:
                 group.end()
