@@ -23,7 +23,7 @@ from typing import Literal
 from sdflow import sources
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
-from sdflow.errors import CheckpointError, UsageError
+from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.passes import registry
 from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.step import LoraFile, Step
@@ -139,6 +139,7 @@ def _plan_pipeline(
         if lora is None:
             notes.append(f"LoRA {spec.reference} is not downloaded yet")
         else:
+            _require_place(lora, spec, pipeline)
             loras.append(lora)
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
@@ -192,16 +193,30 @@ def _chain(
     return Chain(submodel, ready, steps, carried), None
 
 
+def _require_place(lora: LoraFile, spec: LoraSpec, pipeline: Pipeline) -> None:
+    """A LoRA's tensors must not be left out in silence because a chain has no step for them."""
+    for submodel in lora.submodels:
+        steps = pipeline.submodels.get(submodel, ())
+        if submodel in pipeline.submodels and not any(
+            registry.find_pass(step.pass_name, step.base).takes_loras for step in steps
+        ):
+            mark = spec.mark
+            problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
+            remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
+            raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
+
+
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
     try:
         path = sources.find_lora(spec.reference, spec.weight_name, download=download)
+        submodels = sources.lora_submodels(path)
     except sources.CheckpointNotLocal:
         if download:
             raise
         return None
     except CheckpointError as error:
         raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
-    return LoraFile(spec.reference, path, cache.stat.digest(path), spec.scale)
+    return LoraFile(spec.reference, path, cache.stat.digest(path), spec.scale, submodels)
 
 
 def _step(
@@ -225,7 +240,7 @@ def _step(
         config=implementation.Config(**spec.options).model_dump(mode="json"),
         uses={name: distribution_version(name) for name in implementation.uses},
         user_scripts=tuple(sorted(cache.stat.digest(path) for path in scripts)),
-        loras=tuple(loras) if implementation.takes_loras else (),
+        loras=tuple(lora for lora in loras if implementation.takes_loras and submodel in lora.submodels),
         source=source,
     )
 

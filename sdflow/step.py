@@ -19,12 +19,13 @@ ACTION_FORMAT = 1
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA on disk: the digest of its content, its scale, and how the workflow calls it."""
+    """A LoRA on disk: the digest of its content, its scale, how the workflow calls it, and the submodels it changes."""
 
     reference: str
     path: Path
     sha256: str
     scale: float
+    submodels: tuple[str, ...]
 
 
 @dataclass(frozen=True)

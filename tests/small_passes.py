@@ -5,6 +5,7 @@ The folder named by the option `log` gets one file per run of a pass, so that a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ class Append(Pass[Options]):
 
 
 class Merge(Pass[Options]):
-    """Takes LoRAs: appends the first line of each and its scale."""
+    """Takes LoRAs: appends the digest of each and its scale."""
 
     name = "Merge"
     version = 1
@@ -85,5 +86,5 @@ class Merge(Pass[Options]):
     def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
         assert inputs.model is not None
         content = json.loads((inputs.model / "model.onnx").read_text())
-        merged = [[lora.path.read_text().splitlines()[0], lora.scale] for lora in inputs.loras]
+        merged = [[hashlib.sha256(lora.path.read_bytes()).hexdigest(), lora.scale] for lora in inputs.loras]
         return finish("Merge", content + merged, out, config)

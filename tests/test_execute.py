@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from small_lora import write_lora
 from small_workflows import SMALL_PASSES, Bench, Events
 
-from sdflow.errors import PassError, VerificationError
+from sdflow.errors import PassError, VerificationError, WorkflowError
 from sdflow.step import Step
 
+SUBMODELS = ("unet", "text_encoder")
 Chain = Callable[..., list[dict[str, Any]]]
 
 
@@ -145,8 +147,7 @@ def test_a_corrupt_input_is_found_before_a_pass_reads_it_and_is_built_again(benc
 
 def test_the_lora_key_holds_content_and_scale_but_no_name(bench: Bench, chain: Chain, tmp_path: Path) -> None:
     steps = [{"pass": "Convert", "text": "a"}, {"pass": "Merge"}]
-    lora = tmp_path / "style.safetensors"
-    lora.write_text("weights")
+    lora = write_lora(tmp_path / "style.safetensors", ["unet"])
 
     def run(path: Path, scale: float) -> list[str]:
         bench.run(bench.workflow(steps, loras=[{"file": str(path), "scale": scale}]))
@@ -155,8 +156,28 @@ def test_the_lora_key_holds_content_and_scale_but_no_name(bench: Bench, chain: C
     assert run(lora, 0.5) == ["Convert", "Merge"]
     assert run(lora.rename(tmp_path / "renamed.safetensors"), 0.5) == []
     assert run(tmp_path / "renamed.safetensors", 0.6) == ["Merge"]
-    (tmp_path / "renamed.safetensors").write_text("others!")
-    assert run(tmp_path / "renamed.safetensors", 0.6) == ["Merge"]
+    assert run(write_lora(tmp_path / "renamed.safetensors", ["unet"], seed=1), 0.6) == ["Merge"]
+
+
+def test_a_lora_that_changes_nothing_in_a_submodel_is_no_part_of_its_key(
+    bench: Bench, chain: Chain, tmp_path: Path
+) -> None:
+    steps = [{"pass": "Convert", "text": "a"}, {"pass": "Merge"}]
+    lora = write_lora(tmp_path / "style.safetensors", ["text_encoder"])
+    both = {
+        name: {"passes": [{**step, "pass": f"{SMALL_PASSES}:{step['pass']}"} for step in steps]} for name in SUBMODELS
+    }
+    for scale, ran in ((0.5, ["Convert", "Convert", "Merge", "Merge"]), (0.6, ["Merge"])):
+        bench.run(bench.workflow(steps, loras=[{"file": str(lora), "scale": scale}], submodels=both))
+        assert bench.ran() == ran, "another scale merges into the text encoder only"
+
+
+def test_a_lora_without_a_step_to_merge_it_is_an_error_at_its_place(bench: Bench, chain: Chain, tmp_path: Path) -> None:
+    lora = write_lora(tmp_path / "style.safetensors", ["unet", "text_encoder"])
+    steps = {"unet": ["Convert", "Merge"], "text_encoder": ["Convert"]}
+    chains = {name: {"passes": [{"pass": f"{SMALL_PASSES}:{step}"} for step in made]} for name, made in steps.items()}
+    with pytest.raises(WorkflowError, match=r"small\.yaml:\d+:\d+: the LoRA .* changes the text_encoder"):
+        bench.run(bench.workflow([], loras=[{"file": str(lora)}], submodels=chains))
 
 
 def test_an_interrupted_run_leaves_nothing_and_the_next_goes_on(bench: Bench, chain: Chain) -> None:
