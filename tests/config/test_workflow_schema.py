@@ -46,10 +46,11 @@ def test_every_workflow_of_the_repository_fits_the_schema(schema: jsonschema.Dra
 
 @pytest.mark.parametrize("name", COMPLETE)
 def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> None:
-    (pipeline,) = load_workflow(ROOT / name, catalog=catalog()).pipelines
-    assert pipeline.name == Path(name).stem
-    assert pipeline.name.endswith(pipeline.target)
-    assert list(pipeline.submodels) == list(SUBMODELS)
+    has_safety_checker = "shapes" not in name
+    for pipeline in load_workflow(ROOT / name, catalog=catalog()).pipelines:
+        assert pipeline.name.startswith(Path(name).stem)
+        assert Path(name).stem.endswith(pipeline.target)
+        assert list(pipeline.submodels) == [each for each in SUBMODELS if has_safety_checker or each != "safety_checker"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
