@@ -18,6 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.runtime.sessions import require_platform
 from sdflow.targets import ONNXRUNTIME_FLAVOURS, TARGETS, Target
 from sdflow.workers import clean_environment, python_command
 
@@ -56,10 +57,11 @@ def onnxruntime_packages() -> dict[str, str]:
 
 
 def require_package(target: Target) -> None:
-    """Raises TargetUnavailableError when the installed packages alone tell that the target cannot run here.
+    """Raises TargetUnavailableError when system and installed packages alone tell that the target cannot run here.
 
     The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
     """
+    require_platform(target)
     if target.name == "cpu":
         return
     for name in ONNXRUNTIME_FLAVOURS:

@@ -39,17 +39,22 @@ def import_onnxruntime(target: Target | None = None) -> Any:
     return onnxruntime
 
 
-def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
-    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
-
-    Raises TargetUnavailableError that says which package, or which version, is missing.
-    """
+def require_platform(target: Target) -> None:
+    """Raises TargetUnavailableError when the target runs on another operating system only."""
     if target.platform is not None and sys.platform != target.platform:
         raise TargetUnavailableError(
             f"it runs on {_PLATFORMS[target.platform]} only",
             where=target.name,
             remedy="Building for it works everywhere; take the pipeline folder there to run it (with --copy).",
         )
+
+
+def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
+    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
+
+    Raises TargetUnavailableError that says which package, or which version, is missing.
+    """
+    require_platform(target)
     present, reasons = set(available), []
     for provider, first, last in target.providers:
         if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):

@@ -50,7 +50,9 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
     for pipeline in load_workflow(ROOT / name, catalog=catalog()).pipelines:
         assert pipeline.name.startswith(Path(name).stem)
         assert Path(name).stem.endswith(pipeline.target)
-        assert list(pipeline.submodels) == [each for each in SUBMODELS if has_safety_checker or each != "safety_checker"]
+        assert list(pipeline.submodels) == [
+            each for each in SUBMODELS if has_safety_checker or each != "safety_checker"
+        ]
 
 
 @pytest.mark.parametrize("target", TARGETS)

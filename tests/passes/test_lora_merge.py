@@ -336,7 +336,7 @@ def test_memory_is_bounded_by_the_largest_weight_and_not_by_the_model(tmp_path: 
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 4 * side * side * 4
+    assert peak < 8 * side * side * 4 < count * side * side * 4 / 2  # the exact product holds float64 parts
     merged = np.fromfile(tmp_path / "out" / "model.onnx.data", np.float32).reshape(count, -1)
     for index, values in enumerate(merged):
         assert (values == index + (0.5 if index % 4 == 0 else 0)).all()
