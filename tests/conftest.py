@@ -12,5 +12,8 @@ os.environ.update(
     ORT_DISABLE_TELEMETRY="1",
 )
 
+# Workers run side by side; more threads than cores slow a small model down many times over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from small_workflows import bench, chain  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
