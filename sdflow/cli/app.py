@@ -18,6 +18,7 @@ app = typer.Typer(
     "5 the target is not available and was required; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # half the time of `--help`
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_app, name="cache")

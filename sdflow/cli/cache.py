@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_args_is_help=True)
+app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_args_is_help=True, rich_markup_mode=None)
 
 CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FORMAT_VERSION = 1
-PLAIN_WIDTH = 200  # when standard output is no terminal: wide enough that no cell is cut
 
 
 def print_json(kind: str, content: Mapping[str, Any]) -> None:
@@ -17,7 +16,10 @@ def print_json(kind: str, content: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table; the columns named in `right` are aligned to the right."""
+    """A table; the columns named in `right` are aligned to the right. In a file or pipe: plain text, one line a row."""
+    if not sys.stdout.isatty():
+        _print_plain(title, columns, list(rows), right)
+        return
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -27,5 +29,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    Console(width=width, highlight=False, markup=False).print(table)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    if title:
+        print(title)
+    for row in (columns, ["-" * width for width in widths], *rows):
+        cells = zip(row, columns, widths, strict=True)
+        line = "  ".join(f"{cell:>{width}}" if name in right else f"{cell:<{width}}" for cell, name, width in cells)
+        print(f"  {line}".rstrip())
+    print()
