@@ -107,7 +107,7 @@ def _disk(root: Path) -> Finding:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    what = f"{free / GIB:.0f} GiB free for the cache {root}"
+    what = f"{free / GIB:.0f} GiB free for {root}"
     if free < BUILD_DISK:
         return Finding(
             "warning", "disk", f"{what}: one SD1.5 target takes about {BUILD_DISK / GIB:.0f} GiB",

@@ -10,11 +10,14 @@ from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, Workflow
+from sdflow.errors import UsageError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
+from sdflow.runtime.availability import require_package
 from sdflow.store import Cache
+from sdflow.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
     started = time.perf_counter()
+    for folder, option in ((options.out, "--out"), (options.results, "--results"), (cache.root, "--cache")):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
+    if options.require_target:  # what is known beforehand costs no build
+        for pipeline in workflow.pipelines:
+            require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
     executor = Executor(
         cache,

@@ -223,6 +223,10 @@ def test_bake_without_a_pipeline_or_a_lora_ends_in_status_2(
         (("run",), 2, "WORKFLOW"),
         (("passes", "OnnxConvers"), 2, "OnnxConversion"),
         (("cache", "gc", "--max-size", "ten"), 2, "20GB"),
+        (("cache", "gc", "--max-size", ""), 2, "20GB"),
+        (("run", str(TINY), "--results", str(TINY)), 2, "--results"),
+        (("run", str(TINY), "--out", str(TINY)), 2, "--out"),
+        (("run", str(TINY), "--target", "directml", "--require-target"), 5, "directml"),
     ],
 )
 def test_bad_input_ends_in_status_2_and_a_message(

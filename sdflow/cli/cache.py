@@ -51,7 +51,7 @@ def gc(
     from sdflow.report import parse_size, print_collection
     from sdflow.store import Cache
 
-    result = Cache(cache).gc(parse_size(max_size) if max_size else None, dry_run=dry_run)
+    result = Cache(cache).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
     print_collection(result, dry_run=dry_run, as_json=json)
 
 
@@ -66,3 +66,4 @@ def clean(
     if not yes:
         typer.confirm(f"Remove everything in the cache {cache.resolve()}?", abort=True)
     Cache(cache).clean()
+    print(f"{cache} is empty")
