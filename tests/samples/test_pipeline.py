@@ -16,6 +16,7 @@ from sdflow.samples.score import tally
 SAMPLES = Path(__file__).parents[2] / "samples"
 SAMPLING = json.loads((SAMPLES / "settings.json").read_text())["sampling"]
 CASES = evaluation_set()[7::24]
+FEW = CASES[::3]  # a picture takes two seconds on one thread: the default tests make these, the slow ones all ten
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def pictures(pipeline: Any, cases: Sequence[Case], **options: Any) -> list[Image
 
 @pytest.fixture(scope="module")
 def base(pipeline: Any) -> list[Image.Image]:
-    return pictures(pipeline, CASES)
+    return pictures(pipeline, FEW)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,16 @@ def test_it_is_small_and_has_the_parts_of_sd15(pipeline: Any) -> None:
 
 
 def test_it_shows_the_colour_and_shape_asked_for(base: list[Image.Image]) -> None:
-    result = tally(CASES, base)
-    assert result.colour_and_kind >= 0.8  # ten pictures; the full set's score is in samples/README.md
+    result = tally(FEW, base)
+    assert result.colour_and_kind >= 0.75
     assert (result.stripes, result.outline) == (0.0, 0.0)
 
 
-def test_without_its_prompt_or_guidance_the_score_falls(pipeline: Any, base: list[Image.Image]) -> None:
+@pytest.mark.slow
+def test_it_shows_what_is_asked_for_but_not_without_its_prompt_or_guidance(pipeline: Any) -> None:
+    result = tally(CASES, pictures(pipeline, CASES))
+    assert result.colour_and_kind >= 0.8  # ten pictures; the full set's score is in samples/README.md
+    assert (result.stripes, result.outline) == (0.0, 0.0)
     silent = [replace(case, prompt="") for case in CASES]
     assert tally(CASES, pictures(pipeline, silent)).colour_and_kind <= 0.4
     assert tally(CASES, pictures(pipeline, CASES, guidance_scale=1.0)).colour_and_kind <= 0.6
@@ -70,10 +75,22 @@ def test_without_its_prompt_or_guidance_the_score_falls(pipeline: Any, base: lis
 
 def test_at_scale_0_the_pictures_equal_the_base(with_loras: Any, base: list[Image.Image]) -> None:
     with_loras.set_adapters(["stripes", "outline"], [0.0, 0.0])
-    for before, after in zip(base[:4], pictures(with_loras, CASES[:4]), strict=True):
+    for before, after in zip(base[:1], pictures(with_loras, FEW[:1]), strict=True):
         assert np.abs(np.asarray(before, int) - np.asarray(after, int)).max() <= 1
 
 
+@pytest.mark.parametrize(("scales", "stripes", "outline"), [((1, 0), True, False), ((0, 1), False, True)])
+def test_each_lora_shows_its_own_style_alone(
+    with_loras: Any, scales: tuple[float, float], stripes: bool, outline: bool
+) -> None:
+    with_loras.set_adapters(["stripes", "outline"], list(scales))
+    result = tally(FEW, pictures(with_loras, FEW))
+    # One picture of the four may err: outline, taught beside stripes, shows some in a few percent (samples/README.md).
+    assert (result.stripes >= 0.75) if stripes else (result.stripes <= 0.25)
+    assert (result.outline >= 0.75) if outline else (result.outline <= 0.25)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "stripes", "outline"), [((1, 0), True, False), ((0, 1), False, True), ((1, 1), True, True)]
 )
