@@ -1,0 +1,254 @@
+"""The artifacts against the reference: `python -m sdflow.verify.judge` is the process that runs them, one at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import VerificationError
+from sdflow.runtime.pipeline import TextToImagePipeline, load_companions, submodel_config
+from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.verify import pictures
+from sdflow.verify.cases import Cases, read_cases, read_description
+from sdflow.verify.distance import relative_l2, root_mean_square
+from sdflow.verify.graph import SCORES, RunnableGraph, fits, open_graph
+from sdflow.verify.result import (
+    FLOAT16_RATIO,
+    FLOAT32_LIMIT,
+    ONE_CASE_RATIO,
+    CaseDistance,
+    OutputVerdict,
+    SubmodelVerdict,
+    Verification,
+)
+from sdflow.verify.selection import Selection
+from sdflow.workers import serve_request
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1
+"""Raise it whenever another verdict may come out: it is part of the key."""
+USES = ("diffusers", "numpy", "onnx", "onnxruntime")
+DRAWING = ("text_encoder", "unet", "vae_decoder")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs."""
+
+    folder: Path
+    name: str
+    target: str
+    level: str
+    submodels: Sequence[str]
+    reference: Path
+    out: Path
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
+        return {**vars(self), **paths, "submodels": list(self.submodels)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
+        return cls(**{**value, **{key: Path(value[key]) for key in ("folder", "reference", "out")}})
+
+
+def judge(request: JudgeRequest, progress: Progress) -> Verification:
+    """Run every submodel's cases, then draw the picture with all of them. One graph is in memory at a time."""
+    desk = Desk(request, progress)
+    selection = Selection.from_json(read_description(request.reference)["selection"])
+    picture = meaning = None
+    if set(DRAWING) <= {*request.submodels}:
+        parts = {name: _OneAtATime(desk, name) for name in DRAWING}
+        try:
+            pipeline = TextToImagePipeline(parts, **load_companions(request.folder))  # type: ignore[arg-type]
+            drawn = pictures.draw(pipeline, selection, request.reference)
+        except _Unusable:
+            pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
+        else:
+            precision = "float16" if any(desk.verdicts[name].precision == "float16" for name in DRAWING) else "float32"
+            picture = pictures.judge_picture(drawn.picture, selection, request.reference, precision, request.out)
+            meaning = pictures.judge_meaning(drawn.sample, selection, request.reference)
+    for name in request.submodels:
+        if name not in desk.verdicts:
+            desk.open(name)
+    return Verification(
+        name=request.name,
+        target=request.target,
+        level=request.level,
+        submodels={name: desk.verdicts[name] for name in request.submodels},
+        picture=picture,
+        meaning=meaning,
+        coverage=tuple(selection.coverage()),
+    )
+
+
+class _Unusable(Exception):
+    """A submodel whose verdict is known to be bad and that cannot go on to draw."""
+
+
+class Desk:
+    """Holds the one graph that is open; a graph that is opened for the first time is judged at once."""
+
+    def __init__(self, request: JudgeRequest, progress: Progress) -> None:
+        self.request = request
+        self.progress = progress
+        self.verdicts: dict[str, SubmodelVerdict] = {}
+        self._open: tuple[str, RunnableGraph] | None = None
+
+    def open(self, submodel: str) -> RunnableGraph | None:
+        """The submodel's graph, judged; None if it cannot be loaded."""
+        if self._open and self._open[0] == submodel:
+            return self._open[1]
+        self._open = None
+        gc.collect()
+        self.progress(f"{submodel}: loading")
+        try:
+            graph = open_graph(self.request.folder / submodel, self.request.target, threads=self.request.threads)
+        except VerificationError as error:
+            problem = (error.what, error.remedy or "Build it again: sdflow run --clean_cache.")
+            self.verdicts[submodel] = SubmodelVerdict(submodel, "unknown", "not at all", {}, {}, (), (), (problem,))
+            return None
+        if submodel not in self.verdicts:
+            self.progress(f"{submodel}: comparing with PyTorch")
+            self.verdicts[submodel] = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
+        self._open = submodel, graph
+        return graph
+
+
+class _OneAtATime:
+    """A submodel for `TextToImagePipeline` that is loaded when it is called, in place of the one before."""
+
+    def __init__(self, desk: Desk, name: str) -> None:
+        self.desk = desk
+        self.name = name
+        self.config = submodel_config(desk.request.folder, name)
+
+    def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+        graph = self.desk.open(self.name)
+        if graph is None or any(output.distance == float("inf") for output in self.desk.verdicts[self.name].outputs):
+            raise _Unusable
+        return run_graph(graph, inputs)
+
+
+def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
+    names = [value.name for value in graph.session.get_outputs()]
+    types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
+    if unknown := sorted(types.keys() - inputs.keys()):
+        raise VerificationError(
+            f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
+            remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
+        )
+    values = graph.session.run(None, {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()})
+    return {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
+
+
+def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> SubmodelVerdict:
+    """Run every case that the graph's shapes allow, and hold each output to the yardstick."""
+    ort = import_onnxruntime()
+    found: list[CaseDistance] = []
+    problems: list[tuple[str, str]] = []
+    left_out = []
+    for index, case in cases:
+        inputs = cases.get(index, "inputs")
+        if not problems and inputs.keys() >= {value.name for value in graph.session.get_inputs()}:
+            if not fits(graph.session, inputs):
+                left_out.append(case.name)
+                continue
+        try:
+            outputs = run_graph(graph, inputs)
+        except VerificationError as error:
+            problems.append((error.what, error.remedy or ""))
+            break
+        except onnxruntime_errors(ort) as error:
+            problems.append((f"it cannot be run at {case.name}: {error}", "The graph does not take these shapes."))
+            break
+        exact, half = cases.get(index, "float32"), cases.get(index, "float16")
+        for name, wanted in exact.items():
+            if name not in outputs:
+                problems.append((f"it has no output {name}", "No pass may rename inputs or outputs."))
+                continue
+            distances = _distances(outputs[name], wanted, half[name])
+            found.append(CaseDistance(case.name, case.group, name, case.step, case.timestep, *distances))
+        if problems:
+            break
+    if not problems and not found:
+        problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
+    verdicts = []
+    for name in dict.fromkeys(each.output for each in found):
+        of_output = [each for each in found if each.output == name]
+        verdict = judge_output(name, graph.precision, of_output)
+        verdicts.append(verdict)
+        if not verdict.passed:
+            problems.append(_problem(verdict, graph.precision, of_output))
+    return SubmodelVerdict(
+        name=submodel,
+        precision=graph.precision,
+        ran=graph.ran,
+        operators=graph.operators,
+        lowered=graph.lowered,
+        outputs=tuple(verdicts),
+        cases=tuple(found),
+        problems=tuple(problems),
+        left_out=tuple(left_out),
+    )
+
+
+def _distances(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> tuple[float, float]:
+    """Of the artifact and of fp16 PyTorch. A flag may be that of either: at a threshold, rounding decides."""
+    if exact.dtype == bool:
+        same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
+        return (0.0 if same else float("inf")), 0.0
+    return relative_l2(value, exact), relative_l2(half, exact)
+
+
+def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
+    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin.
+
+    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to the cases where it does.
+    """
+    measured = [case for case in cases if case.yardstick != float("inf")]
+    distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
+    yardstick = root_mean_square(case.yardstick for case in measured)
+    if precision == "float32":
+        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
+    limit = FLOAT16_RATIO * yardstick
+    each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
+    finite = all(case.distance != float("inf") for case in cases)
+    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each and finite)
+
+
+def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
+    worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
+    if any(case.distance == float("inf") for case in cases):
+        first = next(case for case in cases if case.distance == float("inf"))
+        return (
+            f"{verdict.name} has another shape, NaN or infinity at {first.case}",
+            "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
+            "or take weights made for fp16.",
+        )
+    remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
+    remedy += "help, take passes and fusions out one by one (--set) until it passes."
+    if precision == "float32":
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        return f"{what}{verdict.limit:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
+    what += f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
+    what += f"is allowed; worst at {worst.case}: {_times(worst.distance, worst.yardstick)}"
+    return what, remedy
+
+
+def _times(distance: float, yardstick: float) -> str:
+    return f"{distance / yardstick:.3g} times" if yardstick else f"{distance:.2g} against nothing"
+
+
+if __name__ == "__main__":
+    serve_request(lambda request, phase: judge(JudgeRequest.from_json(request), phase).to_json())
