@@ -1,0 +1,122 @@
+"""Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
+
+What can be told of a recipe alone: that it is one, that it makes the stub's type and shape, and that it reads parameters
+of the module. One that is damaged but still whole, say a transpose of a square matrix turned around, is told by the
+model that was bound before the damage; if the damage was there first, by comparison with PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.errors import CheckpointError, PassError
+from sdflow.verify.finding import Finding
+
+if TYPE_CHECKING:
+    from sdflow.passes.base import LoraInput
+    from sdflow.weights.recipe import Recipe
+
+REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """A model that was bound from a structure, and what it was bound with.
+
+    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow.
+    """
+
+    folder: Path
+    checkpoint: Mapping[str, Any]
+    loras: Sequence[LoraInput] = ()
+
+
+def check_recipes(
+    structure: Path, submodel: str, bound: BoundModel | None = None, *, sample: int | None = 24
+) -> list[Finding]:
+    """What is wrong with the recipes of a structure, and with the weights of `bound`, which was made by them.
+
+    structure: a directory that passes wrote without weights. sample: how many tensors of `bound` to compute again,
+    chosen by their names, always the same; None for all. Memory: the largest of them.
+    """
+    import onnx
+
+    from sdflow.passes.onnx_files import initializers_and_constants
+    from sdflow.weights.structure import read_parameters, read_recipe
+
+    where = str(structure / MODEL_FILE)
+    try:
+        parameters = read_parameters(structure)
+        model = onnx.load(where, load_external_data=False)
+    except PassError as error:
+        return [Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)]
+    except FileNotFoundError:
+        return [Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)]
+    found: list[Finding] = []
+    recipes: dict[str, Recipe] = {}
+    for tensor, _ in initializers_and_constants(model):
+        try:
+            recipe = read_recipe(tensor, parameters, where)
+        except PassError as error:
+            found.append(Finding(submodel, "recipe", "error", tensor.name, error.what, REMEDY))
+            continue
+        if recipe is not None:
+            recipes[tensor.name] = recipe
+    found += _read_twice(submodel, recipes)
+    if bound is not None:
+        found += _compare(submodel, parameters, recipes, bound, sample)
+    return found
+
+
+def _read_twice(submodel: str, recipes: Mapping[str, Recipe]) -> Iterator[Finding]:
+    """A parameter in two recipes is possible (weights may be shared) and seldom meant."""
+    from sdflow.weights.recipe import params
+
+    read: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        for key in {param.key for param in params(recipe)}:
+            if key in read:
+                what = f"{key} goes into it and into {read[key]}"
+                yield Finding(submodel, "recipe", "warning", name, what, "shared weights, or a damaged recipe")
+            read.setdefault(key, name)
+
+
+def _compare(
+    submodel: str,
+    parameters: Mapping[str, tuple[int, ...]],
+    recipes: Mapping[str, Recipe],
+    bound: BoundModel,
+    sample: int | None,
+) -> Iterator[Finding]:
+    """Compute tensors of the bound model again."""
+    import numpy as np
+    import onnx
+
+    from sdflow.passes.onnx_files import initializers_and_constants, raw_values
+    from sdflow.weights.lora import Merged, read_loras
+    from sdflow.weights.recipe import evaluate
+    from sdflow.weights.tensors import open_tensors
+
+    model = onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False)
+    tensors = {tensor.name: tensor for tensor, _ in initializers_and_constants(model)}
+    for name in recipes.keys() - tensors.keys():
+        yield Finding(
+            submodel, "recipe", "error", name, "the structure has a recipe for it and the model no tensor", REMEDY
+        )
+    chosen = sorted(recipes.keys() & tensors.keys(), key=lambda name: hashlib.sha256(name.encode()).digest())[:sample]
+    name = ""
+    try:
+        with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint:
+            merged = Merged(checkpoint, read_loras(submodel, bound.loras, parameters))
+            for name in chosen:
+                values = np.ascontiguousarray(evaluate(recipes[name], merged.read)).tobytes()
+                if values != raw_values(tensors[name], bound.folder):
+                    what = "its recipe gives other values than the model has"
+                    yield Finding(submodel, "recipe", "error", name, what, REMEDY)
+    except (CheckpointError, PassError, OSError, ValueError) as error:
+        yield Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY)
