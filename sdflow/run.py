@@ -1,7 +1,11 @@
-"""The main job: execute a workflow's plan, assemble its pipelines, evaluate them."""
+"""The main job: execute a workflow's plan, verify what it gives, assemble its pipelines, evaluate them.
+
+Artifacts that do not pass stay in the cache and are not assembled: the pipeline folder that was there before stays.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, Workflow
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener
 from sdflow.passes.user_pass import is_user_pass
@@ -18,6 +22,7 @@ from sdflow.plan import PipelinePlan, make_plan
 from sdflow.runtime.availability import require_package
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
+from sdflow.verify import Subject, Verification, Verified, verify, write_reports
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class RunOptions:
     copy: bool = False
     rebuild: bool = False
     check: bool = False
+    verify: bool = True
     evaluate: bool = True
     require_target: bool = False
     keep_failed: bool = False
@@ -37,11 +43,12 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """A built pipeline: its folder, the steps of each submodel, and what was measured."""
+    """A built pipeline: its folder, the steps of each submodel, how it was verified, and what was measured."""
 
     plan: PipelinePlan
     folder: Path
     steps: Mapping[str, tuple[FinishedStep, ...]]
+    verification: Verification | None
     evaluation: EvaluationResult | None
 
 
@@ -54,7 +61,7 @@ class RunResult:
 
 
 def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener: Listener) -> RunResult:
-    """Build, assemble and evaluate every pipeline of a workflow.
+    """Build, verify, assemble and evaluate every pipeline of a workflow.
 
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
@@ -87,12 +94,21 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
         for artifact in parts.values():
             executor.cache.check(artifact)
     companions = plan.checkpoint.companions if plan.checkpoint else {}
-    assemble(folder, parts=parts, companions=companions, manifest=manifest(plan, steps), copy=options.copy)
+    described = manifest(plan, steps) | {
+        "verified": plan.pipeline.verify.level if _is_verified(plan, options) else None
+    }
+    verification = None
+    if _is_verified(plan, options):
+        with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
+            trial = Path(scratch).resolve() / plan.pipeline.name
+            assemble(trial, parts=parts, companions=companions, manifest=described)
+            verification = _verify(plan, trial, executor, options)
+    assemble(folder, parts=parts, companions=companions, manifest=described, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
     spec = plan.pipeline.evaluate
     if not options.evaluate or (spec.latency is None and spec.image is None):
-        return PipelineResult(plan, folder, steps, None)
+        return PipelineResult(plan, folder, steps, verification, None)
     evaluation = evaluate(
         folder,
         spec,
@@ -103,7 +119,34 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
         progress=executor.listener.note,
     )
     evaluation.raise_for_failure()
-    return PipelineResult(plan, folder, steps, evaluation)
+    return PipelineResult(plan, folder, steps, verification, evaluation)
+
+
+def _is_verified(plan: PipelinePlan, options: RunOptions) -> bool:
+    return options.verify and plan.pipeline.verify is not None and plan.checkpoint is not None
+
+
+def _verify(plan: PipelinePlan, folder: Path, executor: Executor, options: RunOptions) -> Verification:
+    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
+    pipeline = plan.pipeline
+    assert pipeline.verify is not None
+    assert plan.checkpoint is not None
+    image = pipeline.evaluate.image
+    verified: Verified = verify(
+        Subject(pipeline.name, pipeline.target, folder, plan.checkpoint, plan.loras, *([image] if image else [])),
+        pipeline.verify,
+        executor.cache,
+        progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
+    )
+    report = write_reports(verified, options.results)
+    if not verified.result.passed:
+        kept = options.out / pipeline.name
+        raise VerificationError(
+            verified.result.failure(),
+            where=pipeline.name,
+            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. `verify: off` builds it all the same.",
+        )
+    return verified.result
 
 
 def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) -> dict[str, Any]:

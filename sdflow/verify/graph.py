@@ -93,7 +93,7 @@ def _scores(graph: Any) -> str | None:
     return None
 
 
-def fits(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> bool:
+def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> bool:
     """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same."""
 
     def same(fixed: Sequence[Any], shape: Sequence[int]) -> bool:

@@ -3,8 +3,9 @@
 The module is in half precision, and every operator takes and gives halves, as on a GPU. What differs is who computes
 the few expensive ones. torch's own half kernels for convolutions and matrix products are 25 to 60 times slower than
 those for float32 on a processor without fp16 instructions (measured on AVX2). So their operands are widened, the
-float32 kernel computes and accumulates, and the result is rounded once: what a GPU's tensor cores do, and bit for bit
-the distance to the exact product that torch's half kernel for matrices has (2.08e-4 either way).
+float32 kernel computes and accumulates, and the result is rounded once: what a GPU's tensor cores do (torch's half
+kernel for matrices is as far from the exact product, 2.08e-4). A convolution's bias is added in a second operation, to
+the rounded result, as PyTorch does on a GPU (aten/src/ATen/native/Convolution.cpp, ConvBackend::Cudnn).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 EXPENSIVE = (
-    "convolution", "conv2d", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul",
+    "convolution", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul",
     "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
     "native_group_norm", "group_norm", "native_layer_norm", "layer_norm", "_softmax", "gelu", "silu",
 )  # fmt: skip
@@ -41,7 +42,11 @@ def quick_halves() -> Iterator[None]:
             operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             if name not in EXPENSIVE or not any(value.dtype == torch.float16 for value in operands):
                 return function(*args, **kwargs)
-            return tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
+            bias = args[2] if name == "convolution" else None
+            if bias is not None:
+                args = (*args[:2], None, *args[3:])
+            result = tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
+            return result if bias is None else result.add_(bias.reshape(1, -1, *[1] * (result.dim() - 2)))
 
     with torch.no_grad(), Halves():
         yield

@@ -1,20 +1,25 @@
-"""The artifacts against the reference: `python -m sdflow.verify.judge` is the process that runs them, one at a time."""
+"""The artifacts against the reference, one submodel in memory at a time."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.runtime.pipeline import TextToImagePipeline, load_companions, submodel_config
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.targets import TARGETS
 from sdflow.verify import pictures
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.distance import relative_l2, root_mean_square
-from sdflow.verify.graph import SCORES, RunnableGraph, fits, open_graph
+from sdflow.verify.finding import Finding
+from sdflow.verify.fit import fits
+from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
+from sdflow.verify.promises import check_promises
 from sdflow.verify.result import (
     FLOAT16_RATIO,
     FLOAT32_LIMIT,
@@ -25,7 +30,6 @@ from sdflow.verify.result import (
     Verification,
 )
 from sdflow.verify.selection import Selection
-from sdflow.workers import serve_request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +83,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     for name in request.submodels:
         if name not in desk.verdicts:
             desk.open(name)
+    progress("whether the graphs fit the target, and the folder's promises")
     return Verification(
         name=request.name,
         target=request.target,
@@ -86,8 +91,26 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         picture=picture,
         meaning=meaning,
+        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts)),
         coverage=tuple(selection.coverage()),
     )
+
+
+def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict]) -> list[Finding]:
+    """What the target has no kernel for, and what the folder promises and does not keep, of the submodels asked for."""
+    import onnx
+
+    target = TARGETS[request.target]
+    found: list[Finding] = []
+    for submodel in request.submodels:
+        if verdicts[submodel].outputs:  # it is a graph that runs
+            path = (request.folder / submodel / MODEL_FILE).resolve()
+            found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
+    whole = set(DRAWING) <= {*request.submodels}
+    for finding in check_promises(request.folder, target):
+        if finding.submodel in request.submodels or (not finding.submodel and whole):
+            found.append(finding)
+    return found
 
 
 class _Unusable(Exception):
@@ -160,7 +183,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
     for index, case in cases:
         inputs = cases.get(index, "inputs")
         if not problems and inputs.keys() >= {value.name for value in graph.session.get_inputs()}:
-            if not fits(graph.session, inputs):
+            if not takes(graph.session, inputs):
                 left_out.append(case.name)
                 continue
         try:
@@ -240,15 +263,15 @@ def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistanc
     if precision == "float32":
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
         return f"{what}{verdict.limit:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
-    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
-    what += f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
+    what = (
+        f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
+    )
+    what += (
+        f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
+    )
     what += f"is allowed; worst at {worst.case}: {_times(worst.distance, worst.yardstick)}"
     return what, remedy
 
 
 def _times(distance: float, yardstick: float) -> str:
     return f"{distance / yardstick:.3g} times" if yardstick else f"{distance:.2g} against nothing"
-
-
-if __name__ == "__main__":
-    serve_request(lambda request, phase: judge(JudgeRequest.from_json(request), phase).to_json())

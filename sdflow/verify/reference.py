@@ -1,6 +1,6 @@
 """The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
 
-`python -m sdflow.verify.reference` is its process. The pipeline is diffusers' own, its modules are loaded as sdflow
+The pipeline is diffusers' own, its modules are loaded as sdflow
 loads checkpoints; nothing of what builds an artifact (tracing, recipes, passes) takes part. The UNet's inputs are what
 diffusers fed it, recorded on the way. The fp16 model then gets the very same inputs.
 """
@@ -19,7 +19,6 @@ from sdflow.sources import load_module, lora_submodels, read_lora
 from sdflow.verify.cases import Case, Cases, write_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.selection import Selection
-from sdflow.workers import serve_request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -265,7 +264,9 @@ def _decoder_cases(pipeline: Any, selection: Selection, unet_cases: Cases) -> Ca
     for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
         latents = unet_cases.get(index, "inputs")["sample"][-1:] / pipeline.vae.config.scaling_factor
         step = unet_cases.cases[index].step
-        cases.add(Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {"latent_sample": latents})
+        cases.add(
+            Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {"latent_sample": latents}
+        )
     random = np.random.default_rng(selection.seed + 2)
     channels = pipeline.vae.config.latent_channels
     for batch, rows, columns in selection.shapes:
@@ -318,7 +319,9 @@ def _run(cases: Cases, kind: Any, module: Any, forward: Forward) -> None:
     dtype = torch.float16 if kind == "float16" else torch.float32
     for index, _ in cases:
         inputs = {
-            name: torch.from_numpy(value).to(dtype) if value.dtype == "float32" and name != "timestep" else torch.from_numpy(value)
+            name: torch.from_numpy(value).to(dtype)
+            if value.dtype == "float32" and name != "timestep"
+            else torch.from_numpy(value)
             for name, value in cases.get(index, "inputs").items()
         }
         cases.put(index, kind, {name: value.numpy() for name, value in forward(module, **inputs).items()})
@@ -383,7 +386,3 @@ def _sample_pictures(pipeline: Any, selection: Selection, out: Path) -> None:
         output_type="np",
     ).images
     np.savez(out / SAMPLE_FILE, float32=pictures)
-
-
-if __name__ == "__main__":
-    serve_request(lambda request, phase: compute(ReferenceRequest.from_json(request), phase))

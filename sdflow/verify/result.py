@@ -128,11 +128,15 @@ class Verification:
     def passed(self) -> bool:
         return not self.problems
 
+    def failure(self) -> str:
+        """Every problem, with what to do."""
+        listed = "\n".join(f"  {where}: {what}\n    {remedy}" for where, what, remedy in self.problems)
+        return f"verification failed:\n{listed}"
+
     def raise_for_failure(self) -> None:
         """Raises VerificationError that lists every problem."""
-        if problems := self.problems:
-            listed = "\n".join(f"  {where}: {what}\n    {remedy}" for where, what, remedy in problems)
-            raise VerificationError(f"it does not compute what PyTorch computes, or does not fit:\n{listed}", where=self.name)
+        if not self.passed:
+            raise VerificationError(self.failure(), where=self.name)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON with its `format_version`; infinities are the text "inf", as JSON has none."""

@@ -12,6 +12,13 @@ from sdflow.errors import UsageError
 LARGE_CHANNELS = 512
 """UNets with this many channels or more are verified at small latents; smaller ones at their own size."""
 EDGE_TIMESTEPS = (999, 1, 0)
+PROMPTS = (
+    "a photo of an astronaut riding a horse on mars",
+    "portrait of an old fisherman, oil painting, warm light",
+    "",
+    "a small red house beside a frozen lake, winter morning, 35mm",
+    "isometric pixel art of a busy street market at night",
+)
 LONG_PROMPT = "a watercolour painting of a lighthouse by the sea at dusk, " * 8
 """Longer than the 77 tokens that the text encoder takes: the tokenizer cuts it."""
 SAMPLE = "sample:shapes"
@@ -77,15 +84,13 @@ def select(
     sizes = []
     for name, pixels in (("height", spec.height), ("width", spec.width)):
         if pixels is not None and pixels % (granularity * scale):
-            raise UsageError(
-                f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {granularity * scale}."
-            )
+            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {granularity * scale}.")
         sizes.append(small if pixels is None else pixels // scale)
     rows, columns = sizes
     shapes = [(1, rows, columns * 2), (2, rows * 2 if not large else rows, columns)]
     if full:
         shapes += [(1, rows * 2, columns), (3, rows, columns), (1, own, own)]
-    prompts = list(dict.fromkeys([*(image.prompts or (image.prompt,)), "", LONG_PROMPT]))
+    prompts = list(dict.fromkeys([image.prompt, *image.prompts, *PROMPTS, LONG_PROMPT]))
     sample = model == SAMPLE
     return Selection(
         submodels=tuple(submodels),
