@@ -224,7 +224,7 @@ def _further_unet_cases(cases: Cases, selection: Selection) -> None:
     for timestep in selection.timesteps:
         near = first if timestep > 500 else last
         one = {name: value[-1:] for name, value in near.items()} | {"timestep": np.array([timestep], np.float32)}
-        cases.add(Case(f"timestep {timestep}", "edge timestep", None, timestep), one)
+        cases.add(Case(f"timestep {timestep:g}", "edge timestep", None, timestep), one)
     random = np.random.default_rng(selection.seed + 1)
     text = first["encoder_hidden_states"]
     for batch, rows, columns in selection.shapes:

@@ -11,7 +11,7 @@ from sdflow.errors import UsageError
 
 LARGE_CHANNELS = 512
 """UNets with this many channels or more are verified at small latents; smaller ones at their own size."""
-EDGE_TIMESTEPS = (999, 1, 0)
+EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.0)
 PROMPTS = (
     "a photo of an astronaut riding a horse on mars",
     "portrait of an old fisherman, oil painting, warm light",
@@ -41,7 +41,7 @@ class Selection:
     rows: int
     columns: int
     shapes: tuple[tuple[int, int, int], ...]
-    timesteps: tuple[int, ...] = EDGE_TIMESTEPS
+    timesteps: tuple[float, ...] = EDGE_TIMESTEPS
     sample_cases: int = 0
     sample_steps: int = 20
 
@@ -58,7 +58,7 @@ class Selection:
         sizes = ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in self.shapes)
         lines = [
             f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
-            f"timesteps {', '.join(map(str, self.timesteps))}; further latents (batch x rows x columns): {sizes}",
+            f"timesteps {", ".join(f"{each:g}" for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
             f"{len(self.prompts)} prompts, an empty one and one that is too long among them",
         ]
         if self.sample_cases:
