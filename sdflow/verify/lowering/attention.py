@@ -10,6 +10,7 @@ Heads are computed one after the other: at 64x64 latents the scores of all heads
 
 from __future__ import annotations
 
+import itertools
 
 from sdflow.verify.lowering.builder import Builder, Node
 
@@ -45,7 +46,7 @@ def multi_head_attention(b: Builder, node: Node) -> list[str]:
         size = b.op("Slice", b.op("Shape", q), b.ints(3), b.ints(4))  # of a head of q, and of k
         width = b.op("Mul", size, b.ints(heads))
         ends = [b.ints(0), width, b.op("Add", width, width), b.op("Shape", node.raw(3))]
-        parts = [b.op("Slice", node.input(3), start, end) for start, end in zip(ends, ends[1:], strict=False)]
+        parts = [b.op("Slice", node.input(3), start, end) for start, end in itertools.pairwise(ends)]
         shape = b.ints(heads, -1)
         q, k, v = (
             b.rounded(b.op("Add", x, b.op("Reshape", part, shape)), node.element_type)
@@ -122,9 +123,7 @@ def _mask(b: Builder, node: Node, q: str, k: str, index: int) -> str | None:
     return added
 
 
-def _kept(
-    b: Builder, node: Node, mask: str, rank: int, batch: str, queries: str, keys: str, position: str
-) -> str:
+def _kept(b: Builder, node: Node, mask: str, rank: int, batch: str, queries: str, keys: str, position: str) -> str:
     """Which scores a mask leaves as they are, to be broadcast to (B, 1, S, L)."""
     zero = b.ints(0)
     if rank == 1:  # (B) ends, or (2B) ends and starts, or (3B + 2) of which the first B are ends

@@ -21,7 +21,7 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0) -> onnxrunti
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Planning which value takes whose place costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
+    options.enable_mem_reuse = False
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
-    return onnxruntime.InferenceSession(
-        lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
