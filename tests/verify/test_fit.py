@@ -10,12 +10,19 @@ import onnx
 import pytest
 from onnx import ModelProto, helper
 
+from sdflow.passes.base import SUBMODELS
+from sdflow.passes.float16 import OnnxFloatToFloat16
+from sdflow.passes.onnx_conversion import OnnxConversion
+from sdflow.passes.worker import run_pass
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import COMPONENT_OF
 from sdflow.targets import TARGETS
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
 from sdflow.verify.kernels import kernel_table
+from sdflow.weights.structure import ChainStep, hollow
 from tests.verify.small_graphs import F16, F32, F64, I32, I64, model, node, one, port, unet_block
-from tests.weights.conftest import Builder
+from tests.weights.conftest import OFF, Builder, chain, structure_request
 
 NHWC = ["batch", "height", "width", 320]
 TOKENS = ["batch", "sequence", 320]
@@ -57,6 +64,50 @@ def test_what_folds_into_a_constant_needs_no_kernel() -> None:
     mask = helper.make_tensor("mask", F16, [1, 1], np.zeros((1, 1), np.float16))
     graph = model(nodes, [port("x", ["batch", 1])], [port("y", None)], [mask])
     assert errors(fits(graph, TARGETS["tensorrt"])) == []
+
+
+def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) -> None:
+    """CLIP's pooled output: its ArgMax of int32 runs on the CPU."""
+    structure = onnx.load(built.structure("text_encoder", "cuda") / "model.onnx", load_external_data=False)
+    found = fits(structure, TARGETS["cuda"], "text_encoder")
+    assert errors(found) == []
+    assert said(found, "warning") == [
+        "text_encoder: /ArgMax: ArgMax has no CUDA kernel for int32 data (known: double, float, float16): "
+        "what it computes is not used by Stable Diffusion 1 and 2; fetch the other outputs only"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda", "rocm", "directml", "tensorrt", "cpu"])
+def test_the_full_sd15_fits(target: str, tmp_path: Path) -> None:
+    """Every submodel's structure at full size, as the workflows build it for the target."""
+    for submodel in SUBMODELS:
+        structure: Path | None = None
+        for step in steps_of(submodel, target):
+            request = structure_request(submodel, step, structure, tmp_path / submodel / step.implementation.name)
+            if structure is None:
+                request["checkpoint"] = hollow(architecture_config("sd15", COMPONENT_OF[submodel]))
+            structure = Path(request["out"])
+            structure.mkdir(parents=True)
+            run_pass(request, lambda phrase: None)
+        assert structure is not None
+        graph = onnx.load(structure / "model.onnx", load_external_data=False)
+        assert errors(fits(graph, TARGETS[target], submodel)) == []
+
+
+def steps_of(submodel: str, target: str) -> list[ChainStep]:
+    """The passes of workflows/base/stable_diffusion_1.yaml, as far as they make the structure."""
+    if target == "tensorrt":
+        return [ChainStep(OnnxConversion, {}), ChainStep(OnnxFloatToFloat16, {})]
+    steps = [step for step in chain(submodel, target) if not step.implementation.takes_loras]
+    if target == "cpu" and submodel.startswith("vae"):
+        return steps[:1]
+    if target == "directml" and submodel == "text_encoder":
+        switches = dict.fromkeys(OFF["directml"], False) | {
+            "enable_skip_layer_norm": True, "enable_bias_skip_layer_norm": True
+        }  # fmt: skip
+        steps[1] = ChainStep(steps[1].implementation, {"model_type": "clip", "optimization_options": switches})
+    return steps
 
 
 # Planted faults, each with what the user reads

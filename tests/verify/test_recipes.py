@@ -97,11 +97,12 @@ def test_a_recipe_that_reads_the_neighbours_weight(structure: Path) -> None:
     def in_the_first_layer(recipe: Recipe) -> bool:
         return moved(recipe) and "layers.0" in recipe.of.of.key  # type: ignore[union-attr]
 
-    damage(structure, in_the_first_layer, neighbour)
-    errors = [message for message in said(structure, SUBMODEL) if message.startswith("error")]
-    assert len(errors) == 1
-    assert "layers.1" in errors[0]
-    assert "goes into it and into" in errors[0] or "and not of the parameter of its name" in errors[0]
+    name = damage(structure, in_the_first_layer, neighbour)
+    other = name.replace("layers.0", "layers.1")
+    assert said(structure, SUBMODEL) == [
+        f"error: text_encoder: {name}: is made of {other} and not of the parameter of its name: {REMEDY}",
+        f"error: text_encoder: {other}: {other} goes into it and into {name}, and {name} into nothing: {REMEDY}",
+    ]
 
 
 def test_a_whole_recipe_with_other_values_is_told_by_the_model_bound_before(structure: Path, bound: BoundModel) -> None:
