@@ -6,7 +6,7 @@ told apart, as `sdflow.runtime.placement` does with real sessions: GPU providers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
+
+UNREAD = {"text_encoder": frozenset({"pooler_output"})}
+"""Outputs that Stable Diffusion 1 and 2 do not use: what computes them alone slows nothing down when nobody asks for it."""
 
 _SWITCHES = {
     "Attention": ("enable_attention",),
@@ -82,12 +85,14 @@ def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: s
     """What keeps `target` from running the graph as it is. External data is not needed.
 
     provider: one of the target's; its best one when not given.
-    An operator, version, type or attribute without a kernel is an error; what the table cannot tell is a warning; shape
-    arithmetic that lands on the CPU is a note. Findings that differ in the node alone are one, with a count.
+    An operator, version, type or attribute without a kernel is an error, or a warning where nobody reads the result; what
+    the table cannot tell is a warning; shape arithmetic that lands on the CPU is a note. Findings that differ in the node
+    alone are one, with a count.
     """
     table = kernel_table(provider or target.providers[0][0])
     opsets = {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
-    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, opsets, table, {})]
+    idle = _idle(model.graph, UNREAD.get(submodel, frozenset()))
+    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, opsets, table, {}, idle)]
     if table.provider != CPU_PROVIDER:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
     return _gathered(found)
@@ -101,7 +106,21 @@ def _gathered(findings: list[Finding]) -> list[Finding]:
     return [replace(group[0], count=sum(finding.count for finding in group)) for group in groups.values()]
 
 
-def _graph(graph: Any, opsets: Mapping[str, int], table: KernelTable, outer: Mapping[str, str]) -> Iterator[Finding]:
+def _idle(graph: Any, unread: frozenset[str]) -> set[str]:
+    """The first outputs of the nodes from which no way leads to an output that is read."""
+    needed = {info.name for info in graph.output} - unread
+    idle = set()
+    for node in reversed(graph.node):
+        if needed.isdisjoint(node.output):
+            idle.add(node.output[0])
+        else:
+            needed.update(node.input)
+    return idle
+
+
+def _graph(
+    graph: Any, opsets: Mapping[str, int], table: KernelTable, outer: Mapping[str, str], idle: Collection[str] = ()
+) -> Iterator[Finding]:
     types = element_types(graph, opsets, outer)
     dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     on_cpu = {node.output[0] for node in shape_nodes(graph)} if table.provider not in (CPU_PROVIDER, *ENGINES) else ()
@@ -115,7 +134,13 @@ def _graph(graph: Any, opsets: Mapping[str, int], table: KernelTable, outer: Map
         elif proto.op_type == "Constant":
             folded.update(proto.output)
         elif proto.output[0] not in on_cpu:
-            yield from _judge(_Node(proto, schema_of(proto, opsets), types, dims), table)
+            for finding in _judge(_Node(proto, schema_of(proto, opsets), types, dims), table):
+                yield _not_read(finding) if proto.output[0] in idle else finding
+
+
+def _not_read(finding: Finding) -> Finding:
+    remedy = "what it computes is not used by Stable Diffusion 1 and 2; fetch the other outputs only"
+    return replace(finding, level="warning", remedy=remedy)
 
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:

@@ -86,25 +86,23 @@ def _files(folder: Path, submodel: str, part: Mapping[str, Any], digests: bool) 
     entries = [FileEntry(file["path"], file["bytes"], file["sha256"]) for file in part["files"]]
     if digest_tree(entries) != part["artifact"]:
         yield error("digest", "sdflow.json", f"its list of files is not that of artifact {part['artifact'][:12]}")
-    linked = folder.resolve().parent.name if folder.is_symlink() else ""
-    if len(linked) == 64 and linked != part["artifact"]:
+    place = folder.resolve()
+    linked = place.parent.name if place.name == "files" else part["artifact"]
+    if linked != part["artifact"]:
         yield error("stale", "", f"links to artifact {linked[:12]}, and {part['artifact'][:12]} was built")
     changed: list[str] = []
     for entry in entries:
         path = folder / entry.path
         if not path.is_file():
             yield error("missing", entry.path, "is missing")
-        elif (size := path.stat().st_size) != entry.size:
-            yield error(
-                "digest", entry.path, f"is {'cut off' if size < entry.size else 'too long'}: {_of(size, entry)}"
-            )
-        elif digests and digest_file(path) != entry.sha256:
+        elif (size := path.stat().st_size) < entry.size and entry.path != MODEL_FILE:
+            yield error("digest", entry.path, f"is cut off: {size:,} of {entry.size:,} bytes")
+        elif size != entry.size or (digests and digest_file(path) != entry.sha256):
             changed.append(entry.path)
     for name in changed:
-        stale = {name, *changed} & {MODEL_FILE, WEIGHTS_FILE}
-        if stale == {MODEL_FILE}:
+        if name == MODEL_FILE and WEIGHTS_FILE not in changed:
             yield error("stale", name, f"is not the graph that was built with these weights ({WEIGHTS_FILE} is)")
-        elif stale == {WEIGHTS_FILE} and name == WEIGHTS_FILE:
+        elif name == WEIGHTS_FILE and MODEL_FILE not in changed:
             yield error(
                 "digest", name, f"holds other bytes than were built: damaged, or weights of another {MODEL_FILE}"
             )
@@ -115,10 +113,6 @@ def _files(folder: Path, submodel: str, part: Mapping[str, Any], digests: bool) 
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in known:
             yield Finding(submodel, "unused", "error", name, "is not part of what was built", "remove it")
-
-
-def _of(size: int, entry: FileEntry) -> str:
-    return f"{size:,} of {entry.size:,} bytes"
 
 
 # The graph and where its weights lie

@@ -1,8 +1,10 @@
 """Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
 
 What can be told of a recipe alone: that it is one, that it makes the stub's type and shape, and that it reads parameters
-of the module. One that is damaged but still whole, say a transpose of a square matrix turned around, is told by the
-model that was bound before the damage; if the damage was there first, by comparison with PyTorch.
+of the module. What can be told of all together: that a weight that kept its parameter's name is made of that parameter,
+that none is read twice while another of its shape is read never. One that is damaged but still whole, say a square
+matrix that is not transposed, is told by the model that was bound before the damage; if the damage was there first, by
+the comparison with PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
-from sdflow.verify.finding import Finding
+from sdflow.verify.finding import Finding, Level
 
 if TYPE_CHECKING:
     from sdflow.passes.base import LoraInput
@@ -67,23 +69,37 @@ def check_recipes(
             continue
         if recipe is not None:
             recipes[tensor.name] = recipe
-    found += _read_twice(submodel, recipes)
+    found += _assignment(submodel, parameters, recipes)
     if bound is not None:
         found += _compare(submodel, parameters, recipes, bound, sample)
     return found
 
 
-def _read_twice(submodel: str, recipes: Mapping[str, Recipe]) -> Iterator[Finding]:
-    """A parameter in two recipes is possible (weights may be shared) and seldom meant."""
+def _assignment(
+    submodel: str, parameters: Mapping[str, tuple[int, ...]], recipes: Mapping[str, Recipe]
+) -> Iterator[Finding]:
+    """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
     from sdflow.weights.recipe import params
 
-    read: dict[str, str] = {}
-    for name, recipe in recipes.items():
-        for key in {param.key for param in params(recipe)}:
-            if key in read:
-                what = f"{key} goes into it and into {read[key]}"
-                yield Finding(submodel, "recipe", "warning", name, what, "shared weights, or a damaged recipe")
-            read.setdefault(key, name)
+    keys = {name: {param.key for param in params(recipe)} for name, recipe in recipes.items()}
+    readers: dict[str, list[str]] = {}
+    for name, read in keys.items():
+        if name in parameters and read != {name}:
+            what = f"is made of {', '.join(sorted(read)) or 'constants'}"
+            yield Finding(submodel, "recipe", "error", name, f"{what} and not of the parameter of its name", REMEDY)
+        for key in read:
+            readers.setdefault(key, []).append(name)
+    # Half of a VAE is not in the graph of its other half.
+    parts = {key.split(".")[0] for key in readers}
+    unread = [key for key in parameters if key not in readers and key.split(".")[0] in parts]
+    for key, names in readers.items():
+        if len(names) > 1:
+            missed = next((other for other in unread if parameters[other] == parameters[key]), None)
+            what = f"{key} goes into it and into {names[0]}" + (f", and {missed} into nothing" if missed else "")
+            level: Level = "error" if missed else "warning"
+            yield Finding(
+                submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
+            )
 
 
 def _compare(

@@ -1,10 +1,6 @@
-"""Fixtures of the verification's tests."""
+"""Small graphs and pipelines to verify, and to damage; the sample pipeline as it is built for CUDA."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from sample_artifacts import code_cache, cuda, sample_cases, sample_checkpoint  # noqa: F401
+from tests.verify.sample_artifacts import code_cache, cuda, sample_cases, sample_checkpoint  # noqa: F401
+from tests.weights.conftest import built  # noqa: F401

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
-from sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
+from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
 
 from sdflow.passes.base import LoraInput
 from sdflow.sources import Checkpoint
