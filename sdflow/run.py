@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import assemble
-from sdflow.config.workflow import StepSpec, Workflow
+from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener
@@ -22,7 +22,7 @@ from sdflow.plan import PipelinePlan, make_plan
 from sdflow.runtime.availability import require_package
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
-from sdflow.verify import Subject, Verification, Verified, verify, write_reports
+from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,14 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
         for artifact in parts.values():
             executor.cache.check(artifact)
     companions = plan.checkpoint.companions if plan.checkpoint else {}
-    described = manifest(plan, steps) | {
-        "verified": plan.pipeline.verify.level if _is_verified(plan, options) else None
-    }
+    spec = plan.pipeline.verify if options.verify and plan.checkpoint else None
+    described = manifest(plan, steps) | {"verified": spec.level if spec else None}
     verification = None
-    if _is_verified(plan, options):
+    if spec is not None:
         with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
             trial = Path(scratch).resolve() / plan.pipeline.name
             assemble(trial, parts=parts, companions=companions, manifest=described)
-            verification = _verify(plan, trial, executor, options)
+            verification = _verify(plan, spec, trial, executor, options)
     assemble(folder, parts=parts, companions=companions, manifest=described, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
@@ -122,19 +121,25 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
     return PipelineResult(plan, folder, steps, verification, evaluation)
 
 
-def _is_verified(plan: PipelinePlan, options: RunOptions) -> bool:
-    return options.verify and plan.pipeline.verify is not None and plan.checkpoint is not None
-
-
-def _verify(plan: PipelinePlan, folder: Path, executor: Executor, options: RunOptions) -> Verification:
+def _verify(
+    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions
+) -> Verification:
     """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
     pipeline = plan.pipeline
-    assert pipeline.verify is not None
     assert plan.checkpoint is not None
     image = pipeline.evaluate.image
+    subject = Subject(
+        pipeline.name,
+        pipeline.target,
+        folder,
+        plan.checkpoint,
+        plan.loras,
+        image=image or own_image(pipeline.model),
+        allow_fallback=pipeline.evaluate.allow_fallback,
+    )
     verified: Verified = verify(
-        Subject(pipeline.name, pipeline.target, folder, plan.checkpoint, plan.loras, *([image] if image else [])),
-        pipeline.verify,
+        subject,
+        spec,
         executor.cache,
         progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sdflow.errors import UsageError, VerificationError
 
@@ -62,7 +62,7 @@ def _subjects(
     from sdflow.config.workflow import VerifySpec
     from sdflow.verify import subject_of_folder
 
-    level = "full" if full else "quick"
+    level: Literal["full", "quick"] = "full" if full else "quick"
     if path.is_dir():
         if len(targets) > 1:
             raise UsageError("a pipeline folder is for one target", where=str(path), remedy="Give one --target.")
@@ -75,4 +75,5 @@ def _subjects(
         subject = subject_of_folder(folder, cache)
         image = pipeline.evaluate.image
         spec = replace(pipeline.verify or VerifySpec(), level=level)
+        subject = replace(subject, allow_fallback=pipeline.evaluate.allow_fallback)
         yield replace(subject, image=image) if image else subject, spec

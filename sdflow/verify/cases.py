@@ -78,5 +78,5 @@ def read_cases(folder: Path, submodel: str) -> Cases:
     with np.load(folder / f"{submodel}.npz") as stored:
         for key in stored.files:
             index, kind, name = key.split("/", 2)
-            cases.arrays[int(index), kind, name] = stored[key]  # type: ignore[index]
+            cases.arrays[int(index), kind, name] = stored[key]
     return cases

@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
+from sdflow.passes.base import SUBMODELS
 from sdflow.plan import distribution_version
 from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
 from sdflow.step import LoraFile
@@ -43,7 +44,7 @@ Progress = Callable[[str], None]
 class Subject:
     """What is verified: an assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
 
-    image: its prompts, guidance and seed are the trajectory's.
+    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Subject:
     folder: Path
     checkpoint: Checkpoint
     loras: Sequence[LoraFile] = ()
-    image: ImageSpec = ImageSpec()
+    image: ImageSpec = field(default_factory=ImageSpec)
+    allow_fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,12 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
             if cache.stat.digest(path) != entry["sha256"]:
                 raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
             loras.append(LoraFile(entry["reference"], path, entry["sha256"], entry["scale"], lora_submodels(path)))
-        return Subject(manifest["name"], target or manifest["target"], folder, checkpoint, loras, _image(model))
+        return Subject(manifest["name"], target or manifest["target"], folder, checkpoint, loras, own_image(model))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=again) from error
 
 
-def _image(model: str) -> ImageSpec:
+def own_image(model: str) -> ImageSpec:
     """What is drawn where no workflow says it; the sample knows the words of its own captions only."""
     if model != "sample:shapes":
         return ImageSpec()
@@ -112,7 +114,10 @@ def verify(
     """
     started = time.perf_counter()
     manifest = read_manifest(subject.folder)
-    present = [name for name in manifest["submodels"] if submodels is None or name in submodels]
+    built = [name for name in SUBMODELS if name in manifest["submodels"]]
+    if unknown := sorted(set(submodels or ()) - set(built)):
+        raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
+    present = [name for name in built if submodels is None or name in submodels]
     loads = subject.checkpoint.submodels
     selection = select(
         spec,
@@ -130,7 +135,12 @@ def verify(
                 "format": ACTION_FORMAT,
                 "pass": {"name": "Verify", "version": judge.VERSION},
                 "submodel": "pipeline",
-                "config": {"level": spec.level, "target": subject.target, "submodels": sorted(present)},
+                "config": {
+                    "level": spec.level,
+                    "target": subject.target,
+                    "submodels": sorted(present),
+                    "allow_fallback": subject.allow_fallback,
+                },
                 "inputs": {
                     "artifacts": digests,
                     "beside": _companions(subject.folder, cache),
@@ -207,6 +217,7 @@ def _judge(
             submodels=present,
             reference=exact.artifact.path.absolute(),
             out=staging.files.absolute(),
+            allow_fallback=subject.allow_fallback,
             threads=threads,
         )
         worker = _work({"work": "judge", **request.to_json()}, progress)

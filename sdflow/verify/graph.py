@@ -94,10 +94,10 @@ def _scores(graph: Any) -> str | None:
 
 
 def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same."""
+    """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same. Unknown inputs do not count."""
 
     def same(fixed: Sequence[Any], shape: Sequence[int]) -> bool:
-        pairs = zip(fixed, shape, strict=True)
-        return len(fixed) == len(shape) and all(not isinstance(size, int) or size == given for size, given in pairs)
+        return all(size == given for size, given in zip(fixed, shape, strict=False) if isinstance(size, int))
 
-    return all(value.name in inputs and same(value.shape, inputs[value.name].shape) for value in session.get_inputs())
+    known = [value for value in session.get_inputs() if value.name in inputs]
+    return all(same(value.shape, inputs[value.name].shape) for value in known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs."""
+    """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs.
+
+    allow_fallback: nodes that the target has no kernel for are warnings.
+    """
 
     folder: Path
     name: str
@@ -53,6 +56,7 @@ class JudgeRequest:
     submodels: Sequence[str]
     reference: Path
     out: Path
+    allow_fallback: bool = False
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -107,6 +111,8 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict]) ->
             path = (request.folder / submodel / MODEL_FILE).resolve()
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
     whole = set(DRAWING) <= {*request.submodels}
+    if request.allow_fallback:
+        found = [replace(each, level="warning") if each.level == "error" else each for each in found]
     for finding in check_promises(request.folder, target):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
@@ -182,10 +188,9 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
     left_out = []
     for index, case in cases:
         inputs = cases.get(index, "inputs")
-        if not problems and inputs.keys() >= {value.name for value in graph.session.get_inputs()}:
-            if not takes(graph.session, inputs):
-                left_out.append(case.name)
-                continue
+        if not takes(graph.session, inputs):
+            left_out.append(case.name)
+            continue
         try:
             outputs = run_graph(graph, inputs)
         except VerificationError as error:

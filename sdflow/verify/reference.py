@@ -1,8 +1,9 @@
 """The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
 
-The pipeline is diffusers' own, its modules are loaded as sdflow
-loads checkpoints; nothing of what builds an artifact (tracing, recipes, passes) takes part. The UNet's inputs are what
-diffusers fed it, recorded on the way. The fp16 model then gets the very same inputs.
+The pipeline is diffusers' own, its modules are loaded as sdflow loads checkpoints; nothing of what builds an artifact
+(tracing, recipes, passes) takes part. The UNet's inputs are what diffusers fed it, recorded on the way. The fp16 model
+then gets the very same inputs; its text encoder computes attention operator by operator ("eager"), as the exported
+graph does where nothing is fused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,8 @@ PICTURE_FILE = "picture.npz"
 SAMPLE_FILE = "sample.npz"
 
 Progress = Callable[[str], None]
-Forward = Callable[..., "dict[str, np.ndarray]"]
+Forward = Callable[..., dict[str, Any]]
+"""A module and its inputs to its outputs by name, torch tensors."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
     pipeline = _pipeline(request)
     results = {"text_encoder": _text_cases(pipeline, selection)}
     if {"unet", "vae_decoder", "vae_encoder", "safety_checker"}.isdisjoint(selection.submodels):
-        _both(results["text_encoder"], pipeline.text_encoder, _text_forward, lambda: progress("reference: fp16"))
+        between = partial(pipeline.text_encoder.set_attn_implementation, "eager")
+        _both(results["text_encoder"], pipeline.text_encoder, _text_forward, between)
         return results
 
     progress("reference: denoising in fp32")
@@ -131,6 +135,7 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
     if selection.sample_cases:
         progress("reference: pictures of the sample")
         _sample_pictures(pipeline, selection, request.out)
+    pipeline.text_encoder.set_attn_implementation("eager")
     for name, module in modules.items():
         progress(f"reference: {name} in fp16")
         module.half()

@@ -58,7 +58,7 @@ class Selection:
         sizes = ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in self.shapes)
         lines = [
             f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
-            f"timesteps {", ".join(f"{each:g}" for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
+            f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
             f"{len(self.prompts)} prompts, an empty one and one that is too long among them",
         ]
         if self.sample_cases:

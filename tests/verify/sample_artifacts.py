@@ -149,7 +149,9 @@ class Graph:
 
     def behind(self, value: str, op_type: str, **attributes: Any) -> None:
         """Put a node behind a value: whoever read the value reads the node's output."""
-        readers = [(node, index) for node in self.proto.graph.node for index, name in enumerate(node.input) if name == value]
+        readers = [
+            (node, index) for node in self.proto.graph.node for index, name in enumerate(node.input) if name == value
+        ]
         assert readers
         for node, index in readers:
             node.input[index] = f"{value}/{op_type}"
