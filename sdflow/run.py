@@ -94,14 +94,14 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
         for artifact in parts.values():
             executor.cache.check(artifact)
     companions = plan.checkpoint.companions if plan.checkpoint else {}
-    spec = plan.pipeline.verify if options.verify and plan.checkpoint else None
-    described = manifest(plan, steps) | {"verified": spec.level if spec else None}
+    checked = plan.pipeline.verify if options.verify and plan.checkpoint else None
+    described = manifest(plan, steps) | {"verified": checked.level if checked else None}
     verification = None
-    if spec is not None:
+    if checked is not None:
         with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
             trial = Path(scratch).resolve() / plan.pipeline.name
             assemble(trial, parts=parts, companions=companions, manifest=described)
-            verification = _verify(plan, spec, trial, executor, options)
+            verification = _verify(plan, checked, trial, executor, options)
     assemble(folder, parts=parts, companions=companions, manifest=described, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
