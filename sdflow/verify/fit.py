@@ -90,12 +90,21 @@ def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: s
     alone are one, with a count.
     """
     table = kernel_table(provider or target.providers[0][0])
-    opsets = {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
     idle = _idle(model.graph, UNREAD.get(submodel, frozenset()))
-    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, opsets, table, {}, idle)]
+    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, _opsets(model), table, {}, idle)]
     if table.provider != CPU_PROVIDER:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
     return _gathered(found)
+
+
+def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:
+    """The names of the nodes that the target's best provider has no kernel for, by the tables alone."""
+    table = kernel_table(target.providers[0][0])
+    return {finding.node for finding in _graph(model.graph, _opsets(model), table, {}) if finding.check == "kernel"}
+
+
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    return {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
 
 
 def _gathered(findings: list[Finding]) -> list[Finding]:
@@ -139,7 +148,7 @@ def _graph(
 
 
 def _not_read(finding: Finding) -> Finding:
-    remedy = "what it computes is not used by Stable Diffusion 1 and 2; fetch the other outputs only"
+    remedy = "Stable Diffusion 1 and 2 do not use what it computes; drop that output, or let it run on the CPU"
     return replace(finding, level="warning", remedy=remedy)
 
 
@@ -175,7 +184,7 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
         for condition in table.conditions:
             if node.operator in condition.operators and (broken := _broken(node, condition)) is not None:
                 what = f"{node.title} on {table.title} {condition.reason.format(found=broken)}"
-                yield Finding("", "kernel", condition.level, node.name, what, condition.remedy)
+                yield Finding("", "condition", condition.level, node.name, what, condition.remedy)
 
 
 def _error(node: _Node, what: str, remedy: str) -> Finding:
