@@ -89,7 +89,11 @@ def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: s
     the table cannot tell is a warning; shape arithmetic that lands on the CPU is a note. Findings that differ in the node
     alone are one, with a count.
     """
+    from onnx.inliner import inline_local_functions
+
     table = kernel_table(provider or target.providers[0][0])
+    if model.functions:
+        model = inline_local_functions(model)
     idle = _idle(model.graph, UNREAD.get(submodel, frozenset()))
     found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, _opsets(model), table, {}, idle)]
     if table.provider != CPU_PROVIDER:
@@ -188,7 +192,20 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
 
 
 def _error(node: _Node, what: str, remedy: str) -> Finding:
+    if _expands(node):
+        remedy = "ONNX Runtime expands it into other operators, which are not looked at here"
+        return Finding("", "kernel", "warning", node.name, what, remedy)
     return Finding("", "kernel", "error", node.name, what, remedy)
+
+
+def _expands(node: _Node) -> bool:
+    """Whether ONNX Runtime puts a function's body in the node's place: it does for what not even the CPU has."""
+    from onnx import defs
+
+    if node.schema is None or node.proto.domain not in STANDARD or node.operator in kernel_table(CPU_PROVIDER).kernels:
+        return False
+    schema = defs.get_schema(node.title, node.schema.since_version)
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] | None:

@@ -21,7 +21,7 @@ from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
 from sdflow.verify.kernels import kernel_table
 from sdflow.weights.structure import ChainStep, hollow
-from tests.verify.small_graphs import F16, F32, F64, I32, I64, model, node, one, port, unet_block
+from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
 from tests.weights.conftest import OFF, Builder, chain, structure_request
 
 NHWC = ["batch", "height", "width", 320]
@@ -241,6 +241,30 @@ def test_what_the_table_does_not_tell_is_a_warning_and_no_claim() -> None:
         "unet: the_OneHot: whether DirectML has a kernel for OneHot is not in the table (onnxruntime-directml 1.24): "
         "look at where its nodes run: sdflow run reports it"
     ]
+
+
+def test_an_operator_that_onnx_runtime_expands_is_a_warning() -> None:
+    """GroupNormalization of the standard is a function: no provider has a kernel, and sessions run it nevertheless."""
+    made = node("GroupNormalization", "x scale bias", "y", domain="", num_groups=32)
+    graph = one(made, {"x": (["batch", 320, 8, 8], F32)}, F32, opset=21, scale=([320], F32), bias=([320], F32))
+    for target in ("cpu", "cuda"):
+        found = fits(graph, TARGETS[target], "unet")
+        assert errors(found) == []
+        assert said(found, "warning") == [
+            f"unet: the_GroupNormalization: GroupNormalization has no {target.upper()} kernel: "
+            "ONNX Runtime expands it into other operators, which are not looked at here"
+        ]
+
+
+def test_functions_of_the_model_are_looked_into() -> None:
+    body = helper.make_function(
+        "own", "Double", ["a"], ["b"], [node("BiasAdd", "a a a", "b")], [helper.make_opsetid(MS, 1)]
+    )
+    graph = one(node("Double", "x", "y", domain="own"), {"x": (TOKENS, F16)})
+    graph.opset_import.add(domain="own", version=1)
+    graph.functions.append(body)
+    assert [finding.what for finding in errors(fits(graph, TARGETS["directml"]))] == []
+    assert [finding.what for finding in errors(fits(graph, TARGETS["rocm"]))] == ["BiasAdd has no MIGraphX kernel"]
 
 
 def test_shape_arithmetic_is_an_obstacle_to_cuda_graphs_and_no_misfit() -> None:
