@@ -223,6 +223,8 @@ def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] 
 
 def _broken(node: _Node, condition: Condition) -> str | None:
     """What the node has in place of what a condition asks; None when it is met, or cannot be told."""
+    if condition.given is not None and not node.input(condition.given):
+        return None
     if condition.attribute is not None:
         value = node.attribute(condition.attribute, condition.default)
         return None if value in condition.values else str(value)

@@ -204,6 +204,15 @@ FAULTS: dict[str, tuple[ModelProto, str, str]] = {
         "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed q, k and v: "
         "set enable_packed_qkv: false",
     ),
+    "packed keys and values for the CPU": (
+        one(
+            node("MultiHeadAttention", "q kv", "y", num_heads=8),
+            {"q": (TOKENS, F32), "kv": (["batch", "n", 8, 2, 40], F32)},
+            F32,
+        ),
+        "cpu",
+        "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed k and v: set enable_packed_kv: false",
+    ),
     "a version of an operator that came after the provider": (
         one(
             node("Conv", "x w", "y", domain=""),
@@ -335,6 +344,20 @@ def test_onnx_runtime_itself_refuses_what_the_cpu_table_lacks(operator: str) -> 
     assert operator not in kernel_table("CPUExecutionProvider").kernels
     with pytest.raises(NotImplementedByOrt, match=f"Could not find an implementation for {name}|kernel for {operator}"):
         ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("fault", ["packed attention for the CPU", "packed keys and values for the CPU"])
+def test_onnx_runtime_itself_refuses_packed_attention_on_the_cpu(fault: str) -> None:
+    import onnxruntime as ort
+    from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+
+    graph, _, message = FAULTS[fault]
+    assert said(fits(graph, TARGETS["cpu"], "unet")) == [message]
+    shapes = {"x": (1, 4, 8, 3, 40), "q": (1, 4, 320), "kv": (1, 4, 8, 2, 40)}
+    inputs = {info.name: np.zeros(shapes[info.name], np.float32) for info in graph.graph.input}
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(RuntimeException, match="not implemented for CPU"):
+        session.run(None, inputs)
 
 
 @pytest.mark.parametrize("target", TARGETS)
