@@ -32,6 +32,18 @@ DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
 OPEN = 2**31 - 1  # ONNX Runtime's "and all later versions"
 
+# A session allocates and copies before it is ready: the CPU's memory does for that (bench/placement_without_gpu.py).
+MEMORY = {
+    "cudaMalloc": "(void **p, unsigned long n) { *p = malloc(n); return 0; }",
+    "cudaMallocAsync": "(void **p, unsigned long n, void *s) { *p = malloc(n); return 0; }",
+    "cudaMallocHost": "(void **p, unsigned long n) { *p = malloc(n); return 0; }",
+    "cudaHostAlloc": "(void **p, unsigned long n, unsigned f) { *p = malloc(n); return 0; }",
+    "cudaMemGetInfo": "(unsigned long *f, unsigned long *t) { *f = *t = 1ul << 37; return 0; }",
+    "cudaMemcpy": "(void *d, const void *s, unsigned long n, int k) { memcpy(d, s, n); return 0; }",
+    "cudaMemcpyAsync": "(void *d, const void *s, unsigned long n, int k, void *q) { memcpy(d, s, n); return 0; }",
+}
+INCLUDES = "extern void *malloc(unsigned long); extern void *memcpy(void *, const void *, unsigned long);\n"
+
 ASK = """
 import json, sys
 import onnx, onnxruntime
@@ -75,12 +87,7 @@ def main() -> None:
     else:
         package = given.wheel.name.split("-")[0].replace("_", "-")
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(given.wheel) as wheel:
-                wheel.extractall(folder)
-            libraries = Path(folder) / "empty"
-            libraries.mkdir()
-            write_empty_libraries(sorted((Path(folder) / "onnxruntime" / "capi").glob("*providers_*.so")), libraries)
-            answer = ask(given.python, provider, {"PYTHONPATH": folder, "LD_LIBRARY_PATH": str(libraries)})
+            answer = ask(given.python, provider, unpacked(given.wheel, Path(folder)))
     table = {
         "provider": provider,
         "version": f"{package} {answer['runtime']}",
@@ -89,6 +96,16 @@ def main() -> None:
         "ir_version": answer["ir_version"],
     }
     write_table(KERNELS / f"{given.target}.json", table, answer["kernels"])
+
+
+def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
+    """Unpack an ONNX Runtime wheel beside libraries for it; returns the environment in which Python finds both."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    libraries = folder / "empty"
+    libraries.mkdir()
+    write_empty_libraries(sorted((folder / "onnxruntime" / "capi").glob("*providers_*.so")), libraries)
+    return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(libraries)}
 
 
 def ask(python: str, provider: str, environment: dict[str, str]) -> Any:
@@ -112,7 +129,8 @@ def write_empty_libraries(providers: list[Path], out: Path) -> None:
                 if not re.match(r"_Z|_ITM|__cxa|__gmon|Provider_", name) and not re.match("GLIBC|GCC_", symbol_version):
                     wanted[name] = symbol_version.lstrip("@")
     source, versions = out / "empty.c", out / "empty.map"
-    source.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in wanted))
+    functions = [f"long {name}{MEMORY.get(name, '(void) { return 0; }')}\n" for name in wanted]
+    source.write_text(INCLUDES + "".join(functions))
     by_version: dict[str, list[str]] = {}
     for name, symbol_version in wanted.items():
         by_version.setdefault(symbol_version, []).append(name)

@@ -89,13 +89,26 @@ def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: s
     the table cannot tell is a warning; shape arithmetic that lands on the CPU is a note. Findings that differ in the node
     alone are one, with a count.
     """
+    from onnx.inliner import inline_local_functions
+
     table = kernel_table(provider or target.providers[0][0])
-    opsets = {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
+    if model.functions:
+        model = inline_local_functions(model)
     idle = _idle(model.graph, UNREAD.get(submodel, frozenset()))
-    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, opsets, table, {}, idle)]
+    found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, _opsets(model), table, {}, idle)]
     if table.provider != CPU_PROVIDER:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
     return _gathered(found)
+
+
+def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:
+    """The names of the nodes that the target's best provider has no kernel for, by the tables alone."""
+    table = kernel_table(target.providers[0][0])
+    return {finding.node for finding in _graph(model.graph, _opsets(model), table, {}) if finding.check == "kernel"}
+
+
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    return {"" if entry.domain in STANDARD else entry.domain: entry.version for entry in model.opset_import}
 
 
 def _gathered(findings: list[Finding]) -> list[Finding]:
@@ -139,7 +152,7 @@ def _graph(
 
 
 def _not_read(finding: Finding) -> Finding:
-    remedy = "what it computes is not used by Stable Diffusion 1 and 2; fetch the other outputs only"
+    remedy = "Stable Diffusion 1 and 2 do not use what it computes; drop that output, or let it run on the CPU"
     return replace(finding, level="warning", remedy=remedy)
 
 
@@ -175,11 +188,24 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
         for condition in table.conditions:
             if node.operator in condition.operators and (broken := _broken(node, condition)) is not None:
                 what = f"{node.title} on {table.title} {condition.reason.format(found=broken)}"
-                yield Finding("", "kernel", condition.level, node.name, what, condition.remedy)
+                yield Finding("", "condition", condition.level, node.name, what, condition.remedy)
 
 
 def _error(node: _Node, what: str, remedy: str) -> Finding:
+    if _expands(node):
+        remedy = "ONNX Runtime expands it into other operators, which are not looked at here"
+        return Finding("", "kernel", "warning", node.name, what, remedy)
     return Finding("", "kernel", "error", node.name, what, remedy)
+
+
+def _expands(node: _Node) -> bool:
+    """Whether ONNX Runtime puts a function's body in the node's place: it does for what not even the CPU has."""
+    from onnx import defs
+
+    if node.schema is None or node.proto.domain not in STANDARD or node.operator in kernel_table(CPU_PROVIDER).kernels:
+        return False
+    schema = defs.get_schema(node.title, node.schema.since_version)
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] | None:
@@ -197,6 +223,8 @@ def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] 
 
 def _broken(node: _Node, condition: Condition) -> str | None:
     """What the node has in place of what a condition asks; None when it is met, or cannot be told."""
+    if condition.given is not None and not node.input(condition.given):
+        return None
     if condition.attribute is not None:
         value = node.attribute(condition.attribute, condition.default)
         return None if value in condition.values else str(value)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.assemble import INDEX_FILE, read_manifest
+from sdflow.assemble import INDEX_FILE, MANIFEST_FILE, read_manifest
 from sdflow.digest import FileEntry, digest_file, digest_tree
-from sdflow.errors import PassError
+from sdflow.errors import PassError, UsageError
 from sdflow.passes.submodel_io import Port, submodel_io
 from sdflow.targets import TARGETS, Target
 from sdflow.verify.element_types import STANDARD
@@ -45,7 +45,11 @@ def check_promises(folder: Path, target: Target | None = None, *, digests: bool 
     Raises UsageError when the folder is no pipeline of sdflow.
     """
     manifest = read_manifest(folder)
-    target = target or TARGETS[manifest["target"]]
+    target = target or TARGETS.get(str(manifest.get("target")))
+    if target is None or not {"submodels", "files"} <= manifest.keys():
+        raise UsageError(
+            "it lacks its target, its submodels or its files", where=str(folder / MANIFEST_FILE), remedy=f"{REBUILD}."
+        )
     found = [*_components(folder, manifest)]
     port_types: dict[tuple[str, str], str] = {}
     for submodel, part in sorted(manifest["submodels"].items()):
@@ -85,7 +89,7 @@ def _files(folder: Path, submodel: str, part: Mapping[str, Any], digests: bool) 
 
     entries = [FileEntry(file["path"], file["bytes"], file["sha256"]) for file in part["files"]]
     if digest_tree(entries) != part["artifact"]:
-        yield error("digest", "sdflow.json", f"its list of files is not that of artifact {part['artifact'][:12]}")
+        yield error("digest", MANIFEST_FILE, f"its list of files is not that of artifact {part['artifact'][:12]}")
     place = folder.resolve()
     linked = place.parent.name if place.name == "files" else part["artifact"]
     if linked != part["artifact"]:

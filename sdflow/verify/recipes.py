@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
+from sdflow.passes.bind_weights import BindWeights
+from sdflow.store.layout import Layout
+from sdflow.store.records import BadRecord, load_action
 from sdflow.verify.finding import Finding, Level
 
 if TYPE_CHECKING:
@@ -36,6 +39,23 @@ class BoundModel:
     folder: Path
     checkpoint: Mapping[str, Any]
     loras: Sequence[LoraInput] = ()
+
+
+def structure_of(part: Mapping[str, Any], cache: Path) -> Path | None:
+    """The structure that a submodel's weights were bound to.
+
+    part: the submodel's entry in sdflow.json. None when its weights were carried, or when the cache has it no more.
+    """
+    steps = part.get("steps", [])
+    if len(steps) < 2 or steps[-1]["pass"] != BindWeights.name:
+        return None
+    layout = Layout(cache)
+    try:
+        stored = load_action(layout.action(steps[-2]["action"]).read_bytes())
+    except (OSError, BadRecord):
+        return None
+    files = layout.object(stored.object) / "files"
+    return files if files.is_dir() else None
 
 
 def check_recipes(

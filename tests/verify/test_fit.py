@@ -21,7 +21,7 @@ from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
 from sdflow.verify.kernels import kernel_table
 from sdflow.weights.structure import ChainStep, hollow
-from tests.verify.small_graphs import F16, F32, F64, I32, I64, model, node, one, port, unet_block
+from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
 from tests.weights.conftest import OFF, Builder, chain, structure_request
 
 NHWC = ["batch", "height", "width", 320]
@@ -44,7 +44,10 @@ def test_a_fused_block_of_sd15_fits_cuda_and_rocms_own_provider() -> None:
     assert errors(fits(unet_block(), TARGETS["rocm"], provider="ROCMExecutionProvider")) == []
 
 
-@pytest.mark.parametrize("target", ["cuda", "rocm", "directml", "cpu"])
+@pytest.mark.parametrize(
+    "target",
+    ["cuda", "directml", pytest.param("rocm", marks=pytest.mark.slow), pytest.param("cpu", marks=pytest.mark.slow)],
+)
 def test_the_small_unet_of_each_target_fits_it(target: str, built: Builder) -> None:
     structure = onnx.load(built.structure("unet", target) / "model.onnx", load_external_data=False)
     found = errors(fits(structure, TARGETS[target], "unet"))
@@ -73,7 +76,7 @@ def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) 
     assert errors(found) == []
     assert said(found, "warning") == [
         "text_encoder: /ArgMax: ArgMax has no CUDA kernel for int32 data (known: double, float, float16): "
-        "what it computes is not used by Stable Diffusion 1 and 2; fetch the other outputs only"
+        "Stable Diffusion 1 and 2 do not use what it computes; drop that output, or let it run on the CPU"
     ]
 
 
@@ -201,6 +204,15 @@ FAULTS: dict[str, tuple[ModelProto, str, str]] = {
         "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed q, k and v: "
         "set enable_packed_qkv: false",
     ),
+    "packed keys and values for the CPU": (
+        one(
+            node("MultiHeadAttention", "q kv", "y", num_heads=8),
+            {"q": (TOKENS, F32), "kv": (["batch", "n", 8, 2, 40], F32)},
+            F32,
+        ),
+        "cpu",
+        "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed k and v: set enable_packed_kv: false",
+    ),
     "a version of an operator that came after the provider": (
         one(
             node("Conv", "x w", "y", domain=""),
@@ -238,6 +250,30 @@ def test_what_the_table_does_not_tell_is_a_warning_and_no_claim() -> None:
         "unet: the_OneHot: whether DirectML has a kernel for OneHot is not in the table (onnxruntime-directml 1.24): "
         "look at where its nodes run: sdflow run reports it"
     ]
+
+
+def test_an_operator_that_onnx_runtime_expands_is_a_warning() -> None:
+    """GroupNormalization of the standard is a function: no provider has a kernel, and sessions run it nevertheless."""
+    made = node("GroupNormalization", "x scale bias", "y", domain="", num_groups=32)
+    graph = one(made, {"x": (["batch", 320, 8, 8], F32)}, F32, opset=21, scale=([320], F32), bias=([320], F32))
+    for target in ("cpu", "cuda"):
+        found = fits(graph, TARGETS[target], "unet")
+        assert errors(found) == []
+        assert said(found, "warning") == [
+            f"unet: the_GroupNormalization: GroupNormalization has no {target.upper()} kernel: "
+            "ONNX Runtime expands it into other operators, which are not looked at here"
+        ]
+
+
+def test_functions_of_the_model_are_looked_into() -> None:
+    body = helper.make_function(
+        "own", "Double", ["a"], ["b"], [node("BiasAdd", "a a a", "b")], [helper.make_opsetid(MS, 1)]
+    )
+    graph = one(node("Double", "x", "y", domain="own"), {"x": (TOKENS, F16)})
+    graph.opset_import.add(domain="own", version=1)
+    graph.functions.append(body)
+    assert [finding.what for finding in errors(fits(graph, TARGETS["directml"]))] == []
+    assert [finding.what for finding in errors(fits(graph, TARGETS["rocm"]))] == ["BiasAdd has no MIGraphX kernel"]
 
 
 def test_shape_arithmetic_is_an_obstacle_to_cuda_graphs_and_no_misfit() -> None:
@@ -308,6 +344,20 @@ def test_onnx_runtime_itself_refuses_what_the_cpu_table_lacks(operator: str) -> 
     assert operator not in kernel_table("CPUExecutionProvider").kernels
     with pytest.raises(NotImplementedByOrt, match=f"Could not find an implementation for {name}|kernel for {operator}"):
         ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("fault", ["packed attention for the CPU", "packed keys and values for the CPU"])
+def test_onnx_runtime_itself_refuses_packed_attention_on_the_cpu(fault: str) -> None:
+    import onnxruntime as ort
+    from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+
+    graph, _, message = FAULTS[fault]
+    assert said(fits(graph, TARGETS["cpu"], "unet")) == [message]
+    shapes = {"x": (1, 4, 8, 3, 40), "q": (1, 4, 320), "kv": (1, 4, 8, 2, 40)}
+    inputs = {info.name: np.zeros(shapes[info.name], np.float32) for info in graph.graph.input}
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(RuntimeException, match="not implemented for CPU"):
+        session.run(None, inputs)
 
 
 @pytest.mark.parametrize("target", TARGETS)

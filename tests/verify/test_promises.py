@@ -83,6 +83,12 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         check_promises(tmp_path)
 
 
+def test_a_manifest_without_a_target_is_refused(folder: Path) -> None:
+    edit_manifest(folder, lambda manifest: manifest.pop("target"))
+    with pytest.raises(UsageError, match="it lacks its target, its submodels or its files"):
+        check_promises(folder)
+
+
 # Inputs and outputs
 
 

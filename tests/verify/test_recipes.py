@@ -11,10 +11,12 @@ from typing import Any
 import onnx
 import pytest
 
-from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes
+from sdflow.store import Cache
+from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes, structure_of
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose
 from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from tests.store.builds import make_action, publish
 from tests.weights.conftest import Builder, synthetic
 
 SUBMODEL = "text_encoder"
@@ -130,6 +132,15 @@ def test_a_weight_that_was_changed_after_it_was_bound(structure: Path, bound: Bo
 def test_the_weights_of_another_checkpoint(structure: Path, bound: BoundModel) -> None:
     other = BoundModel(bound.folder, synthetic(SUBMODEL, seed=1))
     assert len(said(structure, SUBMODEL, other, sample=3)) == 3
+
+
+def test_the_structure_of_a_pipelines_submodel_is_found_in_the_cache(structure: Path, tmp_path: Path) -> None:
+    cache, action = Cache(tmp_path / "cache"), make_action()
+    record = publish(cache, action, {path.name: path.read_bytes() for path in structure.iterdir()})
+    steps = [{"pass": "OrtTransformersOptimization", "action": action.digest}, {"pass": "BindWeights", "action": "x"}]
+    assert structure_of({"steps": steps}, cache.root) == record.artifact.path
+    assert structure_of({"steps": steps[:1]}, cache.root) is None, "its weights were carried"
+    assert structure_of({"steps": steps}, tmp_path / "another") is None
 
 
 def test_missing_parameters(structure: Path) -> None:

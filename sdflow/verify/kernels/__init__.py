@@ -59,6 +59,7 @@ class Condition:
 
     input: index of the input that is tested; its last dimension must be one of `last_dimension`, or, divided by the
     attribute `last_dimension_per`, a multiple of `multiple_of`; its type one of `types`; with `present` it must be there.
+    given: index of an input without which the condition does not apply.
     attribute: must be one of `values`; `default` when it is not set.
     reason, remedy: for the user, after the operator's name; `{found}` stands for what the node has. source: who says so.
     """
@@ -69,6 +70,7 @@ class Condition:
     remedy: str
     source: str
     level: Level = "error"
+    given: int | None = None
     input: int | None = None
     last_dimension: tuple[int, ...] = ()
     last_dimension_per: str | None = None
