@@ -14,6 +14,7 @@ from sdflow.runtime.pipeline import TextToImagePipeline, load_companions, submod
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
+from sdflow.verify.activations import overflow_findings
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.distance import relative_l2, root_mean_square
 from sdflow.verify.finding import Finding
@@ -87,6 +88,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     for name in request.submodels:
         if name not in desk.verdicts:
             desk.open(name)
+    desk.close()
     progress("whether the graphs fit the target, and the folder's promises")
     return Verification(
         name=request.name,
@@ -95,13 +97,16 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         picture=picture,
         meaning=meaning,
-        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts)),
+        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts, progress)),
         coverage=tuple(selection.coverage()),
     )
 
 
-def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict]) -> list[Finding]:
-    """What the target has no kernel for, and what the folder promises and does not keep, of the submodels asked for."""
+def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress) -> list[Finding]:
+    """What the target has no kernel for, what overflows, and what the folder promises and does not keep.
+
+    Ranges of values cost another session: they are measured at the full level, and where a result is not finite.
+    """
     import onnx
 
     target = TARGETS[request.target]
@@ -110,9 +115,15 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict]) ->
         if verdicts[submodel].outputs:  # it is a graph that runs
             path = (request.folder / submodel / MODEL_FILE).resolve()
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
-    whole = set(DRAWING) <= {*request.submodels}
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
+    for submodel, verdict in verdicts.items():
+        overflows = any(output.distance == float("inf") for output in verdict.outputs)
+        if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
+            progress(f"{submodel}: ranges of its values")
+            cases = read_cases(request.reference, submodel)
+            found += overflow_findings(submodel, request.folder / submodel, cases, threads=request.threads or 0)
+    whole = set(DRAWING) <= {*request.submodels}
     for finding in check_promises(request.folder, target):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
@@ -132,12 +143,16 @@ class Desk:
         self.verdicts: dict[str, SubmodelVerdict] = {}
         self._open: tuple[str, RunnableGraph] | None = None
 
+    def close(self) -> None:
+        """Let go of the graph that is open."""
+        self._open = None
+        gc.collect()
+
     def open(self, submodel: str) -> RunnableGraph | None:
         """The submodel's graph, judged; None if it cannot be loaded."""
         if self._open and self._open[0] == submodel:
             return self._open[1]
-        self._open = None
-        gc.collect()
+        self.close()
         self.progress(f"{submodel}: loading")
         try:
             graph = open_graph(self.request.folder / submodel, self.request.target, threads=self.request.threads)

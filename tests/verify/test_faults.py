@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
 
 from sdflow.passes.base import LoraInput
 from sdflow.sources import Checkpoint
+from sdflow.verify.activations import overflow_findings
 from sdflow.verify.cases import Cases
 from sdflow.verify.reference import LoraMerge
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
@@ -260,6 +262,19 @@ def test_a_planted_fault_is_found(fault: Fault, cuda: Sample, sample_cases: dict
     assert found.problems
     assert fault.says in " ".join(what for what, _ in found.problems)
     assert all(remedy for _, remedy in found.problems)
+
+
+def test_an_overflow_is_named_with_node_step_and_remedy(
+    cuda: Sample, sample_cases: dict[str, Cases], tmp_path: Path
+) -> None:
+    wrong = planted(cuda.artifact("unet"), tmp_path / "unet", overflow)
+    found = overflow_findings("unet", wrong, sample_cases["unet"])
+    node = Graph(onnx.load(str(wrong / "model.onnx"))).nodes("NhwcConv")[1].name
+    (first, *_) = found
+    assert (first.level, first.node) == ("error", node)
+    assert "at step " in first.what
+    assert f"node_block_list: [{node}" in first.remedy
+    assert overflow_findings("unet", cuda.artifact("unet"), sample_cases["unet"]) == []
 
 
 @pytest.fixture(scope="module")
