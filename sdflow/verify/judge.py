@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import exp, inf, log, sqrt
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
@@ -22,6 +24,7 @@ from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
 from sdflow.verify.promises import check_promises
 from sdflow.verify.result import (
+    AT_MOST_UNCERTAIN,
     FLOAT16_RATIO,
     FLOAT32_LIMIT,
     ONE_CASE_RATIO,
@@ -118,7 +121,7 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
     for submodel, verdict in verdicts.items():
-        overflows = any(output.distance == float("inf") for output in verdict.outputs)
+        overflows = any(output.distance == inf for output in verdict.outputs)
         if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
             progress(f"{submodel}: ranges of its values")
             cases = read_cases(request.reference, submodel)
@@ -177,7 +180,7 @@ class _OneAtATime:
 
     def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         graph = self.desk.open(self.name)
-        if graph is None or any(output.distance == float("inf") for output in self.desk.verdicts[self.name].outputs):
+        if graph is None or any(output.distance == inf for output in self.desk.verdicts[self.name].outputs):
             raise _Unusable
         return run_graph(graph, inputs)
 
@@ -249,30 +252,43 @@ def _distances(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> tuple[
     """Of the artifact and of fp16 PyTorch. A flag may be that of either: at a threshold, rounding decides."""
     if exact.dtype == bool:
         same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
-        return (0.0 if same else float("inf")), 0.0
+        return (0.0 if same else inf), 0.0
     return relative_l2(value, exact), relative_l2(half, exact)
 
 
 def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
     """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin.
 
+    The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
+
     Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to the cases where it does.
     """
-    measured = [case for case in cases if case.yardstick != float("inf")]
+    measured = [case for case in cases if case.yardstick != inf]
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
     yardstick = root_mean_square(case.yardstick for case in measured)
     if precision == "float32":
         return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
-    limit = FLOAT16_RATIO * yardstick
+    limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
     each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
-    finite = all(case.distance != float("inf") for case in cases)
+    finite = all(case.distance != inf for case in cases)
     return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each and finite)
+
+
+def _uncertainty(cases: Sequence[CaseDistance]) -> float:
+    """A factor, 1 to AT_MOST_UNCERTAIN: two standard errors of the cases' ratios (of their logarithms).
+
+    Rounding errors are random. Where a case has few numbers, its ratio says little, and the cases' ratios scatter.
+    """
+    ratios = [log(case.distance / case.yardstick) for case in cases if 0 < case.distance < inf and case.yardstick > 0]
+    if len(ratios) < 2:
+        return 1.0
+    return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
 
 
 def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
     worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
-    if any(case.distance == float("inf") for case in cases):
-        first = next(case for case in cases if case.distance == float("inf"))
+    if any(case.distance == inf for case in cases):
+        first = next(case for case in cases if case.distance == inf)
         return (
             f"{verdict.name} has another shape, NaN or infinity at {first.case}",
             "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "

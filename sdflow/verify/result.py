@@ -14,6 +14,8 @@ FLOAT32_LIMIT = 1e-4
 """Relative L2 to the fp32 PyTorch model that a float32 artifact may have."""
 FLOAT16_RATIO = 1.2
 """How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases."""
+AT_MOST_UNCERTAIN = 1.25
+"""How far the scatter of the cases may widen that limit, as a factor."""
 ONE_CASE_RATIO = 2.0
 """The same for any one case: few numbers, so a wider margin."""
 
