@@ -83,23 +83,40 @@ class GraphEdit:
         return name
 
     def clean(self) -> None:
-        """Drop nodes, initializers and value types that nothing reads any more."""
-        read = {item.name for item in self.graph.output}
-        kept = []
-        for node in reversed(self.graph.node):
-            if read.intersection(node.output):
-                kept.append(node)
-                read.update(node.input)
-        if len(kept) != len(self.graph.node):
-            copies = [type(node).FromString(node.SerializeToString()) for node in reversed(kept)]
-            del self.graph.node[:]
-            self.graph.node.extend(copies)
-        for index in reversed(range(len(self.graph.initializer))):
-            if self.graph.initializer[index].name not in read:
-                del self.graph.initializer[index]
-        values = {name for node in self.graph.node for name in node.output} | read
-        for index in reversed(range(len(self.graph.value_info))):
-            if self.graph.value_info[index].name not in values:
-                del self.graph.value_info[index]
+        """Drop nodes, initializers and value types that nothing reads any more, and put the nodes in order."""
+        live: set[str] = set()
+        wanted = [item.name for item in self.graph.output]
+        while wanted:
+            name = wanted.pop()
+            if name and name not in live:
+                live.add(name)
+                node = self.producers.get(name)
+                wanted += [*node.input, *node.output] if node is not None else []
+        nodes = [copied(node) for node in in_order(self.graph.node) if live.intersection(node.output)]
+        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in live]
+        infos = [copied(info) for info in self.graph.value_info if info.name in live]
+        for field, kept in ((self.graph.node, nodes), (self.graph.initializer, tensors), (self.graph.value_info, infos)):
+            del field[:]
+            field.extend(kept)
         self.weights = {tensor.name: tensor for tensor in self.graph.initializer}
         self.refresh()
+
+
+def copied(message: Any) -> Any:
+    """A copy of a protobuf message that belongs to no other."""
+    return type(message).FromString(message.SerializeToString())
+
+
+def in_order(nodes: Sequence[Any]) -> list[Any]:
+    """Nodes behind those that make what they read, otherwise in their order. Some tools leave graphs out of order."""
+    place = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    done: dict[int, Any] = {}
+    for start in range(len(nodes)):
+        waiting = [start]
+        while waiting:
+            index = waiting[-1]
+            before = [place[name] for name in nodes[index].input if name in place and place[name] not in done]
+            waiting += before
+            if not before:
+                done[waiting.pop()] = nodes[index]
+    return list(done.values())
