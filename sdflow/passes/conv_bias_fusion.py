@@ -44,7 +44,8 @@ class ConvBiasFusionConfig(PassConfig):
     bias_add: bool = Field(default=True, description="Add becomes BiasAdd (320, 640 and 1280 channels)")
     add: bool = Field(default=True, description="two convolutions that are added: one bias for both")
     group_norm: bool = Field(
-        default=False, description="GroupNorm becomes SkipGroupNorm: one more write of the feature map for one less read"
+        default=False,
+        description="GroupNorm becomes SkipGroupNorm: one more write of the feature map for one less read",
     )
 
 
@@ -150,7 +151,7 @@ def _into_group_norm(edit: GraphEdit, node: Any) -> int:
     if others or source in edit.results:
         return 0
     name = node.name or node.output[0]
-    width = list(edit.weights[_bias(conv)].dims)[0]
+    (width,) = edit.weights[_bias(conv)].dims
     batch, sizes, skip = f"{name}/batch", f"{name}/sizes", f"{name}/bias_per_image"
     channels = edit.constant(f"channels_{width}", np.array([width], np.int64))
     nodes = [

@@ -95,7 +95,11 @@ class GraphEdit:
         nodes = [copied(node) for node in in_order(self.graph.node) if live.intersection(node.output)]
         tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in live]
         infos = [copied(info) for info in self.graph.value_info if info.name in live]
-        for field, kept in ((self.graph.node, nodes), (self.graph.initializer, tensors), (self.graph.value_info, infos)):
+        for field, kept in (
+            (self.graph.node, nodes),
+            (self.graph.initializer, tensors),
+            (self.graph.value_info, infos),
+        ):
             del field[:]
             field.extend(kept)
         self.weights = {tensor.name: tensor for tensor in self.graph.initializer}

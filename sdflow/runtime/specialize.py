@@ -7,7 +7,7 @@ in its data file, unread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
@@ -19,18 +19,27 @@ FOLDED_ELEMENTS = 1 << 14
 _Shape = tuple[int, ...]
 
 
-def specialize(model: Any, sizes: Mapping[str, int]) -> Any:
+def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | None = None) -> Any:
     """A copy of a ModelProto with its inputs' named axes fixed, and everything folded that does not depend on data.
 
-    sizes: axis name -> size; each named axis of the inputs must be there. Folded values become initializers under their
-    own names. All values have their shapes in `value_info`. Raises PassError for an axis without a size, or an operator
-    whose output shape is not known.
+    sizes: axis name -> size; each named axis of the inputs must be there. outputs: those that are wanted, all by
+    default. CLIP's pooled output, which Stable Diffusion 1 and 2 do not use, takes an ArgMax of integers: it has no CUDA
+    kernel, so with that output the text encoder cannot be captured. Folded values become initializers under their own
+    names; all values have their shapes in `value_info`.
+    Raises PassError for an axis without a size, an output that is not there, or an operator whose output shape is not
+    known.
     """
     import onnx
 
     result = onnx.ModelProto()
     result.CopyFrom(model)
     graph = result.graph
+    if outputs is not None:
+        if missing := sorted(set(outputs) - {item.name for item in graph.output}):
+            raise PassError(f"the model has no output {missing[0]!r}", where="specialize")
+        kept = [copied(item) for item in graph.output if item.name in outputs]
+        del graph.output[:]
+        graph.output.extend(kept)
     for item in graph.input:
         for axis in item.type.tensor_type.shape.dim:
             if not axis.HasField("dim_value"):
@@ -76,7 +85,7 @@ class _Folding:
                 self.known[name] = value
                 data_type = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
                 self.types[name] = onnx.helper.make_tensor_type_proto(data_type, value.shape)
-        nodes = [copied(node) for node in kept]
+        nodes = self._wanted(kept)
         read = {name for node in nodes for name in node.input} | {item.name for item in self.graph.output}
         for name in sorted(read.intersection(self.known) - initializers):
             self.graph.initializer.append(onnx.numpy_helper.from_array(self.known[name], name))
@@ -91,6 +100,16 @@ class _Folding:
         for name in inner:
             if name not in outputs:
                 self.graph.value_info.add(name=name).type.CopyFrom(self.types[name])
+
+    def _wanted(self, kept: Sequence[Any]) -> list[Any]:
+        """Copies of the nodes that the outputs come from."""
+        wanted = {item.name for item in self.graph.output}
+        nodes = []
+        for node in reversed(kept):
+            if wanted.intersection(node.output):
+                wanted.update(node.input)
+                nodes.append(copied(node))
+        return nodes[::-1]
 
     def _computed(self, node: Any) -> dict[str, Any] | None:
         """The values of a node's outputs, or None if they depend on data or are many."""

@@ -89,7 +89,9 @@ def split_unet(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Split
     if guidance:
         _set_types(step_model.graph, half.graph, [SAMPLE, *_read(latents, set(time_values), [])])
     time_model = _timestep_part(whole, kinds["time"], time_values)
-    return SplitUNet(text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows)
+    return SplitUNet(
+        text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows
+    )
 
 
 def _kind(reached: frozenset[str], text_inputs: Collection[str], guidance: bool) -> str:

@@ -138,8 +138,9 @@ def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | Non
     """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
-    then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not contiguous. Float16 values that ended at the
-    type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
+    then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
+    contiguous. Float16 values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
+    of another shape.
     """
     return _evaluate(recipe, read, counts, None)
 
