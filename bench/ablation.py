@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -118,7 +119,6 @@ def give_weights(graphs: Mapping[str, Any], folder: Path, device: str = "cuda") 
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, recipes))
-    data.flush()
 
 
 def _params(recipe: Any) -> Iterator[Any]:
@@ -433,6 +433,7 @@ def _short(name: str) -> str:
 
 
 def main() -> None:
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     import onnx
     import torch  # before onnxruntime, so that its CUDA and cuDNN libraries are the ones that are loaded
 
