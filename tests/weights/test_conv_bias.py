@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sdflow.passes.base import PassInputs
-from sdflow.passes.conv_bias_fusion import ConvBiasFusion, ConvBiasFusionConfig
+from sdflow.passes.conv_bias_fusion import ConvBiasFusion
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.worker import run_pass
 from sdflow.weights.bind import BindRequest, bind
@@ -47,4 +47,3 @@ def test_a_chain_with_it_gives_the_same_bytes_with_weights_and_without(
     for name in ("model.onnx", "model.onnx.data"):
         assert found[name] == expected[name]
     assert any(b"+" in file for name, file in expected.items() if name == "model.onnx"), "two biases were added up"
-
