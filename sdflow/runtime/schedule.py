@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -30,32 +30,54 @@ SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name -> class in diffusers, and the options that make it what the name says."""
 
-NOISE, IMAGE, FIRST_OUTPUT = 0, 1, 2
-"""Rows of the terms: the first noise, the image's latents, from the third on what the UNet gives, then noise drawn."""
+NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
+"""The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The factors of the latents, one row per run of the UNet (R of them) and a last one for the result.
 
-    timesteps: what the UNet is told, float32 (R,). inputs: what it is given, already scaled (`scale_model_input`), and
-    the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps. Terms: noise, image, R outputs,
-    noises that the scheduler draws, each standard normal and of the latents' shape.
+    numbers: the timesteps. timesteps: the same for the UNet, float32 (R, 1). inputs: what it is given, already scaled
+    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps.
+    draws: how many noises the scheduler draws. halves: columns per output, two with guidance.
     """
 
+    numbers: tuple[int, ...]
     timesteps: torch.Tensor
     inputs: torch.Tensor
     kept: torch.Tensor
+    draws: int
+    halves: int = 1
 
     @property
     def runs(self) -> int:
         """How often the UNet runs."""
-        return len(self.timesteps)
+        return len(self.numbers)
 
-    @property
-    def draws(self) -> int:
-        """How many noises the scheduler draws on the way."""
-        return self.inputs.shape[1] - FIRST_OUTPUT - self.runs
+    def known(self, index: int) -> int:
+        """How many terms are there before run `index`."""
+        return FIRST_DRAWN + self.draws + self.halves * index
+
+    def guided(self, scale: float) -> Schedule:
+        """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
+
+        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598
+        """
+        import torch
+
+        weights = torch.tensor([1 - scale, scale])
+
+        def split(rows: torch.Tensor) -> torch.Tensor:
+            outputs = rows[:, self.known(0) :, None] * weights
+            return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
+
+        return replace(self, inputs=split(self.inputs), kept=split(self.kept), halves=2)
+
+    def to(self, device: str) -> Schedule:
+        """With its tensors on the device."""
+        tensors = {name: getattr(self, name).to(device) for name in ("timesteps", "inputs", "kept")}
+        return replace(self, **tensors)
 
 
 def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
@@ -77,7 +99,13 @@ def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def trace(
-    scheduler: Any, steps: int, *, strength: float = 1.0, from_image: bool = False, inpaint: bool = False, eta: float = 0.0
+    scheduler: Any,
+    steps: int,
+    *,
+    strength: float = 1.0,
+    from_image: bool = False,
+    inpaint: bool = False,
+    eta: float = 0.0,
 ) -> Schedule:
     """The factors of a diffusers scheduler; the scheduler itself is left as it is.
 
@@ -119,13 +147,14 @@ def _trace(
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(skipped)
 
-    terms = FIRST_OUTPUT + 3 * runs
+    most_draws = 2 * runs
+    terms = FIRST_DRAWN + most_draws + runs
     # (term, 1 picture, values, 1, 1): schedulers mind the number of axes.
     units = (torch.eye(terms, dtype=torch.float64) * unit).reshape(terms, 1, terms, 1, 1)
-    drawn = iter(units[FIRST_OUTPUT + runs :])
+    noise, image, drawn, outputs = units[NOISE], units[IMAGE], iter(units[FIRST_DRAWN:]), units[-runs:]
     draws = 0
 
-    class Draw(TorchFunctionMode):
+    class Draw(TorchFunctionMode):  # type: ignore[misc]
         """A scheduler's `torch.randn` gives the next unit vector."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +166,6 @@ def _trace(
 
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {"eta": eta} if "eta" in accepted else {}
-    noise, image = units[NOISE], units[IMAGE]
     latents = scheduler.add_noise(image, noise, timesteps[:1]) if from_image else noise * scheduler.init_noise_sigma
     inputs, kept = [], []
     known = latents
@@ -146,16 +174,21 @@ def _trace(
             inputs.append(scheduler.scale_model_input(latents, timestep))
             scale = inputs[-1].norm() / latents.norm()
             kept.append(known * scale)
-            output = units[FIRST_OUTPUT + index]
-            latents = scheduler.step(output, timestep, latents, **step_options).prev_sample
+            latents = scheduler.step(outputs[index], timestep, latents, **step_options).prev_sample
             if inpaint:
-                known = image if index + 1 == runs else scheduler.add_noise(image, noise, timesteps[index + 1 : index + 2])
+                known = (
+                    image if index + 1 == runs else scheduler.add_noise(image, noise, timesteps[index + 1 : index + 2])
+                )
+    if draws > most_draws:
+        raise UsageError(f"{type(scheduler).__name__} draws more than two noises a step", remedy="Take another one.")
+
+    def rows(vectors: list[torch.Tensor]) -> torch.Tensor:
+        factors = torch.stack(vectors).reshape(runs + 1, terms)
+        return torch.cat([factors[:, : FIRST_DRAWN + draws], factors[:, -runs:]], dim=1).to(torch.float32)
+
+    numbers = tuple(int(timestep) for timestep in timesteps)
     return Schedule(
-        timesteps.to(torch.float32),
-        *(
-            torch.stack(rows).reshape(runs + 1, terms)[:, : FIRST_OUTPUT + runs + draws].to(torch.float32)
-            for rows in ([*inputs, latents], [*kept, known])
-        ),
+        numbers, timesteps.to(torch.float32)[:, None], rows([*inputs, latents]), rows([*kept, known]), draws
     )
 
 
