@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sdflow.runtime.schedule import Schedule
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.unet import UNet
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class Start:
 
 
 def denoise(
-    unet: Submodel,
+    unet: UNet,
     schedule: Schedule,
     start: Start,
     embeddings: torch.Tensor,
@@ -44,17 +44,10 @@ def denoise(
     """
     import torch
 
-    shape, halves = start.noise.shape, schedule.halves
-    channels = shape[1] if start.context is None else shape[1] + start.context.shape[1]
-    bound = unet.bound(
-        sample=(halves * shape[0], channels, *shape[2:]),
-        timestep=(1,),
-        encoder_hidden_states=tuple(embeddings.shape),
-    )
-    bound.inputs["encoder_hidden_states"].copy_(embeddings)
-    model_input = bound.inputs["sample"].view(halves, shape[0], channels, *shape[2:])
+    shape, channels = start.noise.shape, start.noise.shape[1]
+    unet.begin(embeddings, schedule)
     if start.context is not None:
-        model_input[:, :, shape[1] :].copy_(start.context)
+        unet.sample[:, :, channels:].copy_(start.context)
 
     # A column per value, a row per term: those that are there from the start, then the outputs as they come.
     terms = torch.zeros(schedule.known(schedule.runs), start.noise.numel(), device=start.noise.device)
@@ -71,10 +64,9 @@ def denoise(
         return torch.where(start.mask, drawn, torch.mv(terms[:known].T, schedule.kept[index, :known]).view(shape))
 
     for index in range(schedule.runs):
-        model_input[:, :, : shape[1]].copy_(latents(index))
-        bound.inputs["timestep"].copy_(schedule.timesteps[index])
-        output = bound.run()["out_sample"]
-        terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(halves, -1))
+        unet.sample[:, :, :channels].copy_(latents(index))
+        output = unet.step(index)
+        terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
         if on_step is not None:
             on_step(index, schedule.numbers[index])
     return latents(schedule.runs)

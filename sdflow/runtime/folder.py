@@ -48,12 +48,11 @@ def load_submodel(
     if where.stream is not None:
         session_options |= {"stream": where.stream.cuda_stream, "capture": submodel in cuda_graphs}
     model = (folder / submodel / MODEL_FILE).resolve()
-    loaded = Submodel(
-        lambda wanted: create_session(model, target, shapes=wanted or shapes, **session_options),
-        submodel_config(folder, submodel),
-        where,
-        target.session.static_shapes,
-    )
+
+    def load(wanted: Shapes | None, graph: Any = None) -> Any:
+        return create_session(model, target, graph=graph, shapes=wanted or shapes, **session_options)
+
+    loaded = Submodel(load, submodel_config(folder, submodel), where, target.session.static_shapes, model)
     if not lazy:
         loaded.load(shapes)
     return loaded

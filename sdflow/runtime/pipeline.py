@@ -21,6 +21,7 @@ from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
 from sdflow.runtime.vae import decode, encode, vae_scale
 from sdflow.targets import TARGETS, Target
 
@@ -33,6 +34,8 @@ REQUIRED = ("text_encoder", "unet", "vae_decoder")
 """The submodels that text to image cannot do without."""
 
 SCHEDULES_KEPT = 16
+UNETS_KEPT = 2
+"""For how many sizes and numbers of pictures a UNet in parts is kept: each has the weights in memory."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Pipeline:
     """Draws pictures from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    split: take the UNet apart, so that nothing is computed twice (`sdflow.runtime.split`).
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Pipeline:
         feature_extractor: Any = None,
         *,
         low_memory: bool = False,
+        split: bool = True,
     ) -> None:
         if missing := [name for name in REQUIRED if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
@@ -65,6 +70,7 @@ class Pipeline:
         self.scheduler = scheduler
         self.feature_extractor = feature_extractor
         self.low_memory = low_memory
+        self.split = split
         self.place = submodels["unet"].place
         vae, unet = submodels["vae_decoder"].config, submodels["unet"].config
         self.vae_scale = vae_scale(vae)
@@ -72,6 +78,7 @@ class Pipeline:
         # PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
         self.granularity = self.vae_scale * 2 ** (len(unet["block_out_channels"]) - 1)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._unets: dict[tuple[Any, ...], UNet] = {}
 
     @classmethod
     def load(
@@ -160,8 +167,11 @@ class Pipeline:
             noises = self._noises(shape, schedule.draws, latents, generator)
             start = self._start(noises, pixels, mask_image)
             embeddings = self.encode([*negatives, *prompts] if guided else prompts)
-            with self._using("unet") as unet:
-                result = denoise(unet, schedule, start, embeddings, callback_on_step_end)
+            unet = self._unet(start, tuple(embeddings.shape))
+            result = denoise(unet, schedule, start, embeddings, callback_on_step_end)
+            if self.low_memory:
+                self._unets.clear()
+                self.submodels["unet"].unload()
             if output_type == "latent":
                 return Images(result.cpu().numpy(), None)
             drawn, flagged = self.check_safety(self.decode(result))
@@ -232,6 +242,19 @@ class Pipeline:
         yield submodel
         if self.low_memory:
             submodel.unload()
+
+    def _unet(self, start: Start, text: tuple[int, ...]) -> UNet:
+        """The UNet for these sizes; in parts, unless the provider wants static shapes or the graph does not allow it."""
+        unet, (pictures, channels, *size) = self.submodels["unet"], start.noise.shape
+        shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
+        if unet.static_shapes or unet.path is None or not self.split:
+            return WholeUNet(unet, shape, text)
+        key = (shape, text)
+        if key not in self._unets:
+            while len(self._unets) >= UNETS_KEPT:
+                self._unets.pop(next(iter(self._unets)))
+            self._unets[key] = SplitUNet(unet, shape, text)
+        return self._unets[key]
 
     def _schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
         key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, *options.items())

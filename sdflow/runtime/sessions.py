@@ -14,6 +14,7 @@ from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
@@ -79,6 +80,7 @@ def create_session(
     model: Path,
     target: Target,
     *,
+    graph: onnx.ModelProto | None = None,
     shapes: Shapes | None = None,
     engine_cache: Path | None = None,
     threads: int | None = None,
@@ -88,6 +90,7 @@ def create_session(
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
+    graph: to load in its place; its large weights lie beside `model`.
     shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
     engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
@@ -111,7 +114,9 @@ def create_session(
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    if target.session.static_shapes:
+    if graph is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
+    if target.session.static_shapes and graph is None:
         for name, size in free_dimensions(model, shapes or {}).items():
             options.add_free_dimension_override_by_name(name, size)
 
@@ -128,7 +133,8 @@ def create_session(
 
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
-        return ort.InferenceSession(str(model), options, providers=list(with_options.items()), enable_fallback=0)
+        source = str(model) if graph is None else graph.SerializeToString()
+        return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
 
     try:
         try:
