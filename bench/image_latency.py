@@ -217,41 +217,52 @@ class Bench:
                 bind(self.options.graphs / name, self.torch_modules[component].state_dict(), self.folder / name)
         target = TARGETS["cuda" if self.machine.device == "cuda" else "cpu"]
         failure: Exception | None = None
-        for captured in (tuple(SUBMODELS), ("unet", "vae_decoder"), ("unet",), ()):
+        for split, captured in ((True, tuple(SUBMODELS)), (False, tuple(SUBMODELS)), (False, ("unet",)), (False, ())):
             try:
-                begun = time.perf_counter()
-                submodels = {name: load_submodel(self.folder, name, target, cuda_graphs=captured) for name in SUBMODELS}
-                pipeline = Pipeline(submodels, **self.companions())
-                say(f"sdflow: sessions in {time.perf_counter() - begun:.2f} s, allowed to capture: {captured}")
+                submodels = {
+                    name: load_submodel(self.folder, name, target, cuda_graphs=captured, lazy=True)
+                    for name in SUBMODELS
+                }
+                pipeline = Pipeline(submodels, **self.companions(), split=split)
 
                 def draw(images: int, pipeline: Any = pipeline) -> Any:
                     return pipeline([PROMPT] * images, output_type="np", **self.settings(images)).images
 
-                draw(1)
+                first = self.machine.milliseconds(lambda draw=draw: draw(1))
+                say(
+                    f"sdflow: UNet {'in parts' if split else 'whole'}, captured {captured}, loaded and drawn in {first:.0f} ms"
+                )
                 break
-            except Exception as error:  # noqa: BLE001  the next try captures less; the last one's error is raised
-                say(f"--- with {captured} captured:\n{traceback.format_exc()}")
+            except Exception as error:  # noqa: BLE001  the next try asks for less; the last one's error is raised
+                say(f"--- UNet {'in parts' if split else 'whole'}, captured {captured}:\n{traceback.format_exc()}")
                 failure = error
         else:
             assert failure is not None
             raise failure
         self.engines["sdflow"] = draw
-        shape = tuple(self.latents(1).shape)
-        width = self.torch_modules["unet"].config.cross_attention_dim
-        unet = submodels["unet"].bound(sample=(2, *shape[1:]), timestep=(1,), encoder_hidden_states=(2, 77, width))
-        decoder = submodels["vae_decoder"].bound(latent_sample=shape)
-        encoder = submodels["text_encoder"].bound(input_ids=(2, 77))
+        self.parts["sdflow"] = self._parts_of(pipeline)
 
-        def on_stream(bound: Any) -> Callable[[], object]:
-            def run() -> None:
+    def _parts_of(self, pipeline: Any) -> dict[str, Callable[[], object]]:
+        from sdflow.runtime.denoise import Start
+
+        with pipeline.place.current():
+            latents = self.latents(1).to(self.machine.device)
+            unet = pipeline._loaded(Start(latents, []), 2)
+        decoder = pipeline.submodels["vae_decoder"].bound(latent_sample=tuple(latents.shape))
+        encoder = pipeline.submodels["text_encoder"].bound(input_ids=(2, 77))
+        runs = {"unet step": lambda: unet.step(0), "decoder": decoder.run, "text encoder": encoder.run}
+
+        def on_stream(run: Callable[[], object]) -> Callable[[], object]:
+            def queued() -> None:
                 with pipeline.place.current():
-                    bound.run()
+                    run()
 
-            return run
+            return queued
 
-        bounds = {"unet step": unet, "decoder": decoder, "text encoder": encoder}
-        self.parts["sdflow"] = {name: on_stream(bound) for name, bound in bounds.items()}
-        self.parts["sdflow"] |= {"picture without its steps": lambda: self._without_steps(pipeline)}
+        return {
+            **{name: on_stream(run) for name, run in runs.items()},
+            "picture of one step": lambda: self._without_steps(pipeline),
+        }
 
     def _without_steps(self, pipeline: Any) -> None:
         pipeline(PROMPT, num_inference_steps=1, guidance_scale=7.5, latents=self.latents(1))

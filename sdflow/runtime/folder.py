@@ -42,20 +42,34 @@ def load_submodel(
     """One submodel of a pipeline folder on a target; further options are those of `create_session`.
 
     shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that may be captured. lazy: load
-    the session when it is first needed.
+    the session when it is first needed, as is always done where there will be one for each set of shapes.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
-    if where.stream is not None:
-        session_options |= {"stream": where.stream.cuda_stream, "capture": submodel in cuda_graphs}
     model = (folder / submodel / MODEL_FILE).resolve()
+    fixed = target.name == "cuda" and submodel in cuda_graphs
+    if where.stream is not None:
+        session_options["stream"] = where.stream.cuda_stream
 
-    def load(wanted: Shapes | None, graph: Any = None) -> Any:
-        return create_session(model, target, graph=graph, shapes=wanted or shapes, **session_options)
+    def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
+        options = {**session_options, "capture": capture and fixed}
+        return create_session(model, target, graph=graph, shapes=wanted or shapes, **options)
 
-    loaded = Submodel(load, submodel_config(folder, submodel), where, target.session.static_shapes, model)
-    if not lazy:
+    loaded = Submodel(
+        load,
+        submodel_config(folder, submodel),
+        where,
+        static_shapes=target.session.static_shapes,
+        path=model,
+        fixed=fixed,
+        outputs=_WANTED.get(submodel),
+    )
+    if not lazy and not fixed:
         loaded.load(shapes)
     return loaded
+
+
+_WANTED = {"text_encoder": ("last_hidden_state",)}
+"""The other output of CLIP has no use here, and no CUDA kernel for a part of it."""
 
 
 def load_companions(folder: Path) -> dict[str, Any]:

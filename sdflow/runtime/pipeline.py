@@ -7,20 +7,22 @@ encoded to the mean of the encoder's distribution, not to a sample of it (the ex
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import SUBMODELS
-from sdflow.errors import UsageError
+from sdflow.errors import PassError, UsageError
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
 from sdflow.runtime.vae import decode, encode, vae_scale
 from sdflow.targets import TARGETS, Target
@@ -99,11 +101,13 @@ class Pipeline:
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
+        ort = import_onnxruntime(target)
+        choose_provider(target, ort.__version__, ort.get_available_providers())
         names = [name for name in onnx_submodels(folder) if safety_checker or name != "safety_checker"]
 
         def load(name: str) -> Submodel:
-            # The encoder is for images to start from: loaded when the first one comes.
-            lazy = low_memory or target.session.static_shapes or name == "vae_encoder"
+            # The encoder is for images to start from: loaded when the first one comes. The UNet is taken apart then.
+            lazy = low_memory or target.session.static_shapes or name in ("vae_encoder", "unet")
             graphs = () if low_memory else cuda_graphs
             return load_submodel(
                 folder, name, target, cuda_graphs=graphs, lazy=lazy, engine_cache=engine_cache, threads=threads
@@ -166,8 +170,9 @@ class Pipeline:
             )
             noises = self._noises(shape, schedule.draws, latents, generator)
             start = self._start(noises, pixels, mask_image)
-            embeddings = self.encode([*negatives, *prompts] if guided else prompts)
-            unet = self._unet(start, tuple(embeddings.shape))
+            texts = [*negatives, *prompts] if guided else prompts
+            unet = self._loaded(start, len(texts))
+            embeddings = self.encode(texts)
             result = denoise(unet, schedule, start, embeddings, callback_on_step_end)
             if self.low_memory:
                 self._unets.clear()
@@ -187,13 +192,16 @@ class Pipeline:
             padding="max_length",
             max_length=self.tokenizer.model_max_length,
             truncation=True,
-            return_tensors="np",
+            return_tensors="pt",
         ).input_ids
         with self._using("text_encoder") as encoder:
-            bound = encoder.bound(input_ids=tokens.shape)
-            bound.inputs["input_ids"].copy_(torch.from_numpy(tokens))
-            encoded = bound.run()["last_hidden_state"]
-            return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
+            # Two at a time, as with guidance: one shape for any number.
+            bound = encoder.bound(input_ids=(2, tokens.shape[1]))
+            encoded = []
+            for pair in tokens.split(2):
+                bound.inputs["input_ids"].copy_(pair)  # a single one goes to both places
+                encoded.extend(bound.run()["last_hidden_state"].clone())
+        return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures, float32 NHWC in [0, 1], from latents."""
@@ -243,17 +251,27 @@ class Pipeline:
         if self.low_memory:
             submodel.unload()
 
-    def _unet(self, start: Start, text: tuple[int, ...]) -> UNet:
-        """The UNet for these sizes; in parts, unless the provider wants static shapes or the graph does not allow it."""
+    def _loaded(self, start: Start, rows: int) -> UNet:
+        """The UNet for these sizes; with it, side by side, what else this picture needs and is not there."""
         unet, (pictures, channels, *size) = self.submodels["unet"], start.noise.shape
         shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
-        if unet.static_shapes or unet.path is None or not self.split:
+        text = (rows, int(self.tokenizer.model_max_length), int(unet.config["cross_attention_dim"]))
+        if unet.static_shapes or not self.split:
             return WholeUNet(unet, shape, text)
         key = (shape, text)
         if key not in self._unets:
             while len(self._unets) >= UNETS_KEPT:
                 self._unets.pop(next(iter(self._unets)))
-            self._unets[key] = SplitUNet(unet, shape, text)
+            with ThreadPoolExecutor(max_workers=3) as pool:
+                split = pool.submit(_split_or_whole, unet, shape, text)
+                others: list[Future[Bound]] = []
+                if not self.low_memory:
+                    encoder, decoder = self.submodels["text_encoder"], self.submodels["vae_decoder"]
+                    others.append(pool.submit(encoder.bound, input_ids=(2, text[1])))
+                    others.append(pool.submit(decoder.bound, latent_sample=(1, channels, *size)))
+                self._unets[key] = split.result()
+                for each in others:
+                    each.result()
         return self._unets[key]
 
     def _schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
@@ -340,3 +358,11 @@ def _per_picture(
     if len(negatives) != len(prompts):
         raise UsageError(f"{len(negatives)} negative prompts for {len(prompts)} prompts")
     return [each for each in prompts for _ in range(images)], [each for each in negatives for _ in range(images)]
+
+
+def _split_or_whole(unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...]) -> UNet:
+    try:
+        return SplitUNet(unet, shape, text)
+    except PassError as error:
+        warnings.warn(f"the UNet runs as a whole: {error}", stacklevel=2)
+        return WholeUNet(unet, shape, text)

@@ -1,11 +1,12 @@
 """A submodel on a device: its inputs and outputs are torch tensors that stay where they are, one set for each shape.
 
 The CPU and the GPU run the same code. On CUDA everything is queued on one stream, shared with torch, and no run waits;
-a graph of the run (CUDA graph) is captured for each shape and replayed.
+a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,20 +15,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import VerificationError
-from sdflow.runtime.sessions import Shapes, numpy_type, onnxruntime_errors
-from sdflow.targets import CUDA_PROVIDER
+from sdflow.errors import PassError, VerificationError
+from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
 
 if TYPE_CHECKING:
     import numpy as np
     import onnxruntime
     import torch
 
-KEPT = 8
-"""For how many shapes a submodel keeps its bound tensors. On CUDA the first ones of a session are captured, no more."""
+KEPT = 4
+"""For how many shapes a submodel keeps its tensors; on CUDA with each a session and a captured graph of it."""
 
 LoadSession = Callable[..., "onnxruntime.InferenceSession"]
-"""Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto, to a session."""
+"""Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto and whether it may
+be captured, to a session."""
 
 
 @dataclass(frozen=True)
@@ -54,48 +55,43 @@ def place(device: str) -> Place:
     return Place(device, torch.cuda.Stream() if device == "cuda" else None)
 
 
-def captures(session: Any) -> bool:
-    """Whether the session's runs may be captured in CUDA graphs."""
-    return bool(session.get_provider_options().get(CUDA_PROVIDER, {}).get("enable_cuda_graph") == "1")
-
-
 class Bound:
     """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
 
-    graph: the number of its CUDA graph, captured at the first run; -1 for none.
+    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
+    that session; the following ones replay it.
     """
 
-    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor], graph: int = -1) -> None:
+    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
         import onnxruntime
 
+        axes = [size for value in (*session.get_inputs(), *session.get_outputs()) for size in value.shape]
+        fixed = all(isinstance(size, int) for size in axes)
         self.inputs = inputs
         self.outputs: dict[str, torch.Tensor] = {}
-        self.captured = graph >= 0
         self._session, self._place = session, place
-        self._options, self._uncaptured = onnxruntime.RunOptions(), onnxruntime.RunOptions()
+        self._options = onnxruntime.RunOptions()
         if place.stream is not None:
-            for options, number in ((self._options, graph), (self._uncaptured, -1)):
-                options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-                options.add_run_config_entry("gpu_graph_id", str(number))
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
         self._io = session.io_binding()
         for name, tensor in inputs.items():
             self._io.bind_input(name, *self._described(tensor))
-        shapes = {value.name: value.shape for value in session.get_outputs()}
-        if all(isinstance(size, int) for shape in shapes.values() for size in shape):
-            self._bind_outputs(shapes)
+        if fixed:
+            self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
 
     def run(self) -> dict[str, torch.Tensor]:
         """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
         if not self.outputs:
             self._find_outputs()
-        self._run(self._options)
+        self._run()
         return self.outputs
 
-    def _run(self, options: Any) -> None:
+    def _run(self) -> None:
         import onnxruntime
 
         try:
-            self._session.run_with_iobinding(self._io, options)
+            self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
             raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
 
@@ -104,7 +100,7 @@ class Bound:
         names = [value.name for value in self._session.get_outputs()]
         for name in names:
             self._io.bind_output(name, self._place.device, 0)
-        self._run(self._uncaptured)
+        self._run()
         self._bind_outputs(dict(zip(names, (value.shape() for value in self._io.get_outputs()), strict=True)))
 
     def _bind_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -124,9 +120,11 @@ class Bound:
 
 
 class Submodel:
-    """One ONNX graph of a pipeline. The session is loaded when it is first needed.
+    """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
 
-    static_shapes: the target wants a session for each set of shapes. path: of the model. Not for several threads at once.
+    load: makes the session. static_shapes: the target wants one for each set of shapes. path: of the model; with it a
+    session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which can be
+    captured. outputs: those that are wanted of it, None for all.
     """
 
     def __init__(
@@ -134,22 +132,24 @@ class Submodel:
         load: LoadSession,
         config: Mapping[str, Any],
         place: Place,
+        *,
         static_shapes: bool = False,
         path: Path | None = None,
+        fixed: bool = False,
+        outputs: Sequence[str] | None = None,
     ) -> None:
         self.config = config
         self.place = place
         self.path = path
         self.static_shapes = static_shapes
-        self._load = load
+        self._load, self._fixed, self._outputs = load, fixed, outputs
         self._session: Any = None
         self._session_shapes: Shapes | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
-        self._graphs = 0
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
-        """The session; loaded if it is not."""
+        """The session of the whole graph; loaded if it is not."""
         return self.load()
 
     def load(self, shapes: Shapes | None = None) -> onnxruntime.InferenceSession:
@@ -161,18 +161,18 @@ class Submodel:
         return self._session
 
     def unload(self) -> None:
-        """Give the session's memory and all bound tensors back."""
+        """Give the sessions' memory and all bound tensors back."""
         self._bound.clear()
-        self._session, self._graphs = None, 0
+        self._session = None
 
-    def part(self, graph: Any) -> onnxruntime.InferenceSession:
-        """A session for a part of the graph, a ModelProto, with the same options."""
-        return self._load(None, graph)
+    def part(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
+        """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
+        return self._load(None, graph, capture)
 
     @property
     def input_types(self) -> dict[str, str]:
         """Input name -> numpy type name."""
-        return {value.name: numpy_type(value) for value in self.session.get_inputs()}
+        return _input_types(self.session)
 
     def bound(self, **shapes: tuple[int, ...]) -> Bound:
         """The tensors for inputs of these shapes, zero at first.
@@ -181,29 +181,41 @@ class Submodel:
         """
         import torch
 
-        session = self.load(shapes)
         key = tuple(sorted(shapes.items()))
         if key in self._bound:
             self._bound.move_to_end(key)
             return self._bound[key]
-        types = self.input_types
+        session = self._session_for(shapes)
+        types = _input_types(session)
         if shapes.keys() != types.keys():
             raise VerificationError(
                 f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
                 remedy="Only the architectures of Stable Diffusion 1.x and 2.x are supported.",
             )
-        graph = -1
-        if captures(session) and self._graphs < KEPT:
-            graph, self._graphs = self._graphs, self._graphs + 1
-        elif len(self._bound) >= KEPT + self._graphs:  # those that are captured stay: a graph cannot be captured again
-            self._bound.pop(next(old for old, each in self._bound.items() if not each.captured))
+        while len(self._bound) >= KEPT:
+            self._bound.popitem(last=False)
         with self.place.current():
             inputs = {
                 name: torch.zeros(shapes[name], dtype=getattr(torch, dtype), device=self.place.device)
                 for name, dtype in types.items()
             }
-            self._bound[key] = Bound(session, self.place, inputs, graph)
+            self._bound[key] = Bound(session, self.place, inputs)
         return self._bound[key]
+
+    def _session_for(self, shapes: Shapes) -> Any:
+        """A session of the graph for these shapes alone, or the one of the whole graph."""
+        import onnx
+
+        from sdflow.runtime.specialize import specialize
+
+        if not self._fixed or self.path is None:
+            return self.load(shapes)
+        try:
+            sizes = free_dimensions(self.path, shapes)
+            return self.part(specialize(onnx.load(self.path, load_external_data=False), sizes, self._outputs))
+        except PassError as error:
+            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", stacklevel=2)
+            return self.load(shapes)
 
     def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays to arrays, cast to the types that the graph declares, by way of the bound tensors."""
@@ -215,3 +227,7 @@ class Submodel:
                 bound.inputs[name].copy_(torch.from_numpy(value))
             outputs = bound.run()
             return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in outputs.items()}
+
+
+def _input_types(session: Any) -> dict[str, str]:
+    return {value.name: numpy_type(value) for value in session.get_inputs()}

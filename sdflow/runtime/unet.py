@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdflow.runtime.schedule import Schedule
-from sdflow.runtime.submodel import Bound, Submodel, captures
+from sdflow.runtime.submodel import Bound, Submodel
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,10 @@ class UNet(Protocol):
 class WholeUNet:
     """The graph as it is."""
 
-    def __init__(self, unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...]) -> None:
-        """shape: (pictures, channels, rows, columns) of the latents and their context. text: of the embeddings."""
-        rows = text[0]
-        self._bound = unet.bound(sample=(rows, *shape[1:]), timestep=(1,), encoder_hidden_states=text)
+    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
+        """shape: (pictures, channels, rows, columns) of the latents and their context. embeddings: theirs."""
+        rows = embeddings[0]
+        self._bound = unet.bound(sample=(rows, *shape[1:]), timestep=(1,), encoder_hidden_states=embeddings)
         self.sample = self._bound.inputs["sample"].view(rows // shape[0], *shape)
 
     def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
@@ -50,23 +50,27 @@ class SplitUNet:
     """The graph in parts (`sdflow.runtime.split`): what depends on the text or the timestep alone is not computed in
     every step, and what does not depend on the text is not computed twice."""
 
-    def __init__(self, unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...]) -> None:
+    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
         """As of `WholeUNet`. Raises PassError for a graph that cannot be taken apart."""
         import onnx
 
         from sdflow.runtime.split import split_unet
 
         assert unet.path is not None, "only a submodel of a pipeline folder is taken apart"
-        rows = text[0]
-        sizes = {"batch": rows, "sequence": text[1], "latent_height": shape[2], "latent_width": shape[3]}
+        rows, tokens = embeddings[:2]
+        sizes = {"batch": rows, "sequence": tokens, "latent_height": shape[2], "latent_width": shape[3]}
         parts = split_unet(onnx.load(unet.path, load_external_data=False), sizes, guidance=rows == 2 * shape[0])
         with ThreadPoolExecutor(max_workers=3) as pool:
-            sessions = pool.map(unet.part, (parts.text, parts.timestep, parts.step))
-            text_session, self._timestep_session, step_session = sessions
+            text = pool.submit(unet.part, parts.text)
+            timestep = pool.submit(unet.part, parts.timestep, capture=False)  # for any number of steps
+            step = pool.submit(unet.part, parts.step)
+        text_session, self._timestep_session, step_session = text.result(), timestep.result(), step.result()
         self._place = unet.place
-        self._text = _bind(text_session, unet)
-        self._time_values = _Slices(step_session, parts.time_values, unet.place.device)
-        self._step = _bind(step_session, unet, {**self._text.inputs, **self._text.outputs, **self._time_values.tensors})
+        with self._place.current():
+            self._text = _bind(text_session, unet)
+            self._time_values = _Slices(step_session, parts.time_values, unet.place.device)
+            given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
+            self._step = _bind(step_session, unet, given)
         self.sample = self._step.inputs["sample"].view(-1, *shape)
         self._schedule: Schedule | None = None
 
@@ -123,7 +127,7 @@ def _bind(session: Any, unet: Submodel, given: Mapping[str, torch.Tensor] | None
         inputs[value.name] = (
             torch.zeros(tuple(value.shape), dtype=_dtype(value), device=unet.place.device) if known is None else known
         )
-    return Bound(session, unet.place, inputs, graph=0 if captures(session) else -1)
+    return Bound(session, unet.place, inputs)
 
 
 def _dtype(value: Any) -> torch.dtype:
