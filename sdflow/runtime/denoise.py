@@ -34,13 +34,13 @@ def denoise(
     schedule: Schedule,
     start: Start,
     embeddings: torch.Tensor,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, int, int], None] | None = None,
 ) -> torch.Tensor:
     """The finished latents, float32, of the shape of the noise.
 
     schedule: on the device of the noise. embeddings: of the text, (pictures, tokens, width); with a guided schedule
-    twice as many, the negative prompts' first. on_step: called with index and timestep of a run that is
-    computed (on CUDA: queued).
+    twice as many, the negative prompts' first. on_step: called with index, timestep and number of all
+    runs when one is computed (on CUDA: queued).
     """
     import torch
 
@@ -68,5 +68,5 @@ def denoise(
         output = unet.step(index)
         terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
         if on_step is not None:
-            on_step(index, schedule.numbers[index])
+            on_step(index, schedule.numbers[index], schedule.runs)
     return latents(schedule.runs)

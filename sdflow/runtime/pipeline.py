@@ -137,7 +137,7 @@ class Pipeline:
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: np.ndarray | torch.Tensor | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
-        callback_on_step_end: Callable[[int, int], None] | None = None,
+        callback_on_step_end: Callable[[int, int, int], None] | None = None,
     ) -> Images:
         """Draw pictures: from text alone, from an image too, or, with a mask, in the white part of the mask.
 
@@ -145,7 +145,8 @@ class Pipeline:
         height, width: pixels, multiples of 64 for Stable Diffusion; None for the image's, or the model's own size.
         guidance_scale: above 1, each UNet run has batch 2 per picture. strength: the part of the steps that an image
         goes through, by default 0.8, and 1 with a mask. latents: (pictures, channels, height / 8, width / 8), standard
-        normal; the generator draws them when None. callback_on_step_end: called with step index and timestep.
+        normal; the generator draws them when None. callback_on_step_end: called with index and timestep of a run
+        of the UNet and how many there are.
         Raises UsageError for sizes and images that the model cannot take.
         """
         import torch

@@ -80,6 +80,17 @@ class Schedule:
         return replace(self, **tensors)
 
 
+def require_known(name: str) -> None:
+    """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
+    if name not in SCHEDULERS:
+        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
+        raise UsageError(
+            f"no scheduler is named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where="--scheduler",
+            remedy=f"Known: {', '.join(SCHEDULERS)}.",
+        )
+
+
 def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
     """The scheduler that `SCHEDULERS` knows by this name, with the noise schedule of another one's config.
 
@@ -87,13 +98,7 @@ def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
     """
     import diffusers
 
-    if name not in SCHEDULERS:
-        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
-        raise UsageError(
-            f"no scheduler is named {name}" + (f"; did you mean {near[0]}?" if near else ""),
-            where="--scheduler",
-            remedy=f"Known: {', '.join(SCHEDULERS)}.",
-        )
+    require_known(name)
     cls, options = SCHEDULERS[name]
     return getattr(diffusers, cls).from_config(dict(config), **options)
 
