@@ -21,6 +21,5 @@ def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
         print(f"contact sheet: {result.sheet}")
     count = len(result.pictures)
     each = f", {seconds(result.draw_seconds / count)} each" if count > 1 else ""
-    print(
-        f"{count} picture{'s' if count > 1 else ''} in {seconds(result.draw_seconds)}{each}, after {seconds(result.load_seconds)} of loading"
-    )
+    took, loading = seconds(result.draw_seconds), seconds(result.load_seconds)
+    print(f"{count} picture{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")

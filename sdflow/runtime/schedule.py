@@ -144,11 +144,12 @@ def _trace(
     except ValueError as error:
         raise UsageError(f"{type(scheduler).__name__} cannot make {steps} steps: {error}") from error
     # As in diffusers' image to image: a strength of 0.8 leaves out the first fifth.
-    skipped = max(steps - min(int(steps * strength), steps), 0) * scheduler.order
+    left = min(int(steps * strength), steps)
+    if left == 0:
+        raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
+    skipped = (steps - left) * scheduler.order
     timesteps = scheduler.timesteps[skipped:]
     runs = len(timesteps)
-    if runs == 0:
-        raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(skipped)
 

@@ -58,9 +58,7 @@ def assert_equal_pictures(drawn: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
-def test_image_equals_pytorchs(
-    pipeline: Pipeline, tiny_torch: Any, latents: np.ndarray, guidance_scale: float
-) -> None:
+def test_image_equals_pytorchs(pipeline: Pipeline, tiny_torch: Any, latents: np.ndarray, guidance_scale: float) -> None:
     settings = {**SETTINGS, "guidance_scale": guidance_scale}
     expected = tiny_torch(PROMPT, latents=torch.from_numpy(latents), output_type="np", **settings).images
     assert_equal_pictures(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
