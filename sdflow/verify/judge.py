@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
-from sdflow.runtime.pipeline import TextToImagePipeline, load_companions, submodel_config
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
@@ -78,10 +77,8 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     selection = Selection.from_json(read_description(request.reference)["selection"])
     picture = meaning = None
     if set(DRAWING) <= {*request.submodels}:
-        parts = {name: _OneAtATime(desk, name) for name in DRAWING}
         try:
-            pipeline = TextToImagePipeline(parts, **load_companions(request.folder))  # type: ignore[arg-type]
-            drawn = pictures.draw(pipeline, selection, request.reference)
+            drawn = pictures.draw(desk.run, request.folder, selection, request.reference)
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
@@ -146,6 +143,13 @@ class Desk:
         self.verdicts: dict[str, SubmodelVerdict] = {}
         self._open: tuple[str, RunnableGraph] | None = None
 
+    def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
+        graph = self.open(submodel)
+        if graph is None or any(output.distance == inf for output in self.verdicts[submodel].outputs):
+            raise _Unusable
+        return run_graph(graph, inputs)
+
     def close(self) -> None:
         """Let go of the graph that is open."""
         self._open = None
@@ -168,21 +172,6 @@ class Desk:
             self.verdicts[submodel] = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
         self._open = submodel, graph
         return graph
-
-
-class _OneAtATime:
-    """A submodel for `TextToImagePipeline` that is loaded when it is called, in place of the one before."""
-
-    def __init__(self, desk: Desk, name: str) -> None:
-        self.desk = desk
-        self.name = name
-        self.config = submodel_config(desk.request.folder, name)
-
-    def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-        graph = self.desk.open(self.name)
-        if graph is None or any(output.distance == inf for output in self.desk.verdicts[self.name].outputs):
-            raise _Unusable
-        return run_graph(graph, inputs)
 
 
 def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

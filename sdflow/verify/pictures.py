@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.runtime.pipeline import TextToImagePipeline, to_pil
+from sdflow.runtime.folder import load_companions, submodel_config
 from sdflow.verify.distance import largest_difference, psnr, ssim
 from sdflow.verify.reference import PICTURE_FILE, SAMPLE_FILE
 from sdflow.verify.result import MeaningVerdict, PictureVerdict
@@ -15,7 +17,10 @@ from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
 
+Run = Callable[[str, "Mapping[str, np.ndarray]"], "dict[str, np.ndarray]"]
+"""Runs a submodel, by its name, on inputs by name."""
 CLOSE_ENOUGH = {"float32": 60.0, "float16": 35.0}
 """Decibels at which a picture passes whatever fp16 PyTorch's has: no difference that anyone sees."""
 DECIBELS_BEHIND = 6.0
@@ -36,36 +41,66 @@ class Drawn:
     sample: np.ndarray | None
 
 
-def draw(pipeline: TextToImagePipeline, selection: Selection, reference: Path) -> Drawn:
-    """Draw with the artifacts what the reference drew."""
+def draw(run: Run, folder: Path, selection: Selection, reference: Path) -> Drawn:
+    """Draw with the artifacts what the reference drew. folder: the pipeline's, for its tokenizer and its scheduler."""
     import numpy as np
-    import torch
 
     with np.load(reference / PICTURE_FILE) as stored:
         latents = stored["latents"]
-    picture = pipeline(
-        selection.prompts[0],
-        latents=latents,
-        height=selection.rows * pipeline.vae_scale,
-        width=selection.columns * pipeline.vae_scale,
-        num_inference_steps=selection.steps,
-        guidance_scale=selection.guidance_scale,
-        generator=torch.Generator().manual_seed(selection.seed),
-        output_type="np",
-    ).images
+    picture = _text_to_image(run, folder, [selection.prompts[0]], latents, selection.steps, selection)
     sample = None
     if selection.sample_cases:
         from sdflow.samples.prompts import evaluation_set, first_latents
 
         cases = evaluation_set()[: selection.sample_cases]
-        sample = pipeline(
-            [case.prompt for case in cases],
-            latents=np.stack([first_latents(case.seed) for case in cases]),
-            num_inference_steps=selection.sample_steps,
-            guidance_scale=selection.guidance_scale,
-            output_type="np",
-        ).images
-    return Drawn(np.asarray(picture)[0], None if sample is None else np.asarray(sample))
+        starts = np.stack([first_latents(case.seed) for case in cases])
+        sample = _text_to_image(run, folder, [case.prompt for case in cases], starts, selection.sample_steps, selection)
+    return Drawn(picture[0], sample)
+
+
+def _text_to_image(
+    run: Run, folder: Path, prompts: Sequence[str], latents: np.ndarray, steps: int, selection: Selection
+) -> np.ndarray:
+    """Pictures, float32 (pictures, rows, columns, 3) in [0, 1]: the plain loop of diffusers' StableDiffusionPipeline.
+
+    One graph is wanted at a time: the text encoder, then the UNet for every step, then the decoder.
+    """
+    import numpy as np
+    import torch
+
+    companions = load_companions(folder)
+    tokenizer, scheduler = companions["tokenizer"], companions["scheduler"]
+    guidance = selection.guidance_scale
+    guided = guidance > 1
+    texts = [*[""] * len(prompts), *prompts] if guided else list(prompts)
+    options = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
+    ids = tokenizer(texts, return_tensors="np", **options).input_ids
+    hidden = run("text_encoder", {"input_ids": ids})["last_hidden_state"]
+
+    scheduler.set_timesteps(steps)
+    known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
+    accepted = inspect.signature(scheduler.step).parameters
+    step_options = {name: value for name, value in known.items() if name in accepted}
+    sample = torch.from_numpy(latents) * scheduler.init_noise_sigma
+    for timestep in scheduler.timesteps:
+        fed = scheduler.scale_model_input(torch.cat([sample, sample]) if guided else sample, timestep).numpy()
+        inputs = {"sample": fed, "timestep": np.array([timestep.item()]), "encoder_hidden_states": hidden}
+        noise = torch.from_numpy(run("unet", inputs)["out_sample"]).float()
+        if guided:
+            unconditional, conditional = noise.chunk(2)
+            noise = unconditional + guidance * (conditional - unconditional)
+        sample = scheduler.step(noise, timestep, sample, **step_options).prev_sample
+
+    factor = submodel_config(folder, "vae_decoder")["scaling_factor"]
+    decoded = [run("vae_decoder", {"latent_sample": one[None].numpy() / factor})["sample"] for one in sample]
+    pixels: np.ndarray = np.clip(np.concatenate(decoded).astype(np.float32) / 2 + 0.5, 0, 1)
+    return pixels.transpose(0, 2, 3, 1)
+
+
+def _images(pictures: np.ndarray) -> list[Image]:
+    from PIL import Image
+
+    return [Image.fromarray(picture) for picture in (pictures * 255).round().astype("uint8")]
 
 
 def judge_picture(
@@ -78,7 +113,7 @@ def judge_picture(
         exact, half = stored["float32"], stored["float16"]
     difference = np.clip(np.abs(picture - exact) * AMPLIFIED, 0, 1)
     names = ("pytorch", "artifact", "difference")
-    for name, image in zip(names, to_pil(np.stack([exact, picture, difference])), strict=True):
+    for name, image in zip(names, _images(np.stack([exact, picture, difference])), strict=True):
         image.save(out / f"{name}.png")
     ours, plain = psnr(picture, exact), psnr(half, exact)
     enough = CLOSE_ENOUGH[precision]
@@ -123,8 +158,8 @@ def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Pa
 
     cases = evaluation_set()[: selection.sample_cases]
     with np.load(reference / SAMPLE_FILE) as stored:
-        exact = tally(cases, to_pil(stored["float32"])).colour_and_kind
-    ours = tally(cases, to_pil(sample)).colour_and_kind
+        exact = tally(cases, _images(stored["float32"])).colour_and_kind
+    ours = tally(cases, _images(sample)).colour_and_kind
     problems: tuple[tuple[str, str], ...] = ()
     if abs(ours - exact) > POINTS:
         problems = (
