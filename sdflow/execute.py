@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sdflow.artifact import Action, Facts, Record
-from sdflow.errors import PassError, VerificationError, WeightValueRead
+from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
+from sdflow.errors import DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
@@ -77,6 +77,7 @@ class Executor:
     keep_failed: bool = False
     jobs: int | None = None
     done: set[str] = field(default_factory=set)
+    sound: set[str] = field(default_factory=set)  # artifacts whose weights this run has read and found sound
 
     def run(self, plan: PipelinePlan) -> Mapping[str, tuple[FinishedStep, ...]]:
         """Run every chain of a pipeline; returns submodel -> its finished steps.
@@ -188,7 +189,12 @@ class _ChainRun:
             base = None if rebuild or compare_with is not None else self._bound_without_loras(step, before)
             try:
                 worker = self._run_worker(step, before, base, staging)
-                check_expectations(step, worker.value)
+                facts = worker.value["facts"]
+                check_expectations(step, facts)
+            except DamagedBase:
+                assert base is not None
+                self.cache.check(base.artifact)  # puts it aside: the next attempt does without
+                raise
             except PassError as error:
                 if isinstance(error, WeightValueRead):
                     remember_reading(action, self.cache)
@@ -205,16 +211,25 @@ class _ChainRun:
                 "peak_memory": worker.peak_memory,
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
-            return staging.publish(worker.value, built)
+            if base is not None:
+                self.executor.sound.add(base.artifact.digest)
+            # BindWeights is sdflow's own: what it hashed while writing is not read again.
+            digests = worker.value["digests"] if step.weights == "bound" else {}
+            return staging.publish(facts, built, digests)
 
     def _bound_without_loras(self, step: Step, before: Record | None) -> Record | None:
-        """The same model without LoRAs, if it is cached: what they do not touch is copied from there."""
+        """The same model without LoRAs, if it is cached: what they do not touch is copied from there.
+
+        Its content is checked while it is copied, by the first step of the run that does so.
+        """
         if step.weights != "bound" or not step.loras or before is None:
             return None
-        record = self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
-        if record is not None:
-            self.cache.check(record.artifact)
-        return record
+        return self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
+
+    def _digest_to_check(self, base: Record | None) -> str | None:
+        if base is None or base.artifact.digest in self.executor.sound:
+            return None
+        return next((entry.sha256 for entry in base.artifact.files if entry.path == WEIGHTS_FILE), None)
 
     def _run_worker(self, step: Step, before: Record | None, base: Record | None, staging: Staging) -> WorkerResult:
         request = {
@@ -223,6 +238,7 @@ class _ChainRun:
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
             "base_model": str(base.artifact.path.absolute()) if base else None,
+            "base_sha256": self._digest_to_check(base),
             "symbolic": step.weights == "symbolic",
             "checkpoint": step.load,
             "loras": [{"path": str(lora.path.absolute()), "scale": lora.scale} for lora in step.loras],

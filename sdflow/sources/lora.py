@@ -133,8 +133,9 @@ def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats
     """What the LoRA adds to a weight of this shape at this scale, float32."""
     import numpy as np
 
-    factor = np.float32(scale * layer.scale)
-    return (factor * _product(layer.up, layer.down)).reshape(shape)
+    delta = _product(layer.up, layer.down)
+    delta *= np.float32(scale * layer.scale)
+    return delta.reshape(shape)
 
 
 def _product(up: Floats, down: Floats) -> Floats:
@@ -147,12 +148,11 @@ def _product(up: Floats, down: Floats) -> Floats:
 
     bits = (53 - (up.shape[1] - 1).bit_length()) // 2
     (high_up, low_up, unit_up), (high_down, low_down, unit_down) = _cut(up, bits), _cut(down, bits)
-    small = high_up @ low_down
-    small += low_up @ high_down
-    small *= 2.0**-bits
-    total = high_up @ high_down
-    total += small
-    total *= unit_up * unit_down
+    # Factors by powers of two are exact wherever they stand: here they cost least.
+    high_up *= unit_up * unit_down
+    low_up *= unit_up * unit_down * 2.0**-bits
+    total = np.hstack([high_up * 2.0**-bits, low_up]) @ np.vstack([low_down, high_down])
+    total += high_up @ high_down
     return total.astype(np.float32)
 
 
