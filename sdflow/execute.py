@@ -1,4 +1,4 @@
-"""Runs a Plan: every step that is not cached, each in a process of its own, the chains of a pipeline side by side.
+"""Runs a Plan: every step that is not cached, each in a process of its own, chains and pipelines side by side.
 
 For each chain, in a thread of its own, from its first step on:
 
@@ -18,11 +18,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
 from sdflow.errors import DamagedBase, PassError, VerificationError, WeightValueRead
@@ -34,6 +34,8 @@ from sdflow.workers import WorkerResult
 
 WORKER = "sdflow.passes.worker"
 
+T = TypeVar("T")
+
 Outcome = Literal["cached", "built", "checked"]
 
 
@@ -44,6 +46,10 @@ class FinishedStep:
     step: Step
     outcome: Outcome
     record: Record
+
+
+Steps = Mapping[str, tuple[FinishedStep, ...]]
+"""Submodel -> its steps, in order."""
 
 
 class Listener(Protocol):
@@ -79,13 +85,38 @@ class Executor:
     done: set[str] = field(default_factory=set)
     sound: set[str] = field(default_factory=set)  # artifacts whose weights this run has read and found sound
 
-    def run(self, plan: PipelinePlan) -> Mapping[str, tuple[FinishedStep, ...]]:
+    def run(self, plan: PipelinePlan) -> Steps:
         """Run every chain of a pipeline; returns submodel -> its finished steps.
 
         Raises PassError when a pass fails, CacheError when the cache cannot be written, VerificationError when
         `check` finds a step that does not give the same bytes again.
         """
+        return self._run_pipeline(plan, WorkerGroup(self.jobs))
+
+    def run_all(self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float], T]) -> list[T]:
+        """Run pipelines, as many side by side as there may be steps; `then` is called with each that is
+        finished and with when it began (`time.perf_counter`).
+
+        What several pipelines share is built once. Returns what `then` gave, in order. Raises as `run` does; the others
+        end with the first that fails.
+        """
         group = WorkerGroup(self.jobs)
+
+        def run(plan: PipelinePlan) -> T:
+            group.check()
+            begun = time.perf_counter()
+            return then(plan, self._run_pipeline(plan, group), begun)
+
+        with ThreadPoolExecutor(group.jobs) as threads:
+            try:
+                futures = [threads.submit(run, plan) for plan in plans]
+                _wait(futures)
+            except BaseException:
+                group.end()
+                raise
+        return [future.result() for future in futures]
+
+    def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
                 futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
@@ -157,14 +188,15 @@ class _ChainRun:
             return self._accept(step, action, cached, before)
         with self.cache.lock(
             action,
-            waiting=lambda: self.listener.phase(step, "another process is building it"),
+            waiting=lambda: self.listener.phase(step, "it is being built already"),
             meanwhile=self.group.check,
         ):
+            fresh = fresh and action.digest not in self.executor.done  # another pipeline may have built it meanwhile
             cached = None if fresh else self.cache.lookup(action)
             if cached is not None:
                 return self._accept(step, action, cached, before)
             record = self._build(step, action, before, compare_with=None)
-        self.executor.done.add(action.digest)
+            self.executor.done.add(action.digest)
         return FinishedStep(step, "built", record)
 
     def _accept(self, step: Step, action: Action, cached: Record, before: Record | None) -> FinishedStep:

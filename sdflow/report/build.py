@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.report.output import print_json, print_table
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from sdflow.plan import Plan, PlannedStep
     from sdflow.run import PipelineResult, RunResult
     from sdflow.store import Cache
+
+FEW = 3
+"""Of more pipelines than these only a line each is printed; `--json` has everything."""
 
 # Fused operators worth a column, in the order they are shown.
 FUSED = (
@@ -80,12 +84,28 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
         )
         return
     for pipeline in result.pipelines:
-        _print_steps(pipeline)
+        if len(result.pipelines) <= FEW:
+            _print_steps(pipeline)
         _print_evaluation(pipeline)
-        print(f"pipeline: {pipeline.folder}\n")
+        if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
+            print(f"pipeline: {pipeline.folder}\n")
+    if len(result.pipelines) > 1:
+        _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.outcome != "cached" for step in every)
     print(f"{ran} of {len(every)} steps ran, the others came from the cache; {seconds(result.seconds)} in all")
+
+
+def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
+    """A line for each pipeline."""
+    rows = []
+    for each in pipelines:
+        planned = each.plan.pipeline
+        loras = " + ".join(f"{Path(lora.weight_name or lora.reference).name} {lora.scale:g}" for lora in planned.loras)
+        size = sum(chain[-1].record.artifact.bytes for chain in each.steps.values())
+        rows.append((planned.name, planned.target, loras, str(each.ran), seconds(each.seconds), megabytes(size)))
+    columns = ("pipeline", "target", "LoRAs", "steps run", "time", "size")
+    print_table("", columns, rows, right=columns[3:])
 
 
 def print_bake(result: PipelineResult, *, as_json: bool) -> None:
@@ -170,6 +190,7 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
         "name": pipeline.plan.pipeline.name,
         "target": pipeline.plan.pipeline.target,
         "folder": str(pipeline.folder),
+        "seconds": round(pipeline.seconds, 3),
         "notes": list(pipeline.plan.notes),
         "steps": [
             {

@@ -59,6 +59,10 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     if path.is_dir():
         names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
         path = path / choose_file(names, weight_name, str(path))
+    elif weight_name is not None:
+        raise CheckpointError(
+            f"is no folder that could hold {weight_name}", where=str(path), remedy="Name the file alone, or its folder."
+        )
     elif not path.is_file():
         raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
     _refuse_pickle(path.name, str(path))

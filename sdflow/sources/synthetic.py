@@ -34,7 +34,9 @@ _CHUNK = 1 << 20
 def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
     """The shipped architecture with weights from `seed`; of some it is the UNet alone."""
     complete = architecture not in UNETS
-    configs = {name: architecture_config(architecture, name) for name in ((*CLASS_OF, "scheduler") if complete else ("unet",))}
+    configs = {
+        name: architecture_config(architecture, name) for name in ((*CLASS_OF, "scheduler") if complete else ("unet",))
+    }
     submodels = {
         submodel: SubmodelCheckpoint(
             identity={

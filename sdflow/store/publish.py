@@ -91,7 +91,9 @@ class Staging:
             self._published = True
             return record
 
-    def _seal(self, digests: Mapping[str, str] = MappingProxyType({})) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+    def _seal(
+        self, digests: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
         if self._sealed is None:
             with writing(self._layout.root, written=self.bytes_written):
                 try:

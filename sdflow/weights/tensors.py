@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, check_stamps
 from sdflow.sources.load import UNUSED, current_name, load_pickle, places
-from sdflow.sources.safetensors_file import TensorEntry, read_header
+from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.synthetic import canonical_name, synthetic_tensors
 
 Array = NDArray[Any]

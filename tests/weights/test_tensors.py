@@ -63,7 +63,8 @@ def test_a_tensor_that_has_no_place_in_one_file_is_named(original: dict[str, tor
     checkpoint = saved(tmp_path / "a.safetensors", {**original, "first_stage_model.more": torch.zeros(2)})
     load: Any = checkpoint.submodels["vae_encoder"].load
     shapes = parameter_shapes("vae_encoder", load["config"])
-    with pytest.raises(CheckpointError, match=r"unexpected: first_stage_model\.more"), open_tensors(
-        "vae_encoder", load, shapes
+    with (
+        pytest.raises(CheckpointError, match=r"unexpected: first_stage_model\.more"),
+        open_tensors("vae_encoder", load, shapes),
     ):
         pass
