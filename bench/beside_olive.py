@@ -99,22 +99,22 @@ class _Sampled:
         return self._most >> 20
 
 
-def write_checkpoint(folder: Path, seed: int) -> None:
-    """A diffusers folder of the SD1.5 architecture with random float16 weights, written tensor by tensor."""
+def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
+    """A diffusers folder of the architecture with random float16 weights, written tensor by tensor."""
     from sdflow.sources.architectures import architecture_config, companion_folder
     from sdflow.sources.checkpoint import CLASS_OF
     from sdflow.sources.load import parameter_shapes
     from sdflow.sources.synthetic import canonical_name, synthetic_tensors
 
-    source = companion_folder("sd15", "scheduler").parent
+    source = companion_folder(architecture, "scheduler").parent
     folder.mkdir(parents=True)
     shutil.copyfile(source / "model_index.json", folder / "model_index.json")
     for companion in ("tokenizer", "scheduler", "feature_extractor"):
-        shutil.copytree(companion_folder("sd15", companion), folder / companion)
+        shutil.copytree(companion_folder(architecture, companion), folder / companion)
     for component, class_name in CLASS_OF.items():
         out = folder / component
         out.mkdir()
-        config = architecture_config("sd15", component)
+        config = architecture_config(architecture, component)
         (out / "config.json").write_text(json.dumps(config))
         shapes = parameter_shapes("vae_encoder" if component == "vae" else component, config)
         header, end = {}, 0
@@ -131,7 +131,7 @@ def write_checkpoint(folder: Path, seed: int) -> None:
                 stream.write(values[canonical_name(key)].astype(np.float16).data)
 
 
-def write_lora(path: Path, seed: int) -> None:
+def write_lora(path: Path, architecture: str, seed: int) -> None:
     """A LoRA of rank 16 on the attention of the UNet and of the text encoder, in kohya's keys."""
     from safetensors.numpy import save_file
 
@@ -140,7 +140,7 @@ def write_lora(path: Path, seed: int) -> None:
 
     random, tensors = np.random.default_rng(seed), {}
     for submodel, prefix in (("unet", "lora_unet"), ("text_encoder", "lora_te")):
-        for key, shape in parameter_shapes(submodel, architecture_config("sd15", submodel)).items():
+        for key, shape in parameter_shapes(submodel, architecture_config(architecture, submodel)).items():
             layer = key.removesuffix(".weight")
             if (
                 layer == key
@@ -160,8 +160,9 @@ def write_lora(path: Path, seed: int) -> None:
 class Bench:
     """The folder that everything happens in, and the figures so far."""
 
-    def __init__(self, scratch: Path, target: str, many: int, results: Path) -> None:
-        self.scratch, self.target, self.many, self.results = scratch, target, many, results
+    def __init__(self, scratch: Path, architecture: str, target: str, many: int, results: Path) -> None:
+        self.scratch, self.architecture, self.target = scratch, architecture, target
+        self.many, self.results = many, results
         self.workflow = scratch / f"sd15_{target}.yaml"
 
     def say(self, name: str, figures: dict[str, Any]) -> None:
@@ -174,19 +175,20 @@ class Bench:
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
             print(f"writing {folder}", flush=True)
-            write_checkpoint(folder, seed)
+            write_checkpoint(folder, self.architecture, seed)
             (folder / "complete").touch()
         return folder
 
     def lora(self, seed: int) -> Path:
         path = self.scratch / f"lora-{seed:02}.safetensors"
         if not path.exists():
-            write_lora(path, seed)
+            write_lora(path, self.architecture, seed)
         return path
 
     def sdflow(self, name: str, **more: Any) -> dict[str, Any]:
         """`sdflow run` of a workflow with these keys."""
-        content = {"extends": str(ROOT / "workflows/base/sd15.yaml"), "target": self.target, **more}
+        base = "sd15" if self.architecture == "sd15" else "tiny"
+        content = {"extends": str(ROOT / f"workflows/base/{base}.yaml"), "target": self.target, **more}
         self.workflow.write_text(json.dumps(content))
         command = [sys.executable, "-m", "sdflow", "run", str(self.workflow), "--no-evaluate", "--json"]
         figures = measured(command, self.scratch / f"{name}.log", self.scratch)
@@ -325,6 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, help="where to write (15 GB); kept if given, else temporary")
     parser.add_argument("--target", default="cuda", choices=("cuda", "rocm", "directml"))
+    parser.add_argument("--architecture", default="sd15", choices=("sd15", "sd15-tiny"), help="sd15-tiny: to try this")
     parser.add_argument("--part", action="append", choices=PARTS, help="only these; repeatable")
     parser.add_argument("--many", type=int, default=0, metavar="N", help="N LoRAs for two targets")
     parser.add_argument("--results", type=Path, help="JSON lines; in the scratch folder by default")
@@ -333,7 +336,7 @@ def main() -> None:
     scratch = (arguments.scratch or Path(tempfile.mkdtemp(prefix="beside-olive-"))).absolute()
     scratch.mkdir(parents=True, exist_ok=True)
     results = (arguments.results or scratch / "results.jsonl").absolute()
-    bench = Bench(scratch, arguments.target, arguments.many or 20, results)
+    bench = Bench(scratch, arguments.architecture, arguments.target, arguments.many or 20, results)
     parts = {
         "olive": bench.olive, "first": bench.first, "again": bench.again, "next": bench.next,
         "lora": bench.lora_part, "many": bench.many_part,

@@ -226,8 +226,8 @@ def test_many_loras_for_two_targets_are_two_structures_and_a_bind_each(shared: B
         f"l{seed}": [{"file": str(write_lora(shared.folder / f"l{seed}.safetensors", ["text_encoder"], seed))}]
         for seed in range(10, 13)
     }
-    float16 = {"passes": {"OrtTransformersOptimization": {"optimization_options": {"enable_bias_gelu": False}}}}
-    path = workflow(shared, matrix={"loras": loras, "target": ["cpu", "cuda"]}, targets={"cuda": float16})
+    other = {"passes": {"OrtTransformersOptimization": {"optimization_options": {"enable_gelu": False}}}}
+    path = workflow(shared, matrix={"loras": loras, "target": ["cpu", "cuda"]}, targets={"cuda": other})
     plan = shared.plan(path)
     finished = Executor(shared.cache, shared.events, jobs=2).run_all(
         plan.pipelines, lambda pipeline, steps, begun: (pipeline.pipeline.name, steps["text_encoder"])

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from sdflow.run import PipelineResult, RunResult
     from sdflow.store import Cache
 
+MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}
+"""What a step makes, by what it does with the weights."""
+
 FEW = 3
 """Of more pipelines than these only a line each is printed; `--json` has everything."""
 
@@ -35,12 +38,20 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
     for pipeline, steps in planned:
         print_table(
             f"{pipeline.pipeline.name}: {pipeline.pipeline.model} for {pipeline.pipeline.target}",
-            ("submodel", "pass", "state", "reason"),
-            [(step.step.submodel, step.step.name, step.state, "; ".join(step.reasons)) for step in steps],
+            ("submodel", "pass", "makes", "state", "reason"),
+            [
+                (step.step.submodel, step.step.name, MAKES[step.step.weights], step.state, "; ".join(step.reasons))
+                for step in steps
+            ],
         )
         for note in pipeline.notes:
             print(f"  {note}")
     every = [step for _, steps in planned for step in steps]
+    if any(step.step.weights == "symbolic" for step in every):
+        print(
+            "graph: built without weights, once for all checkpoints and LoRAs of an architecture; "
+            "weights: written into that graph"
+        )
     print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached")
 
 
@@ -48,6 +59,7 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
     return {
         "step": planned.step.id,
         "pass": planned.step.name,
+        "makes": MAKES[planned.step.weights],
         "state": planned.state,
         "reasons": list(planned.reasons),
         "action": planned.action.digest if planned.action else None,
@@ -70,7 +82,7 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     for step in chosen:
         built = f"built {step.record.built['finished']}" if step.record else ""
         lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
-        print(f"{step.step.id} {step.step.name}: {lines[0] if lines else ''}")
+        print(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
         for line in lines[1:]:
             print(f"  {line}")
 
