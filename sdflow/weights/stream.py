@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 THREADS = min(4, os.cpu_count() or 1)
-BLOCK = 1 << 22
+BLOCK = 1 << 23
 AHEAD = 1 << 27
 FLUSHED = 1 << 27
 """Bytes that are written before the disk is asked to take them."""
@@ -50,13 +50,15 @@ def write_pieces(
     hash_base: bool,
     progress: Callable[[int, int], None],
 ) -> Digests:
-    """Write the pieces, one after the other, to the new file `out`. Raises what computing one of them raises."""
+    """Write the pieces, one after the other, to the new file `out`. Raises what computing one of them raises.
+
+    base: a file at least as long as the pieces. hash_base: it is as long, and its digest is wanted.
+    """
     total, done = sum(piece.length for piece in pieces), 0
     with ExitStack() as stack:
         target = stack.enter_context(out.open("xb", buffering=0))
-        source = stack.enter_context(base.open("rb", buffering=0)) if base else None
         written = stack.enter_context(_hashing())
-        read = stack.enter_context(_hashing()) if source and hash_base else None
+        read = stack.enter_context(_hashing()) if base and hash_base else None
         flush = stack.enter_context(_flushing(target))
         values = stack.enter_context(_computed_ahead(pieces))
 
@@ -69,14 +71,11 @@ def write_pieces(
             progress(done, total)
 
         for piece in pieces:
-            if source is not None and (piece.compute is None or read is not None):
-                for block in _blocks(source, piece.length):
-                    if read is not None:
-                        read.update(block)
-                    if piece.compute is None:
-                        put(block)
-            elif source is not None:
-                source.seek(piece.length, os.SEEK_CUR)
+            for block in _blocks(base, done, piece.length) if base and (read or piece.compute is None) else ():
+                if read is not None:
+                    read.update(block)
+                if piece.compute is None:
+                    put(block)
             if piece.compute is not None:
                 put(_bytes(next(values)))
         return Digests(written.hexdigest(), read.hexdigest() if read is not None else None)
@@ -87,13 +86,12 @@ def _bytes(values: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _blocks(source: IO[bytes], length: int) -> Iterator[memoryview]:
-    while length:
-        block = source.read(min(length, BLOCK))
-        if not block:
-            raise EOFError(f"{source.name} ends too early")
-        length -= len(block)
-        yield memoryview(block)
+def _blocks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
+    """`length` bytes of a file from `begin` on, mapped: they are read as they are used, and let go with the block."""
+    import numpy as np
+
+    for start in range(begin, begin + length, BLOCK):
+        yield memoryview(np.memmap(file, np.uint8, "r", start, (min(BLOCK, begin + length - start),)))
 
 
 def _write_all(target: IO[bytes], block: memoryview) -> None:
