@@ -91,7 +91,7 @@ def _blocks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
     import numpy as np
 
     for start in range(begin, begin + length, BLOCK):
-        yield memoryview(np.memmap(file, np.uint8, "r", start, (min(BLOCK, begin + length - start),)))
+        yield np.memmap(file, np.uint8, "r", start, (min(BLOCK, begin + length - start),)).data
 
 
 def _write_all(target: IO[bytes], block: memoryview) -> None:
