@@ -3,6 +3,8 @@
     python samples/evaluate.py --out samples
 
 Writes scores.json and two sheets of pictures into the folder. `score` in sdflow/samples/score.py takes any pipeline.
+With --validate GUIDANCE ... it scores the base and the LoRAs on other cases at each guidance and writes nothing: settings
+are chosen there.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from sdflow.samples.prompts import Case, evaluation_set, first_latents
+from sdflow.samples.prompts import Case, evaluation_set, first_latents, validation_set
 from sdflow.samples.score import Generate, Score, tally
 from sdflow.samples.sheet import sheet
 
@@ -50,6 +52,25 @@ def set_scales(pipeline: StableDiffusionPipeline, scales: dict[str, float]) -> N
     pipeline.set_adapters(list(LORAS), [scales.get(name, 0.0) for name in LORAS])
 
 
+def load_loras(pipeline: StableDiffusionPipeline, folder: Path) -> None:
+    """Load both LoRAs, each as an adapter of its name."""
+    for name in LORAS:
+        pipeline.load_lora_weights(folder, weight_name=f"{name}.safetensors", adapter_name=name)
+
+
+def validate(pipeline: StableDiffusionPipeline, samples: Path, steps: int, guidances: Sequence[float]) -> None:
+    """Print the scores of the validation cases at each guidance."""
+    cases = validation_set()[::2]
+    load_loras(pipeline, samples / "loras")
+    for guidance in guidances:
+        generate = generator(pipeline, steps, guidance, batch=120)
+        for names in ((), LORAS[:1], LORAS[1:], LORAS):
+            set_scales(pipeline, dict.fromkeys(names, 1.0))
+            print(
+                f"guidance {guidance:g}, {' and '.join(names) or 'base'}: {tally(cases, generate(cases))}", flush=True
+            )
+
+
 def main() -> None:
     """Make the pictures of every setting, print and keep their scores."""
     here = Path(__file__).parent
@@ -59,6 +80,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--half", action="store_true", help="compute in float16")
     parser.add_argument("--every", type=int, default=1, help="beside the base, score every n-th case only")
+    parser.add_argument("--validate", type=float, nargs="+", metavar="GUIDANCE")
     arguments = parser.parse_args()
     sampling = json.loads((here / "settings.json").read_text())["sampling"]
     steps, guidance = sampling["steps"], sampling["guidance"]
@@ -67,6 +89,9 @@ def main() -> None:
     pipeline = StableDiffusionPipeline.from_pretrained(arguments.samples / "shapes", torch_dtype=dtype)
     pipeline.to(arguments.device)
     pipeline.set_progress_bar_config(disable=True)
+    if arguments.validate:
+        validate(pipeline, arguments.samples, steps, arguments.validate)
+        return
     generate = generator(pipeline, steps, guidance)
     every_case = evaluation_set()
     cases = every_case[:: arguments.every]
@@ -89,8 +114,7 @@ def main() -> None:
     keep("base, without guidance", generator(pipeline, steps, 1.0)(cases))
     keep("base, without prompt", generate([replace(case, prompt="") for case in cases]))
 
-    for name in LORAS:
-        pipeline.load_lora_weights(arguments.samples / "loras", weight_name=f"{name}.safetensors", adapter_name=name)
+    load_loras(pipeline, arguments.samples / "loras")
     rows = [("no LoRA", base)]
     set_scales(pipeline, {})
     zero = generate(cases)

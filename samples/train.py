@@ -1,8 +1,8 @@
-"""Train the sample pipeline from nothing: its VAE, then its text encoder and UNet, then two LoRAs.
+"""Train the sample pipeline from nothing: its VAE, its text encoder and UNet, a refinement of both, then two LoRAs.
 
     python samples/train.py --out samples
 
-Every stage writes its result into the folder and reads the earlier stages' from there: `--stages loras` alone is fine.
+Every stage writes its result into the folder and reads the earlier stages' from there: `--stages outline` alone is fine.
 Settings are in samples/settings.json; the pictures are drawn here (sdflow/samples/scene.py), nothing is downloaded.
 """
 
@@ -42,7 +42,9 @@ Settings = dict[str, Any]
 STAGES = {  # each stage, and the pictures that it needs
     "vae": ("plain", "stripes", "outline", "both"),
     "base": ("plain",),
-    "loras": ("stripes", "outline", "both"),
+    "refine": ("plain",),
+    "stripes": ("stripes",),
+    "outline": ("outline", "both"),
 }
 
 
@@ -233,7 +235,10 @@ class Denoising:
             with mixed_precision(self.device):
                 states = self.text_encoder(ids)[0]
                 predicted = self.unet(noised, times, states, return_dict=False)[0]
-            yield functional.mse_loss(predicted.float(), noise)
+            # 1 / alpha makes the error that of v-prediction (Salimans and Ho, arXiv 2202.00512), which the noisiest
+            # steps share in full; a limit of 1 leaves the plain error of the noise.
+            weight = (1.0 / alpha).clamp(max=self.settings["largest_weight"])
+            yield (weight * (predicted.float() - noise).square()).mean()
 
 
 def train_base(
@@ -249,7 +254,30 @@ def train_base(
         vae, make_text_encoder(tokenizer), tokenizer, make_unet(), make_scheduler(), None, None,
         requires_safety_checker=False,
     ).to(device)  # fmt: skip
-    chosen = settings["base"]
+    fit(pipeline, "base", settings, plain, texts, folder, log)
+
+
+def train_refine(
+    settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device
+) -> None:
+    """Train text encoder and UNet on, with the weight on the noisiest steps, where the prompt decides what is shown."""
+    rng = random.Random(settings["seed"] + 1)
+    pipeline = StableDiffusionPipeline.from_pretrained(out / "shapes", torch_dtype=torch.float32).to(device)
+    fit(pipeline, "refine", settings, plain, [caption(scene, rng) for scene in scenes], out / "shapes", log)
+
+
+def fit(
+    pipeline: StableDiffusionPipeline,
+    stage: str,
+    settings: Settings,
+    plain: Tensor,
+    texts: list[str],
+    folder: Path,
+    log: Log,
+) -> None:
+    """Train the pipeline's text encoder and UNet by the stage's settings; their moving average goes to the folder."""
+    chosen, vae = settings[stage], pipeline.vae
+    plain, texts = plain[: chosen["pictures"]], texts[: chosen["pictures"]]
     unet, text_encoder = pipeline.unet, pipeline.text_encoder
     unet.to(memory_format=torch.channels_last)
     for module in (unet, text_encoder):
@@ -266,6 +294,7 @@ def train_base(
             vae=copy.deepcopy(vae).half(),
         )
         pipeline.save_pretrained(folder)
+        forget_path(folder)
 
     def stepped() -> Iterator[Tensor]:
         parameters = [*unet.parameters(), *text_encoder.parameters()]
@@ -276,42 +305,65 @@ def train_base(
                 save()
             yield loss
 
-    log.stage("base", stepped())
+    log.stage(stage, stepped())
     save()
 
 
-def train_loras(
+def forget_path(folder: Path) -> None:
+    """Take the path that a pipeline was loaded from out of its files, where diffusers writes it."""
+    for file in (folder / "model_index.json", *folder.glob("*/config.json")):
+        values = {key: value for key, value in json.loads(file.read_text()).items() if key != "_name_or_path"}
+        file.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def start_lora(
+    stage: str, settings: Settings, out: Path, device: torch.device
+) -> tuple[StableDiffusionPipeline, Denoising]:
+    """The trained pipeline with nothing to train yet, and the task of denoising with it."""
+    pipeline = StableDiffusionPipeline.from_pretrained(out / "shapes", torch_dtype=torch.float32).to(device)
+    pipeline.unet.to(memory_format=torch.channels_last)
+    freeze(pipeline.unet, pipeline.text_encoder, pipeline.vae)
+    (out / "loras").mkdir(parents=True, exist_ok=True)
+    return pipeline, Denoising(pipeline, pipeline.unet, pipeline.text_encoder, settings[stage])
+
+
+def train_stripes(
     settings: Settings, pools: dict[str, Tensor], scenes: list[Scene], out: Path, log: Log, device: torch.device
 ) -> None:
-    """Train the two LoRAs: stripes on the UNet alone, then outline on UNet and text encoder.
-
-    Outline learns every second batch on striped pictures with the stripes LoRA at work, so that the two go together.
-    """
-    chosen, rank = settings["loras"], settings["loras"]["rank"]
-    pipeline = StableDiffusionPipeline.from_pretrained(out / "shapes", torch_dtype=torch.float32).to(device)
-    unet, text_encoder, vae = pipeline.unet, pipeline.text_encoder, pipeline.vae
-    unet.to(memory_format=torch.channels_last)
-    freeze(unet, text_encoder, vae)
-    task = Denoising(pipeline, unet, text_encoder, chosen)
+    """Train the LoRA of stripes on the UNet alone."""
+    chosen, rank = settings["stripes"], settings["stripes"]["rank"]
+    pipeline, task = start_lora("stripes", settings, out, device)
+    unet, vae = pipeline.unet, pipeline.vae
     rng = random.Random(settings["seed"])
-    captions = task.tokens([caption(scene, rng) for scene in scenes])
-    latents = {n: encode(vae, pools[n], vae.config.scaling_factor) for n in ("stripes", "outline", "both")}
-    folder = out / "loras"
-    folder.mkdir(parents=True, exist_ok=True)
-
+    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["pictures"]]])
+    latents = encode(vae, pools["stripes"][: chosen["pictures"]], vae.config.scaling_factor)
     add_lora(unet, "stripes", rank, alpha=rank)
-    wanted = lora_parameters("stripes", unet)
-    losses = task.losses(latents["stripes"], captions[: len(latents["stripes"])])
-    log.stage("stripes", optimizer_steps(wanted, chosen["steps"], chosen["learning_rate"], losses))
-    save_diffusers(unet, "stripes", folder / "stripes.safetensors")
+    steps = optimizer_steps(
+        lora_parameters("stripes", unet), chosen["steps"], chosen["learning_rate"], task.losses(latents, captions)
+    )
+    log.stage("stripes", steps)
+    save_diffusers(unet, "stripes", out / "loras" / "stripes.safetensors")
 
+
+def train_outline(
+    settings: Settings, pools: dict[str, Tensor], scenes: list[Scene], out: Path, log: Log, device: torch.device
+) -> None:
+    """Train the LoRA of outlines on UNet and text encoder.
+
+    Every second batch is of striped pictures with the stripes LoRA at work, so that the two go together.
+    """
+    chosen, rank = settings["outline"], settings["outline"]["rank"]
+    pipeline, task = start_lora("outline", settings, out, device)
+    unet, text_encoder, vae = pipeline.unet, pipeline.text_encoder, pipeline.vae
+    rng = random.Random(settings["seed"])
+    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["pictures"]]])
+    latents = {n: encode(vae, pools[n][: chosen["pictures"]], vae.config.scaling_factor) for n in STAGES["outline"]}
+    pipeline.load_lora_weights(out / "loras", weight_name="stripes.safetensors", adapter_name="stripes")
     add_lora(unet, "outline", rank, alpha=rank / 2)
     add_lora(text_encoder, "outline", rank, alpha=rank / 2)
-    wanted = lora_parameters("outline", unet, text_encoder)
 
     def taking_turns() -> Iterator[Tensor]:
-        alone = task.losses(latents["outline"], captions[: len(latents["outline"])])
-        together = task.losses(latents["both"], captions[: len(latents["both"])])
+        alone, together = (task.losses(latents[name], captions) for name in STAGES["outline"])
         while True:
             for active, batches in ((["outline"], alone), (["stripes", "outline"], together)):
                 unet.set_adapters(active)
@@ -319,8 +371,9 @@ def train_loras(
                     parameter.requires_grad_(False)
                 yield next(batches)
 
+    wanted = lora_parameters("outline", unet, text_encoder)
     log.stage("outline", optimizer_steps(wanted, chosen["steps"], chosen["learning_rate"], taking_turns()))
-    save_kohya(unet, text_encoder, "outline", rank / 2, folder / "outline.safetensors")
+    save_kohya(unet, text_encoder, "outline", rank / 2, out / "loras" / "outline.safetensors")
 
 
 def main() -> None:
@@ -339,11 +392,12 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
 
     start, seed = time.monotonic(), settings["seed"]
-    scenes = training_scenes(max(settings["pictures"].values()), seed)
-    wanted = [n for n in settings["pictures"] if any(n in STAGES[stage] for stage in arguments.stages)]
+    counts = {n: max((settings[s]["pictures"] for s in arguments.stages if n in STAGES[s]), default=0) for n in STYLES}
+    scenes = training_scenes(max(settings[stage]["pictures"] for stage in STAGES), seed)
     pools = {
-        n: pictures(scenes[: settings["pictures"][n]], STYLES[n], 1_000_000 * list(STYLES).index(n), device)
-        for n in wanted
+        n: pictures(scenes[:count], STYLES[n], 1_000_000 * list(STYLES).index(n), device)
+        for n, count in counts.items()
+        if count
     }
     print(f"drew {sum(map(len, pools.values()))} pictures in {time.monotonic() - start:.0f} s", flush=True)
     log = Log(out / "loss.csv")
@@ -351,10 +405,12 @@ def main() -> None:
         torch.manual_seed(seed)
         if stage == "vae":
             train_vae(settings, pools, out, log, device)
-        elif stage == "base":
-            train_base(settings, pools["plain"], scenes[: len(pools["plain"])], out, log, device)
+        elif stage in ("base", "refine"):
+            train = train_base if stage == "base" else train_refine
+            train(settings, pools["plain"], scenes[: len(pools["plain"])], out, log, device)
         else:
-            train_loras(settings, pools, scenes, out, log, device)
+            train_lora = train_stripes if stage == "stripes" else train_outline
+            train_lora(settings, pools, scenes, out, log, device)
         print(f"{stage} done at {time.monotonic() - start:.0f} s", flush=True)
 
 

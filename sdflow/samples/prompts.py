@@ -25,8 +25,9 @@ WORDINGS = (
     "one {colour} {kind}, {size}, {position}, on {background}",
     "{size} {colour} {kind}, {position}, {background} background",
 )
-EVALUATION_SEED = 2024
+EVALUATION_SEED, VALIDATION_SEED = 2024, 4048
 EVALUATION_SEEN, EVALUATION_HELD_OUT = 180, 60
+VALIDATION_FIRST_LATENTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,20 @@ def _fill(wording: str, scene: Scene, rng: random.Random) -> str:
 
 def evaluation_set() -> list[Case]:
     """The 240 fixed cases: 180 of combinations seen in training, 60 of combinations held out."""
-    rng = random.Random(EVALUATION_SEED)
+    return _cases(EVALUATION_SEED, EVALUATION_SEEN, EVALUATION_HELD_OUT, first=0)
+
+
+def validation_set() -> list[Case]:
+    """480 other cases, to choose settings on: what is chosen on the evaluation set is not measured by it."""
+    return _cases(VALIDATION_SEED, 2 * EVALUATION_SEEN, 2 * EVALUATION_HELD_OUT, first=VALIDATION_FIRST_LATENTS)
+
+
+def _cases(seed: int, seen: int, held_out: int, first: int) -> list[Case]:
+    rng = random.Random(seed)
     scenes = all_scenes()
-    seen = rng.sample([s for s in scenes if not is_held_out(s)], EVALUATION_SEEN)
-    held_out = rng.sample([s for s in scenes if is_held_out(s)], EVALUATION_HELD_OUT)
-    return [Case(full_caption(scene, rng), seed, scene) for seed, scene in enumerate(seen + held_out)]
+    chosen = rng.sample([s for s in scenes if not is_held_out(s)], seen)
+    chosen += rng.sample([s for s in scenes if is_held_out(s)], held_out)
+    return [Case(full_caption(scene, rng), first + index, scene) for index, scene in enumerate(chosen)]
 
 
 def first_latents(seed: int) -> NDArray[np.float32]:
