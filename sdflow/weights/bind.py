@@ -138,7 +138,11 @@ def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Call
     verify = request.base_sha256 is not None
     digests = write_pieces(out / WEIGHTS_FILE, pieces, base, hash_base=verify, progress=request.progress)
     if digests.base != request.base_sha256:
-        raise DamagedBase("does not have the content that was published", where=str(base))
+        raise DamagedBase(
+            "does not have the content that was published",
+            where=str(base),
+            remedy="Run again. If this comes back, look at the disk and the memory.",
+        )
     request.hashed(WEIGHTS_FILE, digests.written)
 
 
