@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -32,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +101,8 @@ class _Sampled:
 
 def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
     """A diffusers folder of the architecture with random float16 weights, written tensor by tensor."""
+    import numpy as np
+
     from sdflow.sources.architectures import architecture_config, companion_folder
     from sdflow.sources.checkpoint import CLASS_OF
     from sdflow.sources.load import parameter_shapes
@@ -133,6 +135,7 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
 
 def write_lora(path: Path, architecture: str, seed: int) -> None:
     """A LoRA of rank 16 on the attention of the UNet and of the text encoder, in kohya's keys."""
+    import numpy as np
     from safetensors.numpy import save_file
 
     from sdflow.sources.architectures import architecture_config
@@ -157,6 +160,15 @@ def write_lora(path: Path, architecture: str, seed: int) -> None:
     save_file(tensors, path)
 
 
+def _in_a_process(function: Callable[..., None], *arguments: Any) -> None:
+    """So that this one stays small: what is measured is forked from it, and its size would count as theirs."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{function.__name__} ended with status {process.exitcode}")
+
+
 class Bench:
     """The folder that everything happens in, and the figures so far."""
 
@@ -175,14 +187,14 @@ class Bench:
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
             print(f"writing {folder}", flush=True)
-            write_checkpoint(folder, self.architecture, seed)
+            _in_a_process(write_checkpoint, folder, self.architecture, seed)
             (folder / "complete").touch()
         return folder
 
     def lora(self, seed: int) -> Path:
         path = self.scratch / f"lora-{seed:02}.safetensors"
         if not path.exists():
-            write_lora(path, self.architecture, seed)
+            _in_a_process(write_lora, path, self.architecture, seed)
         return path
 
     def sdflow(self, name: str, **more: Any) -> dict[str, Any]:
