@@ -9,17 +9,19 @@ are given, and are asked for the same again and again:
   are kept.
 - the order of the nodes for shape inference, found by going over all nodes until every one has had its inputs before it:
   hundreds of times over a graph to whose end fusions have added nodes. Here it is computed.
-- all nodes of a type, and the Constant of a name, by going through lists of lists of nodes.
+- all nodes of a type, the Constant of a name, the readers of a name, whether a node is still there: by going through all
+  nodes, thousands of times. Here that is done by functions of the interpreter's own.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import operator
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from itertools import compress, repeat
+from operator import attrgetter, contains, is_
 from typing import Any
 
 # onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
@@ -61,6 +63,7 @@ def faster_fusion() -> Iterator[None]:
             replace(model, "replace_input_of_all_nodes", _replace_input_of_all_nodes)
             replace(model, "nodes", _nodes(model.nodes))
             replace(model, "get_nodes_by_op_type", _nodes_by_op_type(model.get_nodes_by_op_type))
+            replace(model, "get_graph_by_node", _graph_by_node(model.get_graph_by_node))
             replace(model, "get_constant_value", _constant_value(model.get_constant_value))
             for name in SEARCHES:
                 replace(model, name, _searching(getattr(model, name), maps))
@@ -86,7 +89,7 @@ class _Maps:
         content = model.model.graph.SerializeToString()
         nodes = list(model.model.graph.node)
         # Equal nodes in the place of those that were there are others: a change to the old ones would be lost.
-        same = len(nodes) == len(self._nodes) and all(map(operator.is_, nodes, self._nodes))
+        same = len(nodes) == len(self._nodes) and all(map(is_, nodes, self._nodes))
         if not same or content != self._bytes:
             self._bytes, self._nodes, self._made = content, nodes, {}
         if make not in self._made:
@@ -139,11 +142,11 @@ def _writers(nodes: list[Any]) -> dict[str, Any]:
 
 def _replace_input_of_all_nodes(self: Any, old_input_name: str, new_input_name: str) -> None:
     for graph in self.graphs():
-        for node in graph.node:
-            if old_input_name in node.input:
-                for index, name in enumerate(node.input):
-                    if name == old_input_name:
-                        node.input[index] = new_input_name
+        nodes = list(graph.node)
+        for node in compress(nodes, map(contains, map(attrgetter("input"), nodes), repeat(old_input_name))):
+            for index, name in enumerate(node.input):
+                if name == old_input_name:
+                    node.input[index] = new_input_name
 
 
 def _nodes(original: Any) -> Any:
@@ -157,9 +160,22 @@ def _nodes_by_op_type(original: Any) -> Any:
     def get_nodes_by_op_type(self: Any, op_type: str) -> list[Any]:
         if len(self.graphs()) > 1:
             return original(self, op_type)  # type: ignore[no-any-return]
-        return [node for node in self.model.graph.node if node.op_type == op_type]
+        return _of_type(self.model.graph, op_type)
 
     return get_nodes_by_op_type
+
+
+def _of_type(graph: Any, op_type: str) -> list[Any]:
+    nodes = list(graph.node)
+    return list(compress(nodes, map(op_type.__eq__, map(attrgetter("op_type"), nodes))))
+
+
+def _graph_by_node(original: Any) -> Any:
+    def get_graph_by_node(self: Any, node: Any) -> Any:
+        one = len(self.graphs()) == 1 and any(map(is_, self.model.graph.node, repeat(node)))
+        return self.model.graph if one else original(self, node)  # which compares nodes by all their content
+
+    return get_graph_by_node
 
 
 def _constant_value(original: Any) -> Any:
@@ -168,8 +184,8 @@ def _constant_value(original: Any) -> Any:
     def get_constant_value(self: Any, output_name: str) -> Any:
         if len(self.graphs()) > 1:
             return original(self, output_name)
-        for node in self.model.graph.node:
-            if node.op_type == "Constant" and node.output[0] == output_name:
+        for node in _of_type(self.model.graph, "Constant"):
+            if node.output[0] == output_name:
                 for attribute in node.attribute:
                     if attribute.name == "value":
                         return onnx.numpy_helper.to_array(attribute.t)
