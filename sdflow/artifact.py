@@ -9,6 +9,8 @@ from typing import Any
 
 from sdflow.digest import FileEntry, digest_json
 
+SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
+
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 CONFIG_FILE = "config.json"

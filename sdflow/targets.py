@@ -14,6 +14,8 @@ ONNXRUNTIME_FLAVOURS = (
 )
 """The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
 
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
 CPU_PROVIDER = "CPUExecutionProvider"
 """ONNX Runtime adds it to every session; what no other provider takes runs there."""
 

@@ -10,6 +10,7 @@ import typer
 
 from sdflow import __version__
 from sdflow.cli.cache import app as cache_app
+from sdflow.cli.generate import generate
 
 app = typer.Typer(
     name="sdflow",
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_app, name="cache")
+app.command()(generate)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

@@ -6,8 +6,6 @@ The request is one line of JSON (`Request`); the messages are lines of JSON, eac
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,16 +22,12 @@ from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.passes.submodel_io import dummy_inputs
 from sdflow.runtime.availability import try_target
-from sdflow.runtime.pipeline import (
-    Images,
-    Submodel,
-    TextToImagePipeline,
-    load_companions,
-    load_submodel,
-    onnx_submodels,
-    submodel_config,
-)
+from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels, submodel_config
+from sdflow.runtime.pictures import write_png
+from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
+from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.vae import vae_scale
 from sdflow.targets import TARGETS, Target
 from sdflow.workers import peak_memory, serve_request
 
@@ -120,7 +114,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 
 def at_own_size(folder: Path, image: ImageSpec) -> ImageSpec:
     """The picture with the model's own height and width in pixels where the spec names none."""
-    scale = _vae_scale(submodel_config(folder, "vae_decoder"))
+    scale = vae_scale(submodel_config(folder, "vae_decoder"))
     own = submodel_config(folder, "unet")["sample_size"] * scale
     return replace(image, height=image.height or own, width=image.width or own)
 
@@ -134,7 +128,7 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
             name,
             config,
             batch=_unet_batch(image) if name in ("unet", "text_encoder") else 1,
-            vae_scale=_vae_scale(configs["vae_decoder"]),
+            vae_scale=vae_scale(configs["vae_decoder"]),
             sequence=configs["text_encoder"]["max_position_embeddings"],
             **sizes,
         )
@@ -144,10 +138,6 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
 
 def _unet_batch(image: ImageSpec) -> int:
     return 2 if image.guidance_scale > 1 else 1
-
-
-def _vae_scale(config: Mapping[str, Any]) -> int:
-    return int(2 ** (len(config["block_out_channels"]) - 1))
 
 
 def _evaluate_submodel(
@@ -185,7 +175,7 @@ def _evaluate_pipeline(
 
     if request.spec.latency is None and request.spec.image is None:
         return None, None
-    pipeline = TextToImagePipeline(loaded, **load_companions(request.folder))
+    pipeline = Pipeline(loaded, **load_companions(request.folder))
     drawn: list[Images] = []
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
@@ -215,7 +205,7 @@ def _evaluate_pipeline(
             "artifacts": artifacts,
             "versions": versions(),
         }
-        _write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, settings)
+        write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, settings)
     flags = drawn[0].nsfw_content_detected
     return latency, None if flags is None else flags[0]
 
@@ -224,21 +214,6 @@ def _sheet(image: ImageSpec, draw: Callable[[str, int], Any]) -> Any:
     from sdflow.samples.sheet import sheet
 
     return sheet([draw(prompt, image.seed + index) for index, prompt in enumerate(image.prompts)], image.prompts)
-
-
-def _write_png(picture: Any, path: Path, settings: Mapping[str, Any]) -> None:
-    """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
-    from PIL.PngImagePlugin import PngInfo
-
-    chunk = PngInfo()
-    chunk.add_itxt("sdflow", json.dumps(settings, ensure_ascii=False, sort_keys=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        picture.save(temporary, format="PNG", pnginfo=chunk)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from sdflow.artifact import SUBMODELS as SUBMODELS
 from sdflow.artifact import Facts
-
-SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
 
 InputKind = Literal["checkpoint", "onnx"]
 

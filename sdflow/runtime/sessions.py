@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError, VerificationError
-from sdflow.targets import CACHE_DIR, Target
+from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
+
+# What ONNX Runtime says when a node is not on the provider or the graph has control flow.
+_NOT_CAPTURED = "cannot use the graph capture feature"
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
@@ -75,17 +80,24 @@ def create_session(
     model: Path,
     target: Target,
     *,
+    graph: onnx.ModelProto | None = None,
     shapes: Shapes | None = None,
     engine_cache: Path | None = None,
     threads: int | None = None,
     profile: Path | None = None,
+    stream: int | None = None,
+    capture: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
+    graph: to load in its place; its large weights lie beside `model`.
     shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
     engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
     profile: prefix of a profile that `end_profiling` writes.
+    stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
+    capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
+    session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
     run this graph.
     """
@@ -102,20 +114,37 @@ def create_session(
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    if target.session.static_shapes:
+    if graph is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
+    if target.session.static_shapes and graph is None:
         for name, size in free_dimensions(model, shapes or {}).items():
             options.add_free_dimension_override_by_name(name, size)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
-    with_options = [(name, provider_options(target, name, engine_cache)) for name in wanted]
+    with_options = {name: provider_options(target, name, engine_cache) for name in wanted}
+    if target.session.needs_cuda:
+        # Weights do not come out of the arena, which then holds what a run needs and nothing else.
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        if stream is not None:
+            for each in with_options.values():
+                each["user_compute_stream"] = str(stream)
+    if capture and provider == CUDA_PROVIDER:
+        with_options[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
+
+    def load() -> Any:
+        # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
+        source = str(model) if graph is None else graph.SerializeToString()
+        return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
+
     try:
-        session = ort.InferenceSession(
-            str(model),
-            options,
-            # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
-            providers=with_options,
-            enable_fallback=0,
-        )
+        try:
+            session = load()
+        except onnxruntime_errors(ort) as error:
+            if _NOT_CAPTURED not in str(error):
+                raise
+            warnings.warn(f"{model} runs without a CUDA graph: {error}", stacklevel=2)
+            del with_options[CUDA_PROVIDER]["enable_cuda_graph"]
+            session = load()
     except onnxruntime_errors(ort) as error:
         raise VerificationError(f"{provider} cannot run this graph: {error}", where=str(model)) from error
     if session.get_providers()[0] != provider:

@@ -1,8 +1,8 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join) or round them to float16. Nothing else happens to a weight on its
-way into an optimized graph, so nothing else can be said here. As JSON:
+its inner nodes move values (transpose, reshape, join), add them up, or round them to float16. Nothing else happens to a
+weight on its way into an optimized graph, so nothing else can be said here. As JSON:
 
     {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", ...}}}
 """
@@ -105,14 +105,29 @@ class Float16:
         return "float16"
 
 
-Recipe = Param | Constant | Transpose | Reshape | Join | Float16
+@dataclass(frozen=True)
+class Sum:
+    """Parts of one shape and type added up in float32, from left to right, and rounded to their type at the end."""
+
+    parts: tuple[Recipe, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+
+Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
     """The parameters that a recipe reads, from left to right, repeated where it repeats them."""
     if isinstance(recipe, Param):
         yield recipe
-    elif isinstance(recipe, Join):
+    elif isinstance(recipe, Join | Sum):
         for part in recipe.parts:
             yield from params(part)
     elif not isinstance(recipe, Constant):
@@ -123,8 +138,9 @@ def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | Non
     """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
-    then half as many bytes are moved. The result may be a view that is not contiguous. Float16 values that ended at the
-    type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
+    then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
+    contiguous. Float16 values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
+    of another shape.
     """
     return _evaluate(recipe, read, counts, None)
 
@@ -138,6 +154,9 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
         return _evaluate(recipe.of, read, counts, rounding).reshape(recipe.shape)
     if isinstance(recipe, Join):
         return np.concatenate([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
+    if isinstance(recipe, Sum):
+        total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
+        return to_float16(total, rounding.smallest, rounding.largest, counts) if rounding else total
     if isinstance(recipe, Constant):
         values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
@@ -147,6 +166,14 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
     if rounding is not None:
         return to_float16(values, rounding.smallest, rounding.largest, counts)
     return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
+
+
+def add_up(parts: Sequence[Array]) -> Array:
+    """The sum of arrays of one shape and type: in float32, from left to right, rounded to that type at the end."""
+    total = parts[0].astype(np.float32)
+    for part in parts[1:]:
+        total += part
+    return total.astype(parts[0].dtype, copy=False)
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:
@@ -162,6 +189,8 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"reshape": list(recipe.shape), "of": to_json(recipe.of)}
     if isinstance(recipe, Join):
         return {"join": recipe.axis, "of": [to_json(part) for part in recipe.parts]}
+    if isinstance(recipe, Sum):
+        return {"sum": [to_json(part) for part in recipe.parts]}
     return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
 
 
@@ -187,6 +216,10 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         around = {(*part.shape[:axis], *part.shape[axis + 1 :], part.dtype) for part in parts}
         _require(len(around) == 1 and all(0 <= axis < len(part.shape) for part in parts), value)
         return Join(axis, parts)
+    if "sum" in value:
+        parts = tuple(_parse(part) for part in value["sum"])
+        _require(len({(part.shape, part.dtype) for part in parts}) == 1, value)
+        return Sum(parts)
     of = _parse(value["of"])
     if "transpose" in value:
         axes = _shape(value["transpose"])

@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 
 PARAMETERS_FILE = "parameters.json"
 
-CARRIED_ONLY_MOVED = ("OnnxConversion", "OrtTransformersOptimization", "OnnxFloatToFloat16")
-"""Passes that only move or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""
+CARRIED_ONLY_MOVED = (
+    "OnnxConversion",
+    "OrtTransformersOptimization",
+    "ConvBiasFusion",
+    "NhwcResize",
+    "OnnxFloatToFloat16",
+)
+"""Passes that only move, add or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""
 
 REMEDY = "Build the structure again."
 

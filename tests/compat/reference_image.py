@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sdflow.runtime.pipeline import TextToImagePipeline
+from sdflow.runtime.pipeline import Pipeline
 
 SETTINGS = {
     "prompt": "a photo of an astronaut riding a horse on mars",
@@ -20,7 +20,7 @@ SETTINGS = {
 
 def main(folder: str, out: str) -> None:
     """Write latents, settings (JSON) and the image (float32 NHWC in [0, 1]) to `out`."""
-    pipeline = TextToImagePipeline.load(Path(folder), "cpu")
+    pipeline = Pipeline.load(Path(folder), "cpu")
     latents = np.random.default_rng(1).standard_normal(pipeline.latents_shape(1, None, None), dtype=np.float32)
     image = pipeline(**SETTINGS, latents=latents, output_type="np").images
     np.savez(out, latents=latents, image=image, settings=json.dumps(SETTINGS))

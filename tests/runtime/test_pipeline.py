@@ -19,7 +19,8 @@ from sdflow.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16
-from sdflow.runtime.pipeline import TextToImagePipeline, load_submodel
+from sdflow.runtime.folder import load_submodel
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
 
@@ -36,16 +37,16 @@ ON_CPU = {"provider": "CPUExecutionProvider", "sess_options": ONE_THREAD}
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_pipeline: Path) -> Iterator[TextToImagePipeline]:
+def pipeline(tiny_pipeline: Path) -> Iterator[Pipeline]:
     """On one thread each: two pools that wait for work by spinning would slow each other down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield TextToImagePipeline.load(tiny_pipeline, "cpu", threads=1)
+    yield Pipeline.load(tiny_pipeline, "cpu", threads=1)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def latents(pipeline: TextToImagePipeline) -> np.ndarray:
+def latents(pipeline: Pipeline) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(pipeline.latents_shape(1, None, None), dtype=np.float32)
 
 
@@ -57,9 +58,7 @@ def assert_equal_pictures(drawn: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
-def test_image_equals_pytorchs(
-    pipeline: TextToImagePipeline, tiny_torch: Any, latents: np.ndarray, guidance_scale: float
-) -> None:
+def test_image_equals_pytorchs(pipeline: Pipeline, tiny_torch: Any, latents: np.ndarray, guidance_scale: float) -> None:
     settings = {**SETTINGS, "guidance_scale": guidance_scale}
     expected = tiny_torch(PROMPT, latents=torch.from_numpy(latents), output_type="np", **settings).images
     assert_equal_pictures(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
@@ -69,7 +68,7 @@ def test_image_equals_pytorchs(
     "scheduler", ["DDIMScheduler", "EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler"]
 )
 def test_image_equals_pytorchs_with_other_schedulers_and_the_same_seed(
-    pipeline: TextToImagePipeline, tiny_torch: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
+    pipeline: Pipeline, tiny_torch: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for one in (pipeline, tiny_torch):
         monkeypatch.setattr(one, "scheduler", getattr(diffusers, scheduler).from_config(one.scheduler.config))
@@ -79,7 +78,7 @@ def test_image_equals_pytorchs_with_other_schedulers_and_the_same_seed(
     assert drawn.nsfw_content_detected == [False]
 
 
-def test_other_sizes_and_several_prompts_at_once(pipeline: TextToImagePipeline, tiny_torch: Any) -> None:
+def test_other_sizes_and_several_prompts_at_once(pipeline: Pipeline, tiny_torch: Any) -> None:
     settings = {**SETTINGS, "negative_prompt": ["", "blurry"], "height": 64, "width": 192, "num_inference_steps": 2}
     latents = np.random.default_rng(2).standard_normal(pipeline.latents_shape(2, 64, 192), dtype=np.float32)
     prompts = ["a horse", "a much longer prompt about the same horse " * 20]
@@ -89,7 +88,7 @@ def test_other_sizes_and_several_prompts_at_once(pipeline: TextToImagePipeline, 
 
 
 def test_diffusers_onnx_pipeline_loads_the_folder_unchanged_and_draws_the_same(
-    pipeline: TextToImagePipeline, tiny_pipeline: Path, latents: np.ndarray
+    pipeline: Pipeline, tiny_pipeline: Path, latents: np.ndarray
 ) -> None:
     theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tiny_pipeline, **ON_CPU)
     theirs.set_progress_bar_config(disable=True)
@@ -107,12 +106,12 @@ def test_diffusers_onnx_pipeline_loads_a_copy_without_a_safety_checker(
     assemble(tmp_path / "out", parts=parts, companions=companions, manifest={}, copy=True)
     theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tmp_path / "out", **ON_CPU)
     assert theirs.safety_checker is None
-    ours = TextToImagePipeline.load(tmp_path / "out", "cpu", threads=1)
+    ours = Pipeline.load(tmp_path / "out", "cpu", threads=1)
     assert ours("a horse", height=64, width=64, num_inference_steps=1).nsfw_content_detected is None
 
 
 def test_a_flagged_picture_is_blackened(
-    tiny_artifacts: dict[str, Artifact], pipeline: TextToImagePipeline, tmp_path: Path
+    tiny_artifacts: dict[str, Artifact], pipeline: Pipeline, tmp_path: Path
 ) -> None:
     """The thresholds of a copy of the safety checker are lowered until every picture is flagged."""
     folder = tiny_artifacts["safety_checker"].path
@@ -126,13 +125,13 @@ def test_a_flagged_picture_is_blackened(
     (tmp_path / "safety_checker" / "config.json").write_bytes((folder / "config.json").read_bytes())
     strict = {**pipeline.submodels, "safety_checker": load_submodel(tmp_path, "safety_checker", TARGETS["cpu"])}
     parts = (pipeline.tokenizer, pipeline.scheduler, pipeline.feature_extractor)
-    drawn = TextToImagePipeline(strict, *parts)("a horse", num_inference_steps=1, output_type="np")
+    drawn = Pipeline(strict, *parts)("a horse", num_inference_steps=1, output_type="np")
     assert drawn.nsfw_content_detected == [True]
     assert not drawn.images.any()
 
 
 def test_half_precision_graphs_are_fed_half_precision(
-    tiny_artifacts: dict[str, Artifact], pipeline: TextToImagePipeline, latents: np.ndarray, tmp_path: Path
+    tiny_artifacts: dict[str, Artifact], pipeline: Pipeline, latents: np.ndarray, tmp_path: Path
 ) -> None:
     inputs = PassInputs("vae_decoder", tiny_artifacts["vae_decoder"].path, {})
     (tmp_path / "vae_decoder").mkdir()
@@ -141,26 +140,26 @@ def test_half_precision_graphs_are_fed_half_precision(
     assert decoder.input_types == {"latent_sample": "float16"}
     submodels = {**pipeline.submodels, "vae_decoder": decoder}
     parts = (pipeline.tokenizer, pipeline.scheduler, pipeline.feature_extractor)
-    drawn = TextToImagePipeline(submodels, *parts).decode(latents)
-    assert drawn.dtype == np.float32
-    assert np.abs(drawn - pipeline.decode(latents)).max() < 0.02  # float16 has 11 bits
+    drawn = Pipeline(submodels, *parts).decode(torch.from_numpy(latents))
+    assert drawn.dtype == torch.float32
+    assert (drawn - pipeline.decode(torch.from_numpy(latents))).abs().max() < 0.02  # float16 has 11 bits
 
 
-def test_sizes_that_the_model_cannot_have_are_refused(pipeline: TextToImagePipeline) -> None:
+def test_sizes_that_the_model_cannot_have_are_refused(pipeline: Pipeline) -> None:
     with pytest.raises(UsageError, match="height is 100 pixels"):
         pipeline("a horse", height=100)
     with pytest.raises(UsageError, match="latents of shape"):
         pipeline("a horse", latents=np.zeros((1, 4, 2, 2), np.float32))
 
 
-def test_a_graph_with_other_inputs_is_refused(pipeline: TextToImagePipeline) -> None:
+def test_a_graph_with_other_inputs_is_refused(pipeline: Pipeline) -> None:
     with pytest.raises(VerificationError, match="the graph takes sample, timestep, encoder_hidden_states"):
         pipeline.submodels["unet"](sample=np.zeros((1, 4, 8, 8)))
 
 
 def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no pipeline here"):
-        TextToImagePipeline.load(tmp_path, "cpu")
+        Pipeline.load(tmp_path, "cpu")
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
     with pytest.raises(UsageError, match="has no text_encoder, unet, vae_decoder"):
-        TextToImagePipeline({}, None, None)
+        Pipeline({}, None, None)

@@ -1,0 +1,500 @@
+"""Each optimization on and off, on a CUDA machine: latency, device memory, and whether the numbers are still right.
+
+    python bench/ablation.py GRAPHS [--weights FOLDER] [--seconds 290] [--only unet decoder text options profile]
+                             [--json rows.json]
+
+GRAPHS: one folder for each graph without weights, as `bench/ablation_graphs.py` makes them (unet.base, unet.bias, ...):
+"bias" is ConvBiasFusion, "norm" its option group_norm, "resize" NhwcResize. Random weights of a sane scale are made on
+the device and written to FOLDER (2.1 GB, a temporary one by default). Rows are printed as they come; the most telling
+come first, and what does not fit into --seconds is named at the end.
+
+Needs numpy, onnx, torch and onnxruntime-gpu; of sdflow only what cuts graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+DATA = "weights.bin"
+STEPS = 50
+NOISE = 6e-3
+"""Relative L2 distance of two float16 graphs that compute the same: each is 1.7e-3 from float32, a wrong one was 0.07."""
+PROVIDER = {
+    "cudnn_conv_algo_search": "EXHAUSTIVE",
+    "cudnn_conv_use_max_workspace": "1",
+    "enable_cuda_graph": "1",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one variant. milliseconds: per run; device_mb: more device memory than before the session."""
+
+    stage: str
+    variant: str
+    batch: int
+    milliseconds: float
+    p90: float
+    device_mb: float
+    first_run_s: float
+    distance: float | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        distance = "" if self.distance is None else f"{self.distance:.2e}{' WRONG' if not self.right else ''}"
+        return (
+            f"{self.stage:8} {self.variant:44} batch {self.batch:2}  {self.milliseconds:8.3f} ms  p90 {self.p90:8.3f}"
+            f"  {self.device_mb:7.0f} MB  first {self.first_run_s:5.1f} s  {distance:16} {self.note}"
+        )
+
+    @property
+    def right(self) -> bool:
+        return self.distance is None or self.distance < NOISE
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def give_weights(graphs: Mapping[str, Any], folder: Path, device: str = "cuda") -> None:
+    """Write random values for every stub of the graphs into one file, each distinct recipe once, and name it in them."""
+    import torch
+
+    from sdflow.passes.graph_facts import subgraphs
+    from sdflow.passes.onnx_files import set_external
+    from sdflow.weights.recipe import evaluate, from_json
+    from sdflow.weights.stubs import is_stub
+
+    places: dict[str, tuple[int, int]] = {}
+    recipes: dict[str, Any] = {}
+    end = 0
+    for model in graphs.values():
+        for graph in subgraphs(model.graph):
+            for tensor in graph.initializer:
+                if not is_stub(tensor):
+                    continue
+                text = next(entry.value for entry in tensor.external_data if entry.key == "recipe")
+                if text not in places:
+                    recipes[text] = from_json(json.loads(text))
+                    size = int(np.prod(tensor.dims)) * np.dtype(recipes[text].dtype).itemsize
+                    places[text] = end, size
+                    end += -(-size // 4096) * 4096
+                set_external(tensor, DATA, *places[text])
+    shapes = {param.key: param.shape for recipe in recipes.values() for param in _params(recipe)}
+
+    def read(key: str) -> Any:
+        shape = shapes[key]
+        generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+        values = torch.randn(shape, generator=generator, device=device)
+        if key.endswith("bias"):
+            values *= 0.1
+        elif len(shape) == 1:
+            values = 1 + 0.1 * values
+        else:
+            values *= float(np.prod(shape[1:])) ** -0.5
+        return values.cpu().numpy()
+
+    data = np.memmap(folder / DATA, np.uint8, "w+", shape=(end,))
+
+    def write(text: str) -> None:
+        offset, size = places[text]
+        data[offset : offset + size] = np.ascontiguousarray(evaluate(recipes[text], read)).reshape(-1).view(np.uint8)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, recipes))
+
+
+def _params(recipe: Any) -> Iterator[Any]:
+    from sdflow.weights.recipe import params
+
+    return params(recipe)
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+class Bound:
+    """A session with its inputs and outputs bound to tensors on the device, all on torch's current stream."""
+
+    def __init__(self, model: Any, folder: Path, options: Mapping[str, str], inputs: Mapping[str, Any]) -> None:
+        import onnxruntime as ort
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        session_options = ort.SessionOptions()
+        session_options.log_severity_level = 3
+        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        provider = {**options, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
+        self.graph = provider.get("enable_cuda_graph") == "1"
+        self.session = ort.InferenceSession(
+            model.SerializeToString(), session_options, providers=[("CUDAExecutionProvider", provider)]
+        )
+        self.inputs = dict(inputs)
+        self.outputs: dict[str, Any] = {}
+        self.binding = self.session.io_binding()
+        for item in self.session.get_inputs():
+            _bind(self.binding.bind_input, item.name, self.inputs[item.name])
+        shapes = {o.name: [d.dim_value for d in o.type.tensor_type.shape.dim] for o in model.graph.output}
+        for item in self.session.get_outputs():
+            kind = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32}[item.type]
+            self.outputs[item.name] = torch.zeros(shapes[item.name], dtype=kind, device="cuda")
+            _bind(self.binding.bind_output, item.name, self.outputs[item.name])
+        self.run_options = ort.RunOptions()
+        self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        start = time.perf_counter()
+        self.run()
+        torch.cuda.synchronize()
+        self.first_run = time.perf_counter() - start
+        self.device_mb = (before - torch.cuda.mem_get_info()[0]) / 1e6
+
+    def run(self) -> None:
+        self.session.run_with_iobinding(self.binding, self.run_options)
+
+    def milliseconds(self, runs: int = 12, groups: int = 9) -> tuple[float, float]:
+        """Median and p90 over `groups`, each the mean of `runs` runs in a row."""
+        import torch
+
+        for _ in range(3):
+            self.run()
+        found = []
+        for _ in range(groups):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(runs):
+                self.run()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) / runs)
+        return statistics.median(found), sorted(found)[int(0.9 * (len(found) - 1))]
+
+
+def _bind(bind: Callable[..., None], name: str, tensor: Any) -> None:
+    kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    bind(name, "cuda", 0, kind, list(tensor.shape), tensor.data_ptr())
+
+
+def distance(outputs: Any, reference: Any) -> float:
+    """Relative L2 distance; infinite where there are values that are no numbers."""
+    difference = float((outputs.float() - reference.float()).norm() / reference.float().norm())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+class Ablation:
+    """Measures variants while there is time, prints and keeps the rows."""
+
+    def __init__(self, graphs: Mapping[str, Any], folder: Path, seconds: float) -> None:
+        import onnxruntime
+
+        from sdflow.runtime.sessions import onnxruntime_errors
+
+        self.graphs, self.folder = graphs, folder
+        self.errors = onnxruntime_errors(onnxruntime)
+        self.end = time.monotonic() + seconds
+        self.rows: list[Row] = []
+        self.skipped: list[str] = []
+        self.references: dict[tuple[str, int], Any] = {}
+
+    def measure(
+        self,
+        stage: str,
+        variant: str,
+        batch: int,
+        model: Callable[[], Any],
+        inputs: Mapping[str, Any],
+        output: str,
+        **changes: str,
+    ) -> Bound | None:
+        """Add a row. `output` is compared with that of the first variant of this stage and batch that ran."""
+        import torch
+
+        name = f"{stage} {variant} batch {batch}"
+        if time.monotonic() > self.end:
+            self.skipped.append(name)
+            return None
+        note = ""
+        options = {**PROVIDER, **changes}
+        try:
+            try:
+                bound = Bound(model(), self.folder, options, inputs)
+            except self.errors as error:
+                if "graph capture" not in str(error):
+                    raise
+                note = "no CUDA graph: not all of it runs on the device"
+                bound = Bound(model(), self.folder, {**options, "enable_cuda_graph": "0"}, inputs)
+            median, p90 = bound.milliseconds()
+        except self.errors as error:  # what a provider refuses is a line of the table, not its end
+            print(f"{name}: refused: {' '.join(str(error).split())[:300]}", flush=True)
+            torch.cuda.synchronize()
+            return None
+        result = bound.outputs[output].clone()
+        reference = self.references.setdefault((stage, batch), result)
+        row = Row(
+            stage, variant, batch, median, p90, bound.device_mb, bound.first_run, distance(result, reference), note
+        )
+        self.rows.append(row)
+        print(row, flush=True)
+        return bound
+
+
+def tensor(*shape: int, kind: str = "float16", seed: int = 0) -> Any:
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, kind))
+
+
+def unet_sizes(batch: int) -> dict[str, int]:
+    return {"batch": batch, "latent_height": 64, "latent_width": 64, "sequence": 77}
+
+
+def static(model: Any, sizes: Mapping[str, int]) -> Any:
+    """The graph as it is, its axes fixed: what ONNX Runtime itself folds of it."""
+    import onnx
+
+    from sdflow.runtime.specialize import specialize
+
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    shapes = specialize(model, sizes)
+    for field in ("input", "output"):
+        for item, known in zip(getattr(fixed.graph, field), getattr(shapes.graph, field), strict=True):
+            item.type.CopyFrom(known.type)
+    return fixed
+
+
+def unet_inputs(batch: int) -> dict[str, Any]:
+    """With guidance: both halves of the batch hold the same latents."""
+    import torch
+
+    sample = tensor(batch // 2, 4, 64, 64, seed=1)
+    return {
+        "sample": torch.cat([sample, sample]),
+        "timestep": torch.tensor([981.0], device="cuda"),
+        "encoder_hidden_states": tensor(batch, 77, 768, seed=2),
+    }
+
+
+def unet(table: Ablation, batch: int, options: Mapping[str, str] | None = None, only_best: str = "") -> Bound | None:
+    """The UNet whole and in parts. only_best: a name for one row with other provider options, of the best variant."""
+    import torch
+
+    from sdflow.runtime.specialize import specialize
+    from sdflow.runtime.split import split_unet
+
+    changes = dict(options or {})
+    inputs, sizes = unet_inputs(batch), unet_sizes(batch)
+    base, bias, both = (table.graphs[f"unet.{name}"] for name in ("base", "bias", "bias_resize"))
+    best = None
+    if not only_best:
+        table.measure("unet", "as built", batch, lambda: static(base, sizes), inputs, "out_sample")
+        table.measure("unet", "shapes folded", batch, lambda: specialize(base, sizes), inputs, "out_sample")
+        table.measure("unet", "ConvBiasFusion", batch, lambda: specialize(bias, sizes), inputs, "out_sample")
+        table.measure(
+            "unet", "ConvBiasFusion, NhwcResize", batch, lambda: specialize(both, sizes), inputs, "out_sample"
+        )
+    cases = [("both passes, split, guidance shared", both, True)]
+    if not only_best:
+        cases = [("split", base, False), ("both passes, split", both, False), *cases]
+    for name, model, guidance in cases:
+        if time.monotonic() > table.end:
+            table.skipped.append(f"unet {name} batch {batch}")
+            continue
+        parts = split_unet(model, sizes, guidance=guidance)
+        values = {name: inputs[name] for name in ("timestep", "encoder_hidden_states")}
+        plain = {**PROVIDER, "enable_cuda_graph": "0"}
+        text = Bound(parts.text, table.folder, plain, values)
+        times = Bound(
+            _steps(parts.timestep, STEPS), table.folder, plain, {"timestep": inputs["timestep"].repeat(STEPS)}
+        )
+        if not only_best:
+            for part, bound in (("text part", text), (f"timestep part, {STEPS} steps", times)):
+                print(f"  {name}: {part}: {bound.milliseconds()[0]:.3f} ms", flush=True)
+        given = {"sample": inputs["sample"][: parts.latents], **text.outputs}
+        for item in parts.step.graph.input:
+            if item.name in times.outputs:
+                rows = item.type.tensor_type.shape.dim[0].dim_value
+                given[item.name] = times.outputs[item.name][:1].repeat(
+                    rows, *[1] * (times.outputs[item.name].dim() - 1)
+                )
+        shown = only_best or name
+        best = table.measure("unet", shown, batch, lambda p=parts: p.step, given, "out_sample", **changes)
+        del text, times
+        torch.cuda.empty_cache()
+    return best
+
+
+def _steps(model: Any, steps: int) -> Any:
+    """The timestep part for so many timesteps: a session binds outputs of known shape."""
+    import onnx
+
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    for item in (*fixed.graph.input, *fixed.graph.output):
+        item.type.tensor_type.shape.dim[0].dim_value = steps
+    return fixed
+
+
+def decoder(table: Ablation, batch: int) -> Bound | None:
+    from sdflow.runtime.specialize import specialize
+
+    inputs = {"latent_sample": tensor(batch, 4, 64, 64, seed=3)}
+    sizes = {"batch": batch, "latent_height": 64, "latent_width": 64}
+    graphs, best = table.graphs, None
+    base = graphs["vae_decoder.base"]
+    table.measure("decoder", "as built", batch, lambda: static(base, sizes), inputs, "sample")
+    for name, key in (
+        ("shapes folded", "base"),
+        ("NhwcResize", "resize"),
+        ("ConvBiasFusion", "bias"),
+        ("ConvBiasFusion, NhwcResize", "bias_resize"),
+        ("ConvBiasFusion group_norm, NhwcResize", "bias_norm_resize"),
+    ):
+        model = graphs[f"vae_decoder.{key}"]
+        best = table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample") or best
+    for name, key, change in (
+        ("fuse_conv_bias=1", "base", {"fuse_conv_bias": "1"}),
+        ("both passes, fuse_conv_bias=1", "bias_resize", {"fuse_conv_bias": "1"}),
+        ("both passes, prefer_nhwc=1", "bias_resize", {"prefer_nhwc": "1"}),
+    ):
+        model = graphs[f"vae_decoder.{key}"]
+        table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample", **change)
+    return best
+
+
+def text(table: Ablation, batch: int) -> None:
+    import torch
+
+    from sdflow.runtime.specialize import specialize
+
+    ids = torch.randint(0, 49407, (batch, 77), device="cuda", dtype=torch.int32)
+    model, sizes, wanted = table.graphs["text_encoder.base"], {"batch": batch, "sequence": 77}, "last_hidden_state"
+    inputs = {"input_ids": ids}
+    table.measure("text", "as built", batch, lambda: static(model, sizes), inputs, wanted)
+    table.measure(
+        "text", "shapes folded, no pooled output", batch, lambda: specialize(model, sizes, [wanted]), inputs, wanted
+    )
+
+
+OPTIONS: Sequence[Mapping[str, str]] = (
+    {"cudnn_conv_algo_search": "HEURISTIC"},
+    {"cudnn_conv_use_max_workspace": "0"},
+    {"sdpa_kernel": "8"},
+    {"sdpa_kernel": "2"},
+    {"fuse_conv_bias": "1"},
+    {"prefer_nhwc": "1"},
+    {"use_tf32": "0"},
+    {"enable_skip_layer_norm_strict_mode": "1"},
+    {"arena_extend_strategy": "kSameAsRequested"},
+    {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"},
+)
+"""Provider options, each tried alone on the best variant of the UNet."""
+
+
+def profile(bound: Bound, title: str, runs: int = 5) -> None:
+    """Print the kernels of a run, grouped by name, from torch's profiler: it sees all kernels of this process."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        for _ in range(runs):
+            bound.run()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in recorded.events():
+        if str(event.device_type).endswith("CUDA"):
+            name = _short(event.name)
+            spent[name] += event.device_time_total
+            count[name] += 1
+    print(f"\n{title}: {sum(spent.values()) / runs / 1e3:.3f} ms of kernels, {sum(count.values()) / runs:.0f} launches")
+    for name, microseconds in spent.most_common(45):
+        print(f"  {microseconds / runs / 1e3:7.3f} ms  {count[name] / runs:5.0f} x  {name}")
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its arguments and most of its template's."""
+    name = re.sub(r"\((?!anonymous).*", "", name.replace("(anonymous namespace)::", ""))
+    name = re.sub(r"^void ", "", name)
+    return name if len(name) < 90 else name[:87] + "..."
+
+
+def main() -> None:
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    import onnx
+    import torch  # before onnxruntime, so that its CUDA and cuDNN libraries are the ones that are loaded
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graphs", type=Path)
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--seconds", type=float, default=290)
+    parser.add_argument("--only", nargs="+", choices=["unet", "decoder", "text", "options", "profile"])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    wanted = set(arguments.only or ["unet", "decoder", "text", "options", "profile"])
+    started = time.monotonic()
+    graphs = {
+        path.name: onnx.load(str(path / "model.onnx"), load_external_data=False)
+        for path in sorted(arguments.graphs.iterdir())
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.weights or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        give_weights(graphs, folder)
+        import onnxruntime
+
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
+        print(f"weights made in {time.monotonic() - started:.0f} s", flush=True)
+        table = Ablation(graphs, folder, arguments.seconds - (time.monotonic() - started))
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            measure(table, wanted)
+    for name in table.skipped:
+        print(f"no time left for: {name}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([{**asdict(row), "right": row.right} for row in table.rows], indent=1))
+
+
+def measure(table: Ablation, wanted: set[str]) -> None:
+    best = unet(table, 2) if "unet" in wanted else None
+    if best and "profile" in wanted:
+        profile(best, "UNet step, batch 2")
+    del best
+    best = decoder(table, 1) if "decoder" in wanted else None
+    if best and "profile" in wanted:
+        profile(best, "VAE decoder, one image")
+    del best
+    if "text" in wanted:
+        text(table, 2)
+    if "unet" in wanted:
+        unet(table, 16)
+    if "options" in wanted:
+        for change in OPTIONS:
+            unet(table, 2, change, only_best=" ".join(f"{key}={value}" for key, value in change.items()))
+    if "decoder" in wanted:
+        decoder(table, 8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`sdflow generate`: pictures from a built pipeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from sdflow.runtime.generate import Progress
+
+Folder = Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")]
+
+
+def generate(
+    pipeline: Folder,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="What to draw. Repeatable.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.", metavar="FILE")] = None,
+    negative_prompt: Annotated[str, typer.Option(help="What not to draw.")] = "",
+    image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
+    mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the steps that the image goes through. Default: 0.8; 1 with a mask.", show_default=False
+        ),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**63, help="Of the first picture; counts up. Default: a random one.", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per picture.")] = 50,
+    guidance_scale: Annotated[float, typer.Option(help="How much the prompt counts; 1 switches guidance off.")] = 7.5,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="ddim, euler, euler_a, dpm++_2m, unipc, lcm, pndm. Default: the pipeline's.")
+    ] = None,
+    safety_checker: Annotated[
+        bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.", metavar="DIR")] = Path("images"),
+    sheet: Annotated[bool, typer.Option("--sheet/--no-sheet", help="A contact sheet of several pictures.")] = True,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures drawn at once.")] = 1,
+    target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="One submodel in memory at a time, the VAE in tiles. Slower.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Draw pictures from text, from an image, or into the white part of a mask."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+    from sdflow.report.generate import print_generate
+    from sdflow.runtime.generate import GenerateRequest, read_prompts
+    from sdflow.runtime.generate import generate as draw
+
+    wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
+    request = GenerateRequest(
+        folder=pipeline,
+        prompts=wanted,
+        out=out,
+        negative_prompt=negative_prompt,
+        seed=seed,
+        images=images,
+        height=height,
+        width=width,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        strength=strength,
+        image=image,
+        mask=mask,
+        scheduler=scheduler,
+        safety_checker=safety_checker,
+        target=target,
+        batch=batch,
+        sheet=sheet,
+        low_memory=low_memory,
+        threads=threads,
+    )
+    with _progress() as progress:
+        result = draw(request, progress)
+    print_generate(result, as_json=json)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal; elsewhere a line for each step, one a second at most, and the last."""
+    from sdflow.runtime.generate import Progress
+
+    if not sys.stderr.isatty():
+        yield Progress(_say, _Lines().step)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("loading", total=None)
+
+        def step(label: str, done: int, total: int) -> None:
+            bars.update(bar, description=f"picture {label}", completed=done, total=total)
+
+        yield Progress(lambda text: bars.update(bar, description=text), step)
+
+
+class _Lines:
+    SECONDS_BETWEEN = 1.0
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def step(self, label: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if done == total or now - self._said >= self.SECONDS_BETWEEN:
+            self._said = now
+            _say(f"picture {label}: step {done} of {total}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,126 @@
+"""What passes that rewrite graphs need: who makes a value, who reads it, and weights that may be stubs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdflow.passes.onnx_files import read_values
+from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+
+
+class GraphEdit:
+    """A graph while it is rewritten. Nodes are changed in place; `clean` drops what nothing reads any more.
+
+    base: the directory of the model's external data.
+    """
+
+    def __init__(self, graph: Any, base: Path) -> None:
+        self.graph = graph
+        self.base = base
+        self.weights: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the nodes again."""
+        self.producers: dict[str, Any] = {name: node for node in self.graph.node for name in node.output if name}
+        self.readers: Mapping[str, list[Any]] = defaultdict(list)
+        for node in self.graph.node:
+            for name in dict.fromkeys(node.input):
+                if name:
+                    self.readers[name].append(node)
+        self.results = {item.name for item in self.graph.output}
+
+    def only_reader(self, name: str) -> Any | None:
+        """The node that reads a value, if it is the only one and the value is no output of the graph."""
+        readers = self.readers[name]
+        return readers[0] if len(readers) == 1 and name not in self.results else None
+
+    def insert_before(self, node: Any, nodes: Sequence[Any]) -> None:
+        """Put nodes in front of `node`, in their order."""
+        place = next(index for index, other in enumerate(self.graph.node) if other is node)
+        for offset, new in enumerate(nodes):
+            self.graph.node.insert(place + offset, new)
+        self.refresh()
+
+    def sum_of(self, names: Sequence[str]) -> str:
+        """The name of an initializer that is the sum of others, of one shape and type; a single one is itself.
+
+        Added up in float32, and rounded to their type: for stubs by their recipes, so that both give the same bytes.
+        """
+        import onnx
+
+        from sdflow.weights.recipe import Sum, add_up
+
+        if len(names) == 1:
+            return names[0]
+        name = "+".join(names)
+        if name not in self.weights:
+            parts = [self.weights[part] for part in names]
+            tensor = onnx.TensorProto(name=name)
+            if any(map(is_stub, parts)):
+                make_stub(tensor, Sum(tuple(map(self._recipe, parts))))
+            else:
+                tensor = onnx.numpy_helper.from_array(add_up([read_values(part, self.base) for part in parts]), name)
+            self.graph.initializer.append(tensor)
+            self.weights[name] = tensor
+        return name
+
+    def _recipe(self, tensor: Any) -> Any:
+        from sdflow.weights.symbol import recipe_of
+
+        return stub_recipe(tensor) if is_stub(tensor) else recipe_of(read_values(tensor, self.base))
+
+    def constant(self, name: str, values: Any) -> str:
+        """The name of an initializer with these values, an array; made once."""
+        import onnx
+
+        if name not in self.weights:
+            self.weights[name] = onnx.numpy_helper.from_array(values, name)
+            self.graph.initializer.append(self.weights[name])
+        return name
+
+    def clean(self) -> None:
+        """Drop nodes, initializers and value types that nothing reads any more, and put the nodes in order."""
+        live: set[str] = set()
+        wanted = [item.name for item in self.graph.output]
+        while wanted:
+            name = wanted.pop()
+            if name and name not in live:
+                live.add(name)
+                node = self.producers.get(name)
+                wanted += [*node.input, *node.output] if node is not None else []
+        nodes = [copied(node) for node in in_order(self.graph.node) if live.intersection(node.output)]
+        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in live]
+        infos = [copied(info) for info in self.graph.value_info if info.name in live]
+        for field, kept in (
+            (self.graph.node, nodes),
+            (self.graph.initializer, tensors),
+            (self.graph.value_info, infos),
+        ):
+            del field[:]
+            field.extend(kept)
+        self.weights = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.refresh()
+
+
+def copied(message: Any) -> Any:
+    """A copy of a protobuf message that belongs to no other."""
+    return type(message).FromString(message.SerializeToString())
+
+
+def in_order(nodes: Sequence[Any]) -> list[Any]:
+    """Nodes behind those that make what they read, otherwise in their order. Some tools leave graphs out of order."""
+    place = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    done: dict[int, Any] = {}
+    for start in range(len(nodes)):
+        waiting = [start]
+        while waiting:
+            index = waiting[-1]
+            before = [place[name] for name in nodes[index].input if name in place and place[name] not in done]
+            waiting += before
+            if not before:
+                done[waiting.pop()] = nodes[index]
+    return list(done.values())

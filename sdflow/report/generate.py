@@ -1,0 +1,25 @@
+"""What `sdflow generate` prints."""
+
+from __future__ import annotations
+
+from sdflow.report.output import print_json, print_table
+from sdflow.report.units import seconds
+from sdflow.runtime.generate import GenerateResult
+
+
+def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
+    """The pictures' files, or everything as JSON."""
+    if as_json:
+        print_json("generate", result.to_json())
+        return
+    rows = [
+        (each.file, str(each.seed), each.prompt, {None: "", False: "no", True: "yes"}[each.flagged])
+        for each in result.pictures
+    ]
+    print_table("", ("file", "seed", "prompt", "flagged"), rows, right=("seed",))
+    if result.sheet:
+        print(f"contact sheet: {result.sheet}")
+    count = len(result.pictures)
+    each = f", {seconds(result.draw_seconds / count)} each" if count > 1 else ""
+    took, loading = seconds(result.draw_seconds), seconds(result.load_seconds)
+    print(f"{count} picture{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")

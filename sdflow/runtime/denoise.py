@@ -1,0 +1,72 @@
+"""The loop over the steps: three small kernels beside each run of the UNet, nothing that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sdflow.runtime.schedule import Schedule
+from sdflow.runtime.unet import UNet
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the latents are made of, on the device; the shape of each is (pictures, channels, rows, columns).
+
+    noise: standard normal. drawn: the noises that the scheduler draws, `Schedule.draws` of them. image: the latents of
+    the image to start from. mask: True where an inpainting draws, one channel; None to draw everywhere. context: further
+    channels of the UNet's input, for an inpainting UNet.
+    """
+
+    noise: torch.Tensor
+    drawn: list[torch.Tensor]
+    image: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    context: torch.Tensor | None = None
+
+
+def denoise(
+    unet: UNet,
+    schedule: Schedule,
+    start: Start,
+    embeddings: torch.Tensor,
+    on_step: Callable[[int, int, int], None] | None = None,
+) -> torch.Tensor:
+    """The finished latents, float32, of the shape of the noise.
+
+    schedule: on the device of the noise. embeddings: of the text, (pictures, tokens, width); with a guided schedule
+    twice as many, the negative prompts' first. on_step: called with index, timestep and number of all
+    runs when one is computed (on CUDA: queued).
+    """
+    import torch
+
+    shape, channels = start.noise.shape, start.noise.shape[1]
+    unet.begin(embeddings, schedule)
+    if start.context is not None:
+        unet.sample[:, :, channels:].copy_(start.context)
+
+    # A column per value, a row per term: those that are there from the start, then the outputs as they come.
+    terms = torch.zeros(schedule.known(schedule.runs), start.noise.numel(), device=start.noise.device)
+    for row, term in zip(terms, (start.noise, start.image, *start.drawn), strict=False):
+        if term is not None:
+            row.copy_(term.reshape(-1))
+
+    def latents(index: int) -> torch.Tensor:
+        known = schedule.known(index)
+        # A product of matrix and vector: on a GPU it is always computed in full float32.
+        drawn = torch.mv(terms[:known].T, schedule.inputs[index, :known]).view(shape)
+        if start.mask is None:
+            return drawn
+        return torch.where(start.mask, drawn, torch.mv(terms[:known].T, schedule.kept[index, :known]).view(shape))
+
+    for index in range(schedule.runs):
+        unet.sample[:, :, :channels].copy_(latents(index))
+        output = unet.step(index)
+        terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
+        if on_step is not None:
+            on_step(index, schedule.numbers[index], schedule.runs)
+    return latents(schedule.runs)

@@ -1,0 +1,241 @@
+"""Pictures to files: what `sdflow generate` does."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.assemble import read_manifest
+from sdflow.digest import digest_file
+from sdflow.errors import UsageError
+from sdflow.evaluate.device import versions
+from sdflow.runtime.folder import submodel_config
+from sdflow.runtime.inputs import granularity, require_size
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import require_known
+from sdflow.targets import TARGETS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SHEET_FILE = "sheet.png"
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What to draw.
+
+    images: pictures per prompt, each with a seed of its own: `seed` counts up from picture to picture; None: a random
+    one. height, width: pixels; None: the image's or the model's. strength, image, mask: files to start from and to draw
+    into. target: None for the one that the folder was built for. batch: pictures drawn at once. threads: of the CPU.
+    """
+
+    folder: Path
+    prompts: Sequence[str]
+    out: Path
+    negative_prompt: str = ""
+    seed: int | None = None
+    images: int = 1
+    height: int | None = None
+    width: int | None = None
+    steps: int = 50
+    guidance_scale: float = 7.5
+    strength: float | None = None
+    image: Path | None = None
+    mask: Path | None = None
+    scheduler: str | None = None
+    safety_checker: bool = True
+    target: str | None = None
+    batch: int = 1
+    sheet: bool = True
+    low_memory: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture. flagged: what the safety checker said; None without one."""
+
+    file: str
+    prompt: str
+    seed: int
+    flagged: bool | None
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """The pictures in order; sheet: the contact sheet's file, if there is one. load_seconds: until the first could be
+    drawn; draw_seconds: for all of them."""
+
+    pictures: list[Drawn]
+    sheet: str | None
+    settings: dict[str, Any]
+    load_seconds: float
+    draw_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is told on the way. phase: something begins. step: of the pictures being drawn, steps done and in all."""
+
+    phase: Callable[[str], None] = field(default=lambda text: None)
+    step: Callable[[str, int, int], None] = field(default=lambda label, done, total: None)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a text file that are not empty. Raises UsageError when there are none or it cannot be read."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy="A text file, a prompt a line.") from error
+    if not any(lines):
+        raise UsageError("there is no prompt in this file", where=str(path), remedy="Write one a line.")
+    return [line for line in lines if line]
+
+
+def generate(request: GenerateRequest, progress: Progress = Progress()) -> GenerateResult:
+    """Draw the pictures into `out`: NNN-SEED.png for each, and a contact sheet for more than one.
+
+    Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
+    """
+    manifest = read_manifest(request.folder)
+    _check(request)
+    image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
+    target = request.target or manifest["target"]
+    progress.phase(f"loading {request.folder} on {TARGETS[target].title}")
+    begun = time.perf_counter()
+    pipeline = _load(request, target)
+    loaded = time.perf_counter()
+
+    first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
+    wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
+    settings = _settings(request, target, pipeline, manifest)
+    pictures: list[Image] = []
+    drawn: list[Drawn] = []
+    for begin in range(0, len(wanted), request.batch):
+        prompts = wanted[begin : begin + request.batch]
+        seeds = [first + begin + index for index in range(len(prompts))]
+        label = (
+            f"{begin + 1} of {len(wanted)}"
+            if len(prompts) == 1
+            else f"{begin + 1}-{begin + len(prompts)} of {len(wanted)}"
+        )
+        images, flags = _draw(pipeline, request, prompts, seeds, (image, mask), _counted(progress, label))
+        for picture, prompt, seed, flagged in zip(images, prompts, seeds, flags, strict=True):
+            file = request.out / f"{len(drawn) + 1:03d}-{seed}.png"
+            _write(picture, file, {**settings, "prompt": prompt, "seed": seed, "size": list(picture.size)})
+            drawn.append(Drawn(str(file), prompt, seed, flagged))
+        pictures += images
+    sheet = None
+    if request.sheet and len(pictures) > 1:
+        from sdflow.samples.sheet import sheet as contact_sheet
+
+        sheet = request.out / SHEET_FILE
+        content = {**settings, "prompts": [each.prompt for each in drawn], "seeds": [each.seed for each in drawn]}
+        _write(contact_sheet(pictures, [each.prompt for each in drawn]), sheet, content)
+    done = time.perf_counter()
+    return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded)
+
+
+def _check(request: GenerateRequest) -> None:
+    """Whatever can be told before anything is loaded."""
+    if not request.prompts:
+        raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
+    if request.scheduler is not None:
+        require_known(request.scheduler)
+    if request.target is not None and request.target not in TARGETS:
+        raise UsageError(
+            f"no target is named {request.target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}."
+        )
+    if request.mask is not None and request.image is None:
+        raise UsageError("a mask needs the image that it belongs to", where="--mask", remedy="Add --image FILE.")
+    if request.strength is not None and request.image is None:
+        raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
+    configs = (submodel_config(request.folder, name) for name in ("unet", "vae_decoder"))
+    require_size(granularity(*configs), request.height, request.width)
+    if request.out.exists() and not request.out.is_dir():
+        raise UsageError("this is not a folder", where=str(request.out), remedy="Name another with --out.")
+
+
+def _open(path: Path) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
+
+
+def _load(request: GenerateRequest, target: str) -> Pipeline:
+    return Pipeline.load(
+        request.folder,
+        target,
+        scheduler=request.scheduler,
+        safety_checker=request.safety_checker,
+        low_memory=request.low_memory,
+        threads=request.threads,
+    )
+
+
+def _draw(
+    pipeline: Pipeline,
+    request: GenerateRequest,
+    prompts: list[str],
+    seeds: list[int],
+    images: tuple[Image | None, Image | None],
+    on_step: Callable[[int, int, int], None],
+) -> tuple[list[Image], list[bool | None]]:
+    import torch
+
+    result = pipeline(
+        prompts,
+        *images,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        strength=request.strength,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        callback_on_step_end=on_step,
+    )
+    flags: list[bool | None] = (
+        [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
+    )
+    return list(result.images), flags
+
+
+def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
+    return lambda index, timestep, total: progress.step(label, index + 1, total)
+
+
+def _settings(request: GenerateRequest, target: str, pipeline: Pipeline, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What all pictures of a run share, as their files tell it: enough to draw them again."""
+    names = ("negative_prompt", "steps", "guidance_scale", "strength", "safety_checker")
+    given = {"image": request.image, "mask": request.mask}
+    return {
+        **{name: getattr(request, name) for name in names},
+        **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
+        "scheduler": type(pipeline.scheduler).__name__,
+        "target": target,
+        "pipeline": manifest["name"],
+        "artifacts": {name: part["artifact"] for name, part in manifest["submodels"].items()},
+        "versions": versions(),
+    }
+
+
+def _write(picture: Image, path: Path, settings: dict[str, Any]) -> None:
+    from sdflow.runtime.pictures import write_png
+
+    try:
+        write_png(picture, path, settings)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error

@@ -1,0 +1,47 @@
+"""Pictures: arrays to PIL images, and PNG files that say how they were made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+SETTINGS_CHUNK = "sdflow"
+
+
+def to_pil(images: torch.Tensor) -> list[Image]:
+    """PIL images from float NHWC in [0, 1]; they are rounded where they are."""
+    import torch
+    from PIL import Image
+
+    return [Image.fromarray(picture) for picture in (images * 255).round().to(torch.uint8).cpu().numpy()]
+
+
+def write_png(picture: Image, path: Path, settings: Mapping[str, Any]) -> None:
+    """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
+    from PIL.PngImagePlugin import PngInfo
+
+    chunk = PngInfo()
+    chunk.add_itxt(SETTINGS_CHUNK, json.dumps(settings, ensure_ascii=False, sort_keys=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        picture.save(temporary, format="PNG", pnginfo=chunk)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a PNG file that `write_png` wrote. Raises KeyError when it has none."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        settings: dict[str, Any] = json.loads(picture.info[SETTINGS_CHUNK])
+    return settings

@@ -1,0 +1,205 @@
+"""What a scheduler does with the latents, as one matrix: a step on the device is one product, and nothing waits for it.
+
+diffusers' schedulers are linear. The latents before any step are a sum of the first noise, the latents of the image to
+start from, what the UNet gave so far and the noise that the scheduler draws on the way (the terms); the factors depend
+on the schedule alone. `trace` runs diffusers' own scheduler on unit vectors, once, and keeps the factors, so that its
+arithmetic, index searches and copies between host and device are out of the loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_a": ("EulerAncestralDiscreteScheduler", {}),
+    "dpm++_2m": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+}
+"""Name -> class in diffusers, and the options that make it what the name says."""
+
+NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
+"""The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factors of the latents, one row per run of the UNet (R of them) and a last one for the result.
+
+    numbers: the timesteps. timesteps: the same for the UNet, float32 (R, 1). inputs: what it is given, already scaled
+    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps.
+    draws: how many noises the scheduler draws. halves: columns per output, two with guidance.
+    """
+
+    numbers: tuple[int, ...]
+    timesteps: torch.Tensor
+    inputs: torch.Tensor
+    kept: torch.Tensor
+    draws: int
+    halves: int = 1
+
+    @property
+    def runs(self) -> int:
+        """How often the UNet runs."""
+        return len(self.numbers)
+
+    def known(self, index: int) -> int:
+        """How many terms are there before run `index`."""
+        return FIRST_DRAWN + self.draws + self.halves * index
+
+    def guided(self, scale: float) -> Schedule:
+        """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
+
+        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598
+        """
+        import torch
+
+        weights = torch.tensor([1 - scale, scale])
+
+        def split(rows: torch.Tensor) -> torch.Tensor:
+            outputs = rows[:, self.known(0) :, None] * weights
+            return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
+
+        return replace(self, inputs=split(self.inputs), kept=split(self.kept), halves=2)
+
+    def to(self, device: str) -> Schedule:
+        """With its tensors on the device."""
+        tensors = {name: getattr(self, name).to(device) for name in ("timesteps", "inputs", "kept")}
+        return replace(self, **tensors)
+
+
+def require_known(name: str) -> None:
+    """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
+    if name not in SCHEDULERS:
+        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
+        raise UsageError(
+            f"no scheduler is named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where="--scheduler",
+            remedy=f"Known: {', '.join(SCHEDULERS)}.",
+        )
+
+
+def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
+    """The scheduler that `SCHEDULERS` knows by this name, with the noise schedule of another one's config.
+
+    Raises UsageError with the nearest known name.
+    """
+    import diffusers
+
+    require_known(name)
+    cls, options = SCHEDULERS[name]
+    return getattr(diffusers, cls).from_config(dict(config), **options)
+
+
+def trace(
+    scheduler: Any,
+    steps: int,
+    *,
+    strength: float = 1.0,
+    from_image: bool = False,
+    inpaint: bool = False,
+    eta: float = 0.0,
+) -> Schedule:
+    """The factors of a diffusers scheduler; the scheduler itself is left as it is.
+
+    strength: the part of the steps that is taken, the last one. from_image: begin with the image's latents plus noise,
+    not with noise alone. inpaint: compute `kept`. eta: DDIM's.
+    Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
+    """
+    import torch
+
+    options = (steps, strength, from_image, inpaint, eta)
+    schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
+    if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
+        raise UsageError(
+            f"{type(scheduler).__name__} with these settings does not act linearly on the latents",
+            remedy="Switch off what clips or thresholds in its config, or take another with --scheduler.",
+        )
+    return schedule
+
+
+def _trace(
+    scheduler: Any, steps: int, strength: float, from_image: bool, inpaint: bool, eta: float, unit: float
+) -> Schedule:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    if not 0 < strength <= 1:
+        raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
+    scheduler = _fresh(scheduler)
+    try:
+        scheduler.set_timesteps(steps)
+    except ValueError as error:
+        raise UsageError(f"{type(scheduler).__name__} cannot make {steps} steps: {error}") from error
+    # As in diffusers' image to image: a strength of 0.8 leaves out the first fifth.
+    left = min(int(steps * strength), steps)
+    if left == 0:
+        raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
+    skipped = (steps - left) * scheduler.order
+    timesteps = scheduler.timesteps[skipped:]
+    runs = len(timesteps)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(skipped)
+
+    most_draws = 2 * runs
+    terms = FIRST_DRAWN + most_draws + runs
+    # (term, 1 picture, values, 1, 1): schedulers mind the number of axes.
+    units = (torch.eye(terms, dtype=torch.float64) * unit).reshape(terms, 1, terms, 1, 1)
+    noise, image, drawn, outputs = units[NOISE], units[IMAGE], iter(units[FIRST_DRAWN:]), units[-runs:]
+    draws = 0
+
+    class Draw(TorchFunctionMode):  # type: ignore[misc]
+        """A scheduler's `torch.randn` gives the next unit vector."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal draws
+            if function is not torch.randn:
+                return function(*args, **(kwargs or {}))
+            draws += 1
+            return next(drawn)
+
+    accepted = inspect.signature(scheduler.step).parameters
+    step_options = {"eta": eta} if "eta" in accepted else {}
+    latents = scheduler.add_noise(image, noise, timesteps[:1]) if from_image else noise * scheduler.init_noise_sigma
+    inputs, kept = [], []
+    known = latents
+    with Draw():
+        for index, timestep in enumerate(timesteps):
+            inputs.append(scheduler.scale_model_input(latents, timestep))
+            scale = inputs[-1].norm() / latents.norm()
+            kept.append(known * scale)
+            latents = scheduler.step(outputs[index], timestep, latents, **step_options).prev_sample
+            if inpaint:
+                known = (
+                    image if index + 1 == runs else scheduler.add_noise(image, noise, timesteps[index + 1 : index + 2])
+                )
+    if draws > most_draws:
+        raise UsageError(f"{type(scheduler).__name__} draws more than two noises a step", remedy="Take another one.")
+
+    def rows(vectors: list[torch.Tensor]) -> torch.Tensor:
+        factors = torch.stack(vectors).reshape(runs + 1, terms)
+        return torch.cat([factors[:, : FIRST_DRAWN + draws], factors[:, -runs:]], dim=1).to(torch.float32)
+
+    numbers = tuple(int(timestep) for timestep in timesteps)
+    return Schedule(
+        numbers, timesteps.to(torch.float32)[:, None], rows([*inputs, latents]), rows([*kept, known]), draws
+    )
+
+
+def _fresh(scheduler: Any) -> Any:
+    """A copy at its beginning, with what diffusers' Stable Diffusion pipelines set in its config."""
+    fixed = {"clip_sample": False, "steps_offset": 1}
+    changed = {name: value for name, value in fixed.items() if scheduler.config.get(name, value) != value}
+    return type(scheduler).from_config({**scheduler.config, **changed})

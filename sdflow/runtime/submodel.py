@@ -1,0 +1,233 @@
+"""A submodel on a device: its inputs and outputs are torch tensors that stay where they are, one set for each shape.
+
+The CPU and the GPU run the same code. On CUDA everything is queued on one stream, shared with torch, and no run waits;
+a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import PassError, VerificationError
+from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnxruntime
+    import torch
+
+KEPT = 4
+"""For how many shapes a submodel keeps its tensors; on CUDA with each a session and a captured graph of it."""
+
+LoadSession = Callable[..., "onnxruntime.InferenceSession"]
+"""Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto and whether it may
+be captured, to a session."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tensors lie. device: "cpu" or "cuda". stream: the one stream of all work on it, None on the CPU."""
+
+    device: str
+    stream: Any = None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Torch queues its work on the stream in here."""
+        import torch
+
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+
+@cache
+def place(device: str) -> Place:
+    """The place of this name; there is one of each in a process."""
+    import torch
+
+    return Place(device, torch.cuda.Stream() if device == "cuda" else None)
+
+
+class Bound:
+    """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
+
+    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
+    that session; the following ones replay it.
+    """
+
+    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
+        import onnxruntime
+
+        axes = [size for value in (*session.get_inputs(), *session.get_outputs()) for size in value.shape]
+        fixed = all(isinstance(size, int) for size in axes)
+        self.inputs = inputs
+        self.outputs: dict[str, torch.Tensor] = {}
+        self._session, self._place = session, place
+        self._options = onnxruntime.RunOptions()
+        if place.stream is not None:
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
+        self._io = session.io_binding()
+        for name, tensor in inputs.items():
+            self._io.bind_input(name, *self._described(tensor))
+        if fixed:
+            self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
+        if not self.outputs:
+            self._find_outputs()
+        self._run()
+        return self.outputs
+
+    def _run(self) -> None:
+        import onnxruntime
+
+        try:
+            self._session.run_with_iobinding(self._io, self._options)
+        except onnxruntime_errors(onnxruntime) as error:
+            raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
+
+    def _find_outputs(self) -> None:
+        """A run whose outputs ONNX Runtime allocates tells their shapes."""
+        names = [value.name for value in self._session.get_outputs()]
+        for name in names:
+            self._io.bind_output(name, self._place.device, 0)
+        self._run()
+        self._bind_outputs(dict(zip(names, (value.shape() for value in self._io.get_outputs()), strict=True)))
+
+    def _bind_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        import torch
+
+        for value in self._session.get_outputs():
+            dtype = getattr(torch, numpy_type(value))
+            tensor = torch.empty(tuple(shapes[value.name]), dtype=dtype, device=self._place.device)
+            self.outputs[value.name] = tensor
+            self._io.bind_output(value.name, *self._described(tensor))
+
+    def _described(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        import numpy as np
+
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        return self._place.device, 0, dtype, tuple(tensor.shape), tensor.data_ptr()
+
+
+class Submodel:
+    """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
+
+    load: makes the session. static_shapes: the target wants one for each set of shapes. path: of the model; with it a
+    session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which can be
+    captured. outputs: those that are wanted of it, None for all.
+    """
+
+    def __init__(
+        self,
+        load: LoadSession,
+        config: Mapping[str, Any],
+        place: Place,
+        *,
+        static_shapes: bool = False,
+        path: Path | None = None,
+        fixed: bool = False,
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        self.config = config
+        self.place = place
+        self.path = path
+        self.static_shapes = static_shapes
+        self._load, self._fixed, self._outputs = load, fixed, outputs
+        self._session: Any = None
+        self._session_shapes: Shapes | None = None
+        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session of the whole graph; loaded if it is not."""
+        return self.load()
+
+    def load(self, shapes: Shapes | None = None) -> onnxruntime.InferenceSession:
+        """Load the session unless it is there; for these shapes, where the target wants them static."""
+        wanted = shapes if self.static_shapes else None
+        if self._session is None or (wanted is not None and wanted != self._session_shapes):
+            self.unload()
+            self._session, self._session_shapes = self._load(wanted), wanted
+        return self._session
+
+    def unload(self) -> None:
+        """Give the sessions' memory and all bound tensors back."""
+        self._bound.clear()
+        self._session = None
+
+    def part(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
+        """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
+        return self._load(None, graph, capture)
+
+    @property
+    def input_types(self) -> dict[str, str]:
+        """Input name -> numpy type name."""
+        return _input_types(self.session)
+
+    def bound(self, **shapes: tuple[int, ...]) -> Bound:
+        """The tensors for inputs of these shapes, zero at first.
+
+        Raises VerificationError when the graph has other inputs.
+        """
+        import torch
+
+        key = tuple(sorted(shapes.items()))
+        if key in self._bound:
+            self._bound.move_to_end(key)
+            return self._bound[key]
+        session = self._session_for(shapes)
+        types = _input_types(session)
+        if shapes.keys() != types.keys():
+            raise VerificationError(
+                f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
+                remedy="Only the architectures of Stable Diffusion 1.x and 2.x are supported.",
+            )
+        while len(self._bound) >= KEPT:
+            self._bound.popitem(last=False)
+        with self.place.current():
+            inputs = {
+                name: torch.zeros(shapes[name], dtype=getattr(torch, dtype), device=self.place.device)
+                for name, dtype in types.items()
+            }
+            self._bound[key] = Bound(session, self.place, inputs)
+        return self._bound[key]
+
+    def _session_for(self, shapes: Shapes) -> Any:
+        """A session of the graph for these shapes alone, or the one of the whole graph."""
+        import onnx
+
+        from sdflow.runtime.specialize import specialize
+
+        if not self._fixed or self.path is None:
+            return self.load(shapes)
+        try:
+            sizes = free_dimensions(self.path, shapes)
+            return self.part(specialize(onnx.load(self.path, load_external_data=False), sizes, self._outputs))
+        except PassError as error:
+            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", stacklevel=2)
+            return self.load(shapes)
+
+    def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays to arrays, cast to the types that the graph declares, by way of the bound tensors."""
+        import torch
+
+        bound = self.bound(**{name: value.shape for name, value in inputs.items()})
+        with self.place.current():
+            for name, value in inputs.items():
+                bound.inputs[name].copy_(torch.from_numpy(value))
+            outputs = bound.run()
+            return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in outputs.items()}
+
+
+def _input_types(session: Any) -> dict[str, str]:
+    return {value.name: numpy_type(value) for value in session.get_inputs()}

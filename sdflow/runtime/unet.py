@@ -1,0 +1,139 @@
+"""The UNet as the loop wants it: told the text and the schedule once, then run step by step; whole, or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sdflow.runtime.schedule import Schedule
+from sdflow.runtime.submodel import Bound, Submodel
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 256
+"""Bytes; kernels read several values at once."""
+
+
+class UNet(Protocol):
+    """sample: what a step reads, (copies, pictures, channels, rows, columns); every copy holds the same latents."""
+
+    sample: torch.Tensor
+
+    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
+        """Take the text, (rows, tokens, width), and the schedule of the steps to come."""
+
+    def step(self, index: int) -> torch.Tensor:
+        """What the UNet makes of `sample` at the timestep of this index: (rows, channels, rows, columns)."""
+
+
+class WholeUNet:
+    """The graph as it is."""
+
+    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
+        """shape: (pictures, channels, rows, columns) of the latents and their context. embeddings: theirs."""
+        rows = embeddings[0]
+        self._bound = unet.bound(sample=(rows, *shape[1:]), timestep=(1,), encoder_hidden_states=embeddings)
+        self.sample = self._bound.inputs["sample"].view(rows // shape[0], *shape)
+
+    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
+        self._bound.inputs["encoder_hidden_states"].copy_(embeddings)
+        self._timesteps = schedule.timesteps
+
+    def step(self, index: int) -> torch.Tensor:
+        self._bound.inputs["timestep"].copy_(self._timesteps[index])
+        return self._bound.run()["out_sample"]
+
+
+class SplitUNet:
+    """The graph in parts (`sdflow.runtime.split`): what depends on the text or the timestep alone is not computed in
+    every step, and what does not depend on the text is not computed twice."""
+
+    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
+        """As of `WholeUNet`. Raises PassError for a graph that cannot be taken apart."""
+        import onnx
+
+        from sdflow.runtime.split import split_unet
+
+        assert unet.path is not None, "only a submodel of a pipeline folder is taken apart"
+        rows, tokens = embeddings[:2]
+        sizes = {"batch": rows, "sequence": tokens, "latent_height": shape[2], "latent_width": shape[3]}
+        parts = split_unet(onnx.load(unet.path, load_external_data=False), sizes, guidance=rows == 2 * shape[0])
+        with ThreadPoolExecutor(max_workers=3) as pool:
+            text = pool.submit(unet.part, parts.text)
+            timestep = pool.submit(unet.part, parts.timestep, capture=False)  # for any number of steps
+            step = pool.submit(unet.part, parts.step)
+        text_session, self._timestep_session, step_session = text.result(), timestep.result(), step.result()
+        self._place = unet.place
+        with self._place.current():
+            self._text = _bind(text_session, unet)
+            self._time_values = _Slices(step_session, parts.time_values, unet.place.device)
+            given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
+            self._step = _bind(step_session, unet, given)
+        self.sample = self._step.inputs["sample"].view(-1, *shape)
+        self._schedule: Schedule | None = None
+
+    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
+        self._text.inputs["encoder_hidden_states"].copy_(embeddings)
+        self._text.run()
+        if schedule is not self._schedule:
+            times = Bound(self._timestep_session, self._place, {"timestep": schedule.timesteps.reshape(-1)})
+            self._rows = self._time_values.table(times.run())
+            self._schedule = schedule
+
+    def step(self, index: int) -> torch.Tensor:
+        self._time_values.memory.copy_(self._rows[index])
+        return self._step.run()["out_sample"]
+
+
+class _Slices:
+    """Some inputs of a session as slices of one piece of memory, so that one copy sets them all."""
+
+    def __init__(self, session: Any, names: tuple[str, ...], device: str) -> None:
+        import torch
+
+        shapes = {value.name: tuple(value.shape) for value in session.get_inputs()}
+        dtypes = {_dtype(value) for value in session.get_inputs() if value.name in names}
+        (dtype,) = dtypes or {torch.float32}
+        self._names, step = names, ALIGNMENT // dtype.itemsize
+        sizes = [torch.Size(shapes[name]).numel() for name in names]
+        self._padded = [-(-size // step) * step for size in sizes]
+        self.memory = torch.zeros(sum(self._padded), dtype=dtype, device=device)
+        self.tensors = {
+            name: slot[:size].view(shapes[name])
+            for name, size, slot in zip(names, sizes, self.memory.split(self._padded), strict=True)
+        }
+
+    def table(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(steps, all) from (steps, ...) of each input; a step's value is repeated for every row of the batch."""
+        import torch
+
+        columns = []
+        for name, padded in zip(self._names, self._padded, strict=True):
+            rows = self.tensors[name].shape[0]
+            repeated = values[name].flatten(1).repeat(1, rows)
+            columns.append(torch.nn.functional.pad(repeated, (0, padded - repeated.shape[1])))
+        return torch.cat(columns, dim=1)
+
+
+def _bind(session: Any, unet: Submodel, given: Mapping[str, torch.Tensor] | None = None) -> Bound:
+    """A session of fixed shapes with its tensors: those given, new ones for the other inputs."""
+    import torch
+
+    inputs = {}
+    for value in session.get_inputs():
+        known = (given or {}).get(value.name)
+        inputs[value.name] = (
+            torch.zeros(tuple(value.shape), dtype=_dtype(value), device=unet.place.device) if known is None else known
+        )
+    return Bound(session, unet.place, inputs)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    import torch
+
+    from sdflow.runtime.sessions import numpy_type
+
+    dtype: torch.dtype = getattr(torch, numpy_type(value))
+    return dtype

@@ -1,0 +1,1 @@
+"""Proves that an artifact computes what the PyTorch model computes, for any target, on a CPU."""

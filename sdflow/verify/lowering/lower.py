@@ -1,0 +1,173 @@
+"""Rewrites the graph of any target so that ONNX Runtime's CPU provider computes what the target computes.
+
+A GPU stores float16, accumulates in float32 and rounds each operator's result to float16 once. So does the lowered graph:
+every operator with float16 operands reads them as float32, computes in float32, and has its result cast to float16.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from types import MappingProxyType
+from typing import Any
+
+from sdflow.errors import VerificationError
+from sdflow.verify.lowering import activation, attention, convolution, normalization
+from sdflow.verify.lowering.builder import FLOAT, FLOAT16, Builder, Node
+from sdflow.verify.lowering.types import Types
+
+CONTRIB = "com.microsoft"
+
+OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType(
+    {
+        "Attention": attention.attention,
+        "BiasAdd": activation.bias_add,
+        "BiasGelu": activation.bias_gelu,
+        "BiasSplitGelu": activation.bias_split_gelu,
+        "FastGelu": activation.fast_gelu,
+        "Gelu": activation.gelu,
+        "GroupNorm": normalization.group_norm,
+        "MultiHeadAttention": attention.multi_head_attention,
+        "NhwcConv": convolution.nhwc_conv,
+        "QuickGelu": activation.quick_gelu,
+        "SkipGroupNorm": normalization.skip_group_norm,
+        "SkipLayerNormalization": normalization.skip_layer_normalization,
+    }
+)
+"""The operators of domain com.microsoft that can be lowered: each gives its outputs, in float32."""
+
+MOVES = frozenset({
+    "Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather",
+    "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice",
+    "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+})  # fmt: skip
+"""Operators that compute nothing: float16 goes through them as it is."""
+
+OLDEST_OPSET = 13
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph of standard operators that computes what the artifact computes.
+
+    model: the ModelProto; weights stay external, as they were. Its inputs are the artifact's.
+    operators: contrib operator type -> how many were lowered.
+    node_of: name of each value that a node of `model` puts out -> the artifact's node that it comes from ("" for
+    float32 copies of inputs and weights).
+    values: name of each value that a node of the artifact puts out -> its element type in `model` (onnx.TensorProto).
+    """
+
+    model: Any
+    operators: Mapping[str, int]
+    node_of: Mapping[str, str]
+    values: Mapping[str, int]
+
+
+def lower(model: Any, *, round_fp16: bool = True, expose: Collection[str] = ()) -> Lowered:
+    """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
+
+    round_fp16: results are rounded to float16 where the artifact has float16. Without, everything that was float16 is
+    float32, the outputs too: what the graph would compute if only its weights were rounded.
+    expose: names of values of the artifact (outputs of its nodes) that the lowered graph has as further outputs.
+    Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
+    """
+    import onnx
+
+    opset = {entry.domain: entry.version for entry in model.opset_import}.get("", 0)
+    if opset < OLDEST_OPSET:
+        raise VerificationError(
+            f"the model has operator set {opset}, lowering needs {OLDEST_OPSET} or newer",
+            remedy="Set target_opset of OnnxConversion.",
+        )
+    types = Types(model, opset)
+    builder = Builder(types.element_types(), types.shapes(), round_fp16=round_fp16)
+    lowered: Counter[str] = Counter()
+    values: list[str] = []
+    for proto in _in_order(model.graph.node):
+        node = Node(builder, proto, proto.name or next(name for name in proto.output if name))
+        builder.begin(node.name)
+        if proto.domain == CONTRIB and proto.op_type in OPERATORS:
+            _replace(builder, node, types)
+            lowered[proto.op_type] += 1
+        elif proto.domain in ("", "ai.onnx"):
+            _keep(builder, node, types)
+        else:
+            raise node.error(f"domain {proto.domain}: the lowering does not know this operator")
+        values += [name for name in proto.output if name]
+        for name in proto.output:
+            builder.node_of[name] = node.name
+
+    unknown = sorted(set(expose) - set(values))
+    if unknown:
+        raise VerificationError(f"no node of the model puts out {', '.join(map(repr, unknown[:5]))}")
+    outputs = [item.name for item in model.graph.output]
+    result = onnx.ModelProto(ir_version=model.ir_version)
+    result.opset_import.add(domain="", version=opset)
+    graph = result.graph
+    graph.name = model.graph.name
+    graph.node.extend(builder.nodes)
+    used = {name for node in builder.nodes for name in node.input} | set(outputs)
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
+    graph.initializer.extend(builder.constants)
+    graph.input.extend(model.graph.input)
+    for item in model.graph.output:
+        graph.output.add().CopyFrom(item)
+        graph.output[-1].type.tensor_type.elem_type = builder.types[item.name]
+    for name in expose:
+        if name not in outputs:
+            graph.output.append(onnx.helper.make_tensor_value_info(name, builder.types[name], None))
+    return Lowered(
+        result,
+        MappingProxyType(dict(sorted(lowered.items()))),
+        MappingProxyType({name: node for name, node in builder.node_of.items() if name}),
+        MappingProxyType({name: builder.types[name] for name in values}),
+    )
+
+
+def _in_order(nodes: Sequence[Any]) -> list[Any]:
+    """The nodes so that each comes after those that it reads from; ONNX Runtime's converters do not always leave it so."""
+    producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    reads = {index: {producer[name] for name in node.input if name in producer} for index, node in enumerate(nodes)}
+    try:
+        return [nodes[index] for index in TopologicalSorter(reads).static_order()]
+    except CycleError as error:
+        raise VerificationError(f"the graph has a cycle through node {nodes[error.args[1][0]].name}") from error
+
+
+def _replace(builder: Builder, node: Node, types: Types) -> None:
+    """Lower a contrib operator. Its outputs have the element type of its first input."""
+    results = OPERATORS[node.proto.op_type](builder, node)
+    types.infer_contrib(node.proto)
+    if len(node.proto.output) > len(results):
+        raise node.error(f"only {len(results)} outputs are known to the lowering")
+    for name, value in zip(node.proto.output, results, strict=False):
+        if name:
+            builder.result(value, name, types.element_type(name))
+            builder.shapes.update(types.shape(name))
+
+
+def _keep(builder: Builder, node: Node, types: Types) -> None:
+    """Take a standard operator over; where there is float16, with float32 operands and a rounded result."""
+    proto = node.proto
+    if any(item.HasField("g") or item.graphs for item in proto.attribute):
+        raise node.error("control flow is not known to the lowering")
+    types.infer(proto, node.name)
+    reads = any(types.element_type(name) == FLOAT16 for name in proto.input if name)
+    for name in proto.output:
+        if name:
+            builder.shapes.update(types.shape(name))
+            builder.types[name] = types.element_type(name)
+    if not builder.round_fp16 and proto.op_type in ("Cast", "CastLike") and builder.types[proto.output[0]] == FLOAT16:
+        builder.result(builder.op("Cast", node.input(0), to=FLOAT), proto.output[0], FLOAT16)
+        return
+    if not reads or (builder.round_fp16 and proto.op_type in MOVES):
+        builder.nodes.append(proto)
+        return
+    inputs = [builder.wide(name) if name else "" for name in proto.input]
+    half = [name for name in proto.output if builder.types.get(name) == FLOAT16]
+    outputs = [f"{name}/float32_result" if name in half else name for name in proto.output]
+    builder.add(proto.op_type, inputs, outputs, domain=proto.domain, **node.attributes)
+    for name in half:
+        builder.result(f"{name}/float32_result", name, FLOAT16)

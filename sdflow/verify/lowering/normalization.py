@@ -1,0 +1,76 @@
+"""GroupNorm, SkipGroupNorm, SkipLayerNormalization.
+
+Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`). That the
+sum of x, skip and bias is stored with the operator's element type before it is normalized is from
+onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh and cuda/bert/skip_layer_norm_impl.cu.
+"""
+
+from __future__ import annotations
+
+from sdflow.verify.lowering.builder import Builder, Node
+
+
+def group_norm(b: Builder, node: Node) -> list[str]:
+    """gamma (x - mean) / sqrt(variance + epsilon) + beta over each group of channels, then SiLU if `activation` is 1."""
+    return [_group_norm(b, node, node.input(0))]
+
+
+def skip_group_norm(b: Builder, node: Node) -> list[str]:
+    """GroupNorm of s = x + skip + bias; s is the second output. x (N, H, W, C); skip the same, (N, 1, 1, C) or (N, C)."""
+    last = bool(node.attribute("channels_last", 1))
+    x, skip, bias = node.input(0), node.input(3), node.optional(4)
+    channels = b.op("Shape", node.raw(1))
+    if b.rank(node.raw(3)) == 2:
+        ones = b.ints(1, 1)
+        skip = b.op("Reshape", skip, b.op("Concat", *_in_order(last, b.ints(0), ones, channels), axis=0))
+    if bias is not None:
+        x = b.op("Add", x, bias if last else b.op("Unsqueeze", bias, b.ints(1, 2)))
+    total = b.rounded(b.op("Add", x, skip), node.element_type)
+    return [_group_norm(b, node, total), total]
+
+
+def skip_layer_normalization(b: Builder, node: Node) -> list[str]:
+    """Layer normalization of s = x + skip + bias over the last axis; s is the fourth output.
+
+    x (N, S, C); skip the same, or without N or with N = 1.
+    """
+    node.allow("epsilon")
+    if node.has_output(1) or node.has_output(2):
+        raise node.error("mean and inv_std_var are outputs for training only")
+    total, bias = node.input(0), node.optional(4)
+    if bias is not None:
+        total = b.op("Add", total, bias)
+    total = b.rounded(b.op("Add", total, node.input(1)), node.element_type)
+    scale_and_shift = [node.input(2), *([node.input(3)] if node.has(3) else [])]
+    y = b.op("LayerNormalization", total, *scale_and_shift, axis=-1, epsilon=node.attribute("epsilon", 1e-12))
+    return [y, "", "", total]
+
+
+def _group_norm(b: Builder, node: Node, x: str) -> str:
+    node.allow("activation", "channels_last", "epsilon", "groups")
+    last = bool(node.attribute("channels_last", 1))
+    groups = int(node.required("groups"))
+    activation = node.required("activation")
+    if activation not in (0, 1):
+        raise node.error(f"activation {activation} is not known to the lowering")
+    x = b.op("Transpose", x, perm=[0, 3, 1, 2]) if last else x
+    # Instance normalization takes mean and variance over all but the first two axes: of (N, groups, the rest) here.
+    ones, zeros = (b.constant(_full(groups, value)) for value in (1.0, 0.0))
+    grouped = b.op("Reshape", x, b.ints(0, groups, -1))
+    y = b.op("InstanceNormalization", grouped, ones, zeros, epsilon=node.attribute("epsilon", 1e-5))
+    y = b.op("Reshape", y, b.op("Shape", x))
+    gamma, beta = (b.op("Unsqueeze", node.input(index), b.ints(1, 2)) for index in (1, 2))
+    y = b.op("Add", b.op("Mul", y, gamma), beta)
+    if activation == 1:
+        y = b.op("Mul", y, b.op("Sigmoid", y))
+    return b.op("Transpose", y, perm=[0, 2, 3, 1]) if last else y
+
+
+def _in_order(last: bool, first: str, spatial: str, channels: str) -> tuple[str, str, str]:
+    return (first, spatial, channels) if last else (first, channels, spatial)
+
+
+def _full(length: int, value: float) -> object:
+    import numpy as np
+
+    return np.full(length, value, np.float32)

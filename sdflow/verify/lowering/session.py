@@ -1,0 +1,29 @@
+"""ONNX Runtime sessions of lowered graphs, over the artifact's own weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.verify.lowering.lower import Lowered
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+def session_of(lowered: Lowered, folder: Path, *, threads: int = 0) -> onnxruntime.InferenceSession:
+    """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
+
+    The weights are read from the artifact's file and converted once, when the session is made.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Planning which value takes whose place costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
+    options.enable_mem_reuse = False
+    # In the order of the graph: the default order puts off what only outputs need, and keeps values for it until then.
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])

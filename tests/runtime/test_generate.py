@@ -1,0 +1,123 @@
+"""`sdflow generate` from the shell: the files it leaves, what they tell, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sdflow.runtime.generate import GenerateRequest, Progress, generate
+from sdflow.runtime.pictures import read_settings
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
+
+
+def sdflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sdflow", "generate", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def pipeline_folder(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline, with its target in the manifest."""
+    folder = tmp_path_factory.mktemp("generate") / "tiny"
+    folder.mkdir()
+    for path in tiny_pipeline.iterdir():
+        (folder / path.name).symlink_to(path, target_is_directory=path.is_dir())
+    (folder / "sdflow.json").unlink()
+    manifest = json.loads((tiny_pipeline / "sdflow.json").read_text())
+    (folder / "sdflow.json").write_text(json.dumps({**manifest, "target": "cpu"}))
+    return folder
+
+
+def test_pictures_are_files_that_tell_how_to_draw_them_again(pipeline_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a horse\n\na cow\n")
+    arguments = ["--prompts", "prompts.txt", "--images", "2", "--seed", "7", "--steps", "2", "--height", "64",
+                 "--width", "64", "--scheduler", "euler_a", "--batch", "3", "--threads", "1", "--json"]  # fmt: skip
+    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["format_version"], result["kind"]) == (1, "generate")
+    files = [Path(each["file"]).name for each in result["pictures"]]
+    assert files == ["001-7.png", "002-8.png", "003-9.png", "004-10.png"]
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == [*files, "sheet.png"]
+    assert "picture 1-3 of 4: step 2 of 2" in done.stderr
+    settings = read_settings(tmp_path / "images/003-9.png")
+    assert (settings["prompt"], settings["seed"], settings["steps"]) == ("a cow", 9, 2)
+    assert settings["scheduler"] == "EulerAncestralDiscreteScheduler"
+    # Alone, from what its file tells, the third picture comes out the same.
+    request = GenerateRequest(
+        pipeline_folder, [settings["prompt"]], tmp_path / "again", seed=settings["seed"], scheduler="euler_a", **SMALL
+    )
+    again = generate(request).pictures[0].file
+    before, after = (np.asarray(Image.open(path), int) for path in (tmp_path / "images/003-9.png", again))
+    assert before.std() > 10
+    assert np.abs(before - after).max() <= 1
+
+
+def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_folder: Path, tmp_path: Path) -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype("uint8")
+    Image.fromarray(picture).save(tmp_path / "picture.png")
+    mask = np.zeros((64, 64), "uint8")
+    mask[:, 32:] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    told: list[tuple[str, int, int]] = []
+    drawn = {}
+    for name, part in (("all", None), ("half", tmp_path / "mask.png")):
+        request = GenerateRequest(
+            pipeline_folder, ["a horse"], tmp_path / name, seed=1, image=tmp_path / "picture.png", mask=part, strength=0.9,
+            **{**SMALL, "steps": 4},
+        )  # fmt: skip
+        result = generate(request, Progress(step=lambda *step: told.append(step)))
+        drawn[name] = read_settings(Path(result.pictures[0].file))
+        assert result.sheet is None, "one picture needs no contact sheet"
+    total = told[-1][2]
+    assert told == [("1 of 1", done, total) for done in range(1, total + 1)] * 2
+    assert drawn["half"]["mask"]["name"] == "mask.png"
+    assert "mask" not in drawn["all"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "there is nothing to draw"),
+        (["-p", "a", "--scheduler", "eulr"], "did you mean 'euler'"),
+        (["-p", "a", "--mask", "x.png"], "a mask needs the image"),
+        (["-p", "a", "--strength", "0.5"], "Add --image FILE"),
+        (["-p", "a", "--image", "x.png"], "x.png: cannot be read as an image"),
+        (["-p", "a", "--target", "cudda"], "no target is named cudda"),
+        (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
+        (["-p", "a", "--height", "100"], "height is 100 pixels"),
+        (["-p", "a", "--out", "file"], "file: this is not a folder"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
+    pipeline_folder: Path, tmp_path: Path, arguments: list[str], what: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    assert done.returncode == 2, done.stderr
+    assert what in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_target_that_is_not_here_ends_with_status_5(pipeline_folder: Path, tmp_path: Path) -> None:
+    done = sdflow(tmp_path, str(pipeline_folder), "-p", "a", "--target", "cuda")
+    assert done.returncode == 5, done.stderr
+    assert "built without CUDAExecutionProvider" in done.stderr
+
+
+def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
+    done = sdflow(tmp_path, ".", "-p", "a")
+    assert done.returncode == 2
+    assert "this is no pipeline of sdflow" in done.stderr
