@@ -24,7 +24,6 @@ from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
 
-
 _ONE_AT_A_TIME = threading.Lock()
 """A verification wants the whole machine: two whole models are in memory in turn."""
 
