@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.artifact import SUBMODELS
 from sdflow.errors import PassError, UsageError
 from sdflow.runtime.denoise import Start, denoise
-from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
+from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.inputs import (
     draw_noises,
     granularity,
@@ -115,7 +115,8 @@ class Pipeline:
 
         def load(name: str) -> Submodel:
             # The encoder is for images to start from: loaded when the first one comes. The UNet is taken apart then.
-            lazy = low_memory or target.session.static_shapes or name in ("vae_encoder", "unet")
+            late = ("vae_encoder", "unet") if target.name in TAKEN_APART else ("vae_encoder",)
+            lazy = low_memory or target.session.static_shapes or name in late
             graphs = () if low_memory else cuda_graphs
             return load_submodel(
                 folder, name, target, cuda_graphs=graphs, lazy=lazy, engine_cache=engine_cache, threads=threads
@@ -270,7 +271,7 @@ class Pipeline:
         unet, (pictures, channels, *size) = self.submodels["unet"], start.noise.shape
         shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
         text = (rows, int(self.tokenizer.model_max_length), int(unet.config["cross_attention_dim"]))
-        if unet.static_shapes or not self.split:
+        if unet.path is None or not self.split:
             return WholeUNet(unet, shape, text)
         key = (shape, text)
         if key not in self._unets:
