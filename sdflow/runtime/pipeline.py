@@ -93,7 +93,7 @@ class Pipeline:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | str,
         target: str | Target,
         *,
         scheduler: str | None = None,
@@ -111,6 +111,7 @@ class Pipeline:
         target = TARGETS[target] if isinstance(target, str) else target
         ort = import_onnxruntime(target)
         choose_provider(target, ort.__version__, ort.get_available_providers())
+        folder = Path(folder)
         names = [name for name in onnx_submodels(folder) if safety_checker or name != "safety_checker"]
 
         def load(name: str) -> Submodel:
@@ -211,25 +212,25 @@ class Pipeline:
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        with self._using("text_encoder") as encoder:
+        with self.place.current(), self._using("text_encoder") as encoder:
             # Two at a time, as with guidance: one shape for any number.
             bound = encoder.bound(input_ids=(2, tokens.shape[1]))
             encoded = []
             for pair in tokens.split(2):
                 bound.inputs["input_ids"].copy_(pair)  # a single one goes to both places
                 encoded.extend(bound.run()["last_hidden_state"].clone())
-        return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
+            return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures, float32 NHWC in [0, 1], from latents."""
         import torch
 
-        with self._using("vae_decoder") as decoder:
+        with self.place.current(), self._using("vae_decoder") as decoder:
             images = [
                 (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
                 for image in decode(decoder, latents, tiles=self.low_memory)
             ]
-        return torch.cat(images)
+            return torch.cat(images)
 
     def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
         """The pictures with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""

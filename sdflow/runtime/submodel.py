@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import PassError, VerificationError
+from sdflow.errors import PassError, TargetUnavailableError, VerificationError
 from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
 
 if TYPE_CHECKING:
@@ -40,19 +40,31 @@ class Place:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Torch queues its work on the stream in here."""
+        """Torch queues its work on the stream in here, behind what was queued before; what follows waits for it."""
         import torch
 
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        if self.stream is None:
             yield
+            return
+        outer = torch.cuda.current_stream()
+        self.stream.wait_stream(outer)
+        with torch.cuda.stream(self.stream):
+            yield
+        outer.wait_stream(self.stream)
 
 
 @cache
 def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process."""
+    """The place of this name; there is one of each in a process. Raises TargetUnavailableError without a device."""
     import torch
 
-    return Place(device, torch.cuda.Stream() if device == "cuda" else None)
+    if device == "cpu":
+        return Place(device)
+    if not torch.cuda.is_available():
+        raise TargetUnavailableError(
+            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch, and the driver it wants."
+        )
+    return Place(device, torch.cuda.Stream())
 
 
 class Bound:
