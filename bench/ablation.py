@@ -221,7 +221,7 @@ class Ablation:
         stage: str,
         variant: str,
         batch: int,
-        model: Callable[[], Any],
+        model: Any,
         inputs: Mapping[str, Any],
         output: str,
         **changes: str,
@@ -237,12 +237,12 @@ class Ablation:
         options = {**PROVIDER, **changes}
         try:
             try:
-                bound = Bound(model(), self.folder, options, inputs)
+                bound = Bound(model, self.folder, options, inputs)
             except self.errors as error:
                 if "graph capture" not in str(error):
                     raise
                 note = "no CUDA graph: not all of it runs on the device"
-                bound = Bound(model(), self.folder, {**options, "enable_cuda_graph": "0"}, inputs)
+                bound = Bound(model, self.folder, {**options, "enable_cuda_graph": "0"}, inputs)
             median, p90 = bound.milliseconds()
         except self.errors as error:  # what a provider refuses is a line of the table, not its end
             print(f"{name}: refused: {' '.join(str(error).split())[:300]}", flush=True)
@@ -354,7 +354,7 @@ def unet(table: Ablation, batch: int, cases: Sequence[Case]) -> Bound | None:
             given, used = _given(table, parts, inputs), parts.step
         else:
             used = static(model, sizes) if case.graph == "base" else specialize(model, sizes)
-        bound = table.measure("unet", case.name, batch, lambda used=used: used, given, "out_sample", **case.changes)
+        bound = table.measure("unet", case.name, batch, used, given, "out_sample", **case.changes)
         if bound and table.rows[-1].milliseconds < best[0]:
             best = table.rows[-1].milliseconds, bound
         del bound
@@ -397,9 +397,8 @@ def decoder(table: Ablation, batch: int) -> Bound | None:
     best: tuple[float, Bound | None] = (float("inf"), None)
     for case in DECODER:
         model = table.graphs[f"vae_decoder.{case.graph}"]
-        bound = table.measure(
-            "decoder", case.name, batch, lambda m=model: specialize(m, sizes), inputs, "sample", **case.changes
-        )
+        used = specialize(model, sizes)
+        bound = table.measure("decoder", case.name, batch, used, inputs, "sample", **case.changes)
         if bound and table.rows[-1].milliseconds < best[0]:
             best = table.rows[-1].milliseconds, bound
     return best[1]
@@ -413,10 +412,8 @@ def text(table: Ablation, batch: int) -> None:
     ids = torch.randint(0, 49407, (batch, 77), device="cuda", dtype=torch.int32)
     model, sizes, wanted = table.graphs["text_encoder.base"], {"batch": batch, "sequence": 77}, "last_hidden_state"
     inputs = {"input_ids": ids}
-    table.measure("text", "as built", batch, lambda: static(model, sizes), inputs, wanted)
-    table.measure(
-        "text", "shapes folded, no pooled output", batch, lambda: specialize(model, sizes, [wanted]), inputs, wanted
-    )
+    table.measure("text", "as built", batch, static(model, sizes), inputs, wanted)
+    table.measure("text", "shapes folded, no pooled output", batch, specialize(model, sizes, [wanted]), inputs, wanted)
 
 
 OPTIONS: Sequence[Mapping[str, str]] = (

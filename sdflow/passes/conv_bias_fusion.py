@@ -179,8 +179,8 @@ def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
     import numpy as np
     from onnx import helper
 
-    reshape = edit.producers.get(norm.input[0])
-    conv = edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    reshape: Any = edit.producers.get(norm.input[0])
+    conv: Any = edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
     if conv is None or conv.op_type != "NhwcConv" or _bias(conv) not in edit.weights or len(norm.output) != 1:
         return 0
     value, bias = conv.output[0], _bias(conv)

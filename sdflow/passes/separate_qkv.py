@@ -73,8 +73,10 @@ def separate_qkv(model: Any, base: Path, widest: int) -> int:
 def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:
     from onnx import helper
 
-    reshape = edit.producers.get(attention.input[0]) if len(attention.input) == 1 else None
-    product = edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    reshape: Any = edit.producers.get(attention.input[0]) if len(attention.input) == 1 else None
+    product: Any = (
+        edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    )
     if product is None or product.op_type != "MatMul" or product.input[1] not in edit.weights:
         return False
     heads = next(item.i for item in attention.attribute if item.name == "num_heads")
@@ -107,8 +109,7 @@ def _part(recipe: Any, index: int, by_heads: tuple[int, int, int]) -> Any:
     if isinstance(recipe, Float16):
         return Float16(recipe.smallest, recipe.largest, _part(recipe.of, index, by_heads))
     join = recipe.of if isinstance(recipe, Reshape) else None
-    known = isinstance(join, Join) and join.axis == 2 and [part.shape for part in join.parts] == [by_heads] * 3
-    if not known:
+    if not isinstance(join, Join) or join.axis != 2 or [part.shape for part in join.parts] != [by_heads] * 3:
         raise PassError(
             "a packed weight whose recipe is no join of query, key and value",
             where="SeparateQkv",
