@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.execute import Executor, FinishedStep, Listener
+from sdflow.execute import Executor, Listener, Steps
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.runtime.availability import require_package
@@ -37,12 +36,18 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """A built pipeline: its folder, the steps of each submodel, and what was measured."""
+    """A built pipeline: its folder, the steps of each submodel, the seconds it took, and what was measured."""
 
     plan: PipelinePlan
     folder: Path
-    steps: Mapping[str, tuple[FinishedStep, ...]]
-    evaluation: EvaluationResult | None
+    steps: Steps
+    seconds: float
+    evaluation: EvaluationResult | None = None
+
+    @property
+    def ran(self) -> int:
+        """How many steps did not come from the cache."""
+        return sum(step.outcome != "cached" for chain in self.steps.values() for step in chain)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class RunResult:
 
 
 def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener: Listener) -> RunResult:
-    """Build, assemble and evaluate every pipeline of a workflow.
+    """Build and assemble every pipeline of a workflow, side by side; then evaluate them, one after the other.
 
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
@@ -75,12 +80,16 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
         jobs=options.jobs,
     )
     with cache.lease():
-        finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
-    return RunResult(tuple(finished), time.perf_counter() - started)
+        finished = executor.run_all(
+            plan.pipelines, lambda pipeline, steps, begun: _assemble(pipeline, steps, begun, executor, options)
+        )
+        evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
+    return RunResult(tuple(evaluated), time.perf_counter() - started)
 
 
-def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -> PipelineResult:
-    steps = executor.run(plan)
+def _assemble(
+    plan: PipelinePlan, steps: Steps, begun: float, executor: Executor, options: RunOptions
+) -> PipelineResult:
     folder = options.out / plan.pipeline.name
     parts = {submodel: chain[-1].record.artifact for submodel, chain in steps.items()}
     if options.copy:
@@ -90,23 +99,32 @@ def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -
     assemble(folder, parts=parts, companions=companions, manifest=manifest(plan, steps), copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
-    spec = plan.pipeline.evaluate
+    result = PipelineResult(plan, folder, steps, time.perf_counter() - begun)
+    executor.listener.note(
+        f"{plan.pipeline.name}: done in {result.seconds:.1f} s, {result.ran} of {sum(map(len, steps.values()))} steps ran"
+    )
+    return result
+
+
+def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> PipelineResult:
+    planned = pipeline.plan.pipeline
+    spec = planned.evaluate
     if not options.evaluate or (spec.latency is None and spec.image is None):
-        return PipelineResult(plan, folder, steps, None)
+        return pipeline
     evaluation = evaluate(
-        folder,
+        pipeline.folder,
         spec,
-        plan.pipeline.target,
-        name=plan.pipeline.name,
+        planned.target,
+        name=planned.name,
         results=options.results,
         required=options.require_target,
         progress=executor.listener.note,
     )
     evaluation.raise_for_failure()
-    return PipelineResult(plan, folder, steps, evaluation)
+    return replace(pipeline, evaluation=evaluation)
 
 
-def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) -> dict[str, Any]:
+def manifest(plan: PipelinePlan, steps: Steps) -> dict[str, Any]:
     """The content of a pipeline's `sdflow.json`: where every file came from, and what was measured on it."""
     return {
         "name": plan.pipeline.name,

@@ -113,7 +113,8 @@ def bake(
         list[str],
         typer.Option(
             "--lora",
-            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
+            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name; with #NAME where a "
+            "folder or repository holds several. Repeatable.",
             metavar="FILE:SCALE",
         ),
     ],
