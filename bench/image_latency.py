@@ -3,7 +3,8 @@
     python bench/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5] [--engines sdflow eager compile]
 
 GRAPHS: a folder with text_encoder, unet and vae_decoder, each a structure (a graph without weights, `parameters.json`,
-`config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5. Weights are
+`config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5; and the
+tokenizer, if it is not that of CLIP. Weights are
 drawn here, seeded, rounded to float16, and given to every engine; so are the latents. Engines take turns, picture by
 picture. Every picture is compared with PyTorch's in float32. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
 What fails is printed in full, and the rest goes on.
@@ -159,8 +160,9 @@ class Bench:
 
         from sdflow.sources.architectures import architecture_config, companion_folder
 
+        own = self.options.graphs / "tokenizer"
         return {
-            "tokenizer": CLIPTokenizer.from_pretrained(companion_folder("sd15", "tokenizer")),
+            "tokenizer": CLIPTokenizer.from_pretrained(own if own.is_dir() else companion_folder("sd15", "tokenizer")),
             "scheduler": diffusers.DDIMScheduler.from_config(architecture_config("sd15", "scheduler")),
         }
 

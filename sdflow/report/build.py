@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.report.output import print_json, print_table
 from sdflow.report.units import megabytes, milliseconds, seconds
+from sdflow.report.verify import print_verification
 
 if TYPE_CHECKING:
     from sdflow.evaluate.statistics import Latency
@@ -98,6 +99,8 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
     for pipeline in result.pipelines:
         if len(result.pipelines) <= FEW:
             _print_steps(pipeline)
+        if pipeline.verification is not None:
+            print_verification(pipeline.verification)
         _print_evaluation(pipeline)
         if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
             print(f"pipeline: {pipeline.folder}\n")
@@ -218,6 +221,7 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
             for chain in pipeline.steps.values()
             for step in chain
         ],
+        "verification": pipeline.verification.to_json() if pipeline.verification else None,
         "evaluation": pipeline.evaluation.to_json() if pipeline.evaluation else None,
     }
 
