@@ -5,6 +5,7 @@ Artifacts that do not pass stay in the cache and are not assembled: the pipeline
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 import time
@@ -75,7 +76,7 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
     started = time.perf_counter()
-    for folder, option in ((options.out, "--out"), (options.results, "--results"), (cache.root, "--cache")):
+    for folder, option in ((options.out, "--out"), (options.results, "--results")):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
     if options.require_target:  # what is known beforehand costs no build
@@ -168,6 +169,7 @@ def _verify(
     )
     report = write_reports(verified, options.results)
     if not verified.result.passed:
+        shutil.rmtree(verified.pictures)
         kept = options.out / pipeline.name
         raise VerificationError(
             verified.result.failure(),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sdflow.errors import UsageError
+
 ONNXRUNTIME_FLAVOURS = (
     "onnxruntime",
     "onnxruntime-gpu",
@@ -125,3 +127,10 @@ TARGETS: Mapping[str, Target] = {
         ),
     )
 }
+
+
+def find_target(name: str, where: str) -> Target:
+    """The target of this name, which stands at `where`. Raises UsageError when there is none."""
+    if name not in TARGETS:
+        raise UsageError(f"no target is named {name}", where=where, remedy=f"Known: {', '.join(TARGETS)}.")
+    return TARGETS[name]

@@ -114,6 +114,9 @@ def test_plan_and_explain_tell_what_changes(shell: Shell, first: Any) -> None:
         "tiny_cpu/unet/1": ["its input is built by the step before"],
         "tiny_cpu/unet/2": ["its input is built by the step before"],
     }
+    nothing = shell.run("explain", str(TINY), "--step", "unett")
+    assert nothing.returncode == 2, nothing.stdout
+    assert "no step's name contains 'unett'" in nothing.stderr
 
 
 def test_another_target_reuses_the_conversions_and_says_that_it_was_not_measured(shell: Shell, first: Any) -> None:

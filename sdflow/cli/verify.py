@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,6 +33,8 @@ def verify_all(
     from sdflow.report import print_verifications
     from sdflow.verify import verify, write_html
 
+    if html is not None and html.is_dir():
+        raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")
     done = []
     for path in paths:
         for subject, spec in _subjects(path, cache, load, targets, full, out):
@@ -49,9 +52,11 @@ def verify_all(
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
     print_verifications([each.result for each in done], as_json=as_json)
-    failed = [each.result for each in done if not each.result.passed]
+    failed = [each for each in done if not each.result.passed]
+    for each in failed:
+        shutil.rmtree(each.pictures)
     if failed:
-        raise VerificationError("\n".join(f"{each.name}: {each.failure()}" for each in failed))
+        raise VerificationError("\n".join(f"{each.result.name}: {each.result.failure()}" for each in failed))
 
 
 def _subjects(

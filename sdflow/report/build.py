@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.errors import UsageError
 from sdflow.report.output import print_json, print_table
 from sdflow.report.units import megabytes, milliseconds, seconds
 from sdflow.report.verify import print_verification
@@ -77,6 +78,8 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
         for step in pipeline.steps(cache)
         if only is None or only in f"{step.step.id} {step.step.name}"
     ]
+    if only is not None and not chosen:
+        raise UsageError(f"no step's name contains {only!r}", where="--step", remedy="See `sdflow plan` for the steps.")
     if as_json:
         print_json("explanation", {"steps": [_planned_json(step) for step in chosen]})
         return

@@ -13,6 +13,8 @@ from sdflow.runtime.sessions import Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
 from sdflow.targets import Target
 
+_AGAIN = "The folder is damaged: build the pipeline again, sdflow run."
+
 TAKEN_APART = ("cpu", "cuda")
 """The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
 
@@ -22,14 +24,13 @@ def onnx_submodels(folder: Path) -> list[str]:
     index = folder / "model_index.json"
     if not index.is_file():
         raise UsageError("there is no pipeline here: model_index.json is missing", where=str(folder))
-    components: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+    components = _read_json(index)
     return [name for name in SUBMODELS if components.get(name) == ["diffusers", "OnnxRuntimeModel"]]
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:
-    """The config.json of one submodel."""
-    config: dict[str, Any] = json.loads((folder / submodel / CONFIG_FILE).read_text(encoding="utf-8"))
-    return config
+    """The config.json of one submodel. Raises UsageError when it is missing or damaged."""
+    return _read_json(folder / submodel / CONFIG_FILE)
 
 
 def load_submodel(
@@ -76,17 +77,32 @@ _WANTED = {"text_encoder": ("last_hidden_state",)}
 
 
 def load_companions(folder: Path) -> dict[str, Any]:
-    """Tokenizer, scheduler and, if there is one, feature extractor of a pipeline folder."""
+    """Tokenizer, scheduler and, if there is one, feature extractor of a pipeline folder.
+
+    Raises UsageError for one that is missing or damaged.
+    """
     import diffusers
     from transformers import CLIPImageProcessor, CLIPTokenizer
 
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    _, scheduler = index["scheduler"]
+    scheduler = (_read_json(folder / "model_index.json").get("scheduler") or ["", "none"])[-1]
     if not hasattr(diffusers, scheduler):
         raise UsageError(f"diffusers {diffusers.__version__} has no scheduler {scheduler}", where=str(folder))
-    extractor = folder / "feature_extractor"
-    return {
-        "tokenizer": CLIPTokenizer.from_pretrained(folder / "tokenizer"),
-        "scheduler": getattr(diffusers, scheduler).from_pretrained(folder / "scheduler"),
-        "feature_extractor": CLIPImageProcessor.from_pretrained(extractor) if extractor.is_dir() else None,
-    }
+    classes = {"tokenizer": CLIPTokenizer, "scheduler": getattr(diffusers, scheduler)}
+    if (folder / "feature_extractor").is_dir():
+        classes["feature_extractor"] = CLIPImageProcessor
+    loaded: dict[str, Any] = {"feature_extractor": None}
+    for name, cls in classes.items():
+        if not (folder / name).is_dir():
+            raise UsageError("there is no such folder", where=str(folder / name), remedy=_AGAIN)
+        try:
+            loaded[name] = cls.from_pretrained(folder / name)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"cannot be loaded: {error}", where=str(folder / name), remedy=_AGAIN) from error
+    return loaded
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy=_AGAIN) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.assemble import read_manifest
+from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.evaluate.device import versions
@@ -17,7 +19,7 @@ from sdflow.runtime.folder import submodel_config
 from sdflow.runtime.inputs import granularity, require_size
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import require_known
-from sdflow.targets import TARGETS
+from sdflow.targets import Target, find_target
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -105,18 +107,21 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
     """
-    manifest = read_manifest(request.folder)
+    built = _built(request.folder)
     _check(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
-    target = request.target or manifest["target"]
-    progress.phase(f"loading {request.folder} on {TARGETS[target].title}")
+    if request.target is not None:
+        target = find_target(request.target, "--target")
+    else:
+        target = find_target(built["target"], str(request.folder / MANIFEST_FILE))
+    progress.phase(f"loading {request.folder} on {target.title}")
     begun = time.perf_counter()
     pipeline = _load(request, target)
     loaded = time.perf_counter()
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
-    settings = _settings(request, target, pipeline, manifest)
+    settings = _settings(request, pipeline, {**built, "target": target.name})
     pictures: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
@@ -144,24 +149,51 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded)
 
 
+def _built(folder: Path) -> dict[str, Any]:
+    """What sdflow.json tells of a pipeline: its target, its name, the digest of each artifact."""
+    manifest = read_manifest(folder)
+    try:
+        absent = [name for name in manifest["files"] if not (folder / name).exists()]
+        artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
+        built = {"target": manifest["target"], "pipeline": manifest["name"], "artifacts": artifacts}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"does not say how the pipeline was built: {error}",
+            where=str(folder / MANIFEST_FILE),
+            remedy="Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again.",
+        ) from error
+    if absent:  # transformers makes an empty tokenizer of an empty folder
+        raise UsageError(
+            f"{absent[0]} is missing",
+            where=str(folder),
+            remedy="Run the pipeline's workflow again; `--copy` needs no cache.",
+        )
+    return built
+
+
 def _check(request: GenerateRequest) -> None:
     """Whatever can be told before anything is loaded."""
     if not request.prompts:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
-    if request.target is not None and request.target not in TARGETS:
+    if not math.isfinite(request.guidance_scale):
         raise UsageError(
-            f"no target is named {request.target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}."
+            f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
         )
+    if request.strength is not None and not 0 < request.strength <= 1:
+        raise UsageError(f"it is {request.strength}", where="--strength", remedy="It must be above 0 and at most 1.")
     if request.mask is not None and request.image is None:
         raise UsageError("a mask needs the image that it belongs to", where="--mask", remedy="Add --image FILE.")
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
     configs = (submodel_config(request.folder, name) for name in ("unet", "vae_decoder"))
     require_size(granularity(*configs), request.height, request.width)
-    if request.out.exists() and not request.out.is_dir():
-        raise UsageError("this is not a folder", where=str(request.out), remedy="Name another with --out.")
+    there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
+    if not os.access(there, os.W_OK):
+        raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
 
 
 def _open(path: Path) -> Image:
@@ -174,7 +206,7 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
-def _load(request: GenerateRequest, target: str) -> Pipeline:
+def _load(request: GenerateRequest, target: Target) -> Pipeline:
     return Pipeline.load(
         request.folder,
         target,
@@ -217,7 +249,7 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
     return lambda index, timestep, total: progress.step(label, index + 1, total)
 
 
-def _settings(request: GenerateRequest, target: str, pipeline: Pipeline, manifest: dict[str, Any]) -> dict[str, Any]:
+def _settings(request: GenerateRequest, pipeline: Pipeline, built: dict[str, Any]) -> dict[str, Any]:
     """What all pictures of a run share, as their files tell it: enough to draw them again."""
     names = ("negative_prompt", "steps", "guidance_scale", "strength", "safety_checker")
     given = {"image": request.image, "mask": request.mask}
@@ -225,9 +257,7 @@ def _settings(request: GenerateRequest, target: str, pipeline: Pipeline, manifes
         **{name: getattr(request, name) for name in names},
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
         "scheduler": type(pipeline.scheduler).__name__,
-        "target": target,
-        "pipeline": manifest["name"],
-        "artifacts": {name: part["artifact"] for name, part in manifest["submodels"].items()},
+        **built,
         "versions": versions(),
     }
 

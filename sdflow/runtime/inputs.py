@@ -17,8 +17,14 @@ def granularity(unet: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
     """Height and width in pixels must be multiples of this. The arguments are the submodels' configs.
 
     PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
+    Raises UsageError when a config does not say it.
     """
-    return int(vae_scale(vae) * 2 ** (len(unet["block_out_channels"]) - 1))
+    try:
+        return int(vae_scale(vae) * 2 ** (len(unet["block_out_channels"]) - 1))
+    except KeyError as error:
+        raise UsageError(
+            f"config.json of the UNet or the VAE has no {error}", remedy="Build the pipeline again: sdflow run."
+        ) from error
 
 
 def require_size(multiple: int, height: int | None, width: int | None) -> None:

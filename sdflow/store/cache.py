@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.digest import digest_json
-from sdflow.errors import CacheError
+from sdflow.errors import CacheError, UsageError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
@@ -35,9 +35,12 @@ class Cache:
     """A cache directory. Opening it touches nothing; the directory is made by the first write.
 
     salt: for the planner to put into every action, so that a user can set apart what would be equal.
+    Raises UsageError when the root is a file.
     """
 
     def __init__(self, root: Path, *, salt: str = "") -> None:
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
         self.root = root
         self.salt = salt
         self._layout = Layout(root)

@@ -27,6 +27,7 @@ from sdflow.plan import distribution_version
 from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
+from sdflow.targets import find_target
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest
 from sdflow.verify.reference import LoraMerge, ReferenceRequest
@@ -72,6 +73,7 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
     manifest = read_manifest(folder)
     where, again = str(folder / MANIFEST_FILE), "Put back what it was built from, or run its workflow again."
     try:
+        found = find_target(target, "--target") if target else find_target(manifest["target"], where)
         model, provenance = manifest["model"], manifest["checkpoint"]
         commit = provenance.get("commit")
         pinned = f"{model.partition('@')[0]}@{commit}" if commit else model
@@ -84,7 +86,7 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
             if cache.stat.digest(path) != entry["sha256"]:
                 raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
             loras.append(LoraFile(entry["reference"], path, entry["sha256"], entry["scale"], lora_submodels(path)))
-        return Subject(manifest["name"], target or manifest["target"], folder, checkpoint, loras, own_image(model))
+        return Subject(manifest["name"], found.name, folder, checkpoint, loras, own_image(model))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=again) from error
 
@@ -93,7 +95,7 @@ def own_image(model: str) -> ImageSpec:
     """What is drawn where no workflow says it; the sample knows the words of its own captions only."""
     if model != "sample:shapes":
         return ImageSpec()
-    return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=12.0)
+    return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=7.5)
 
 
 def verify(

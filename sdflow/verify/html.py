@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from sdflow.errors import UsageError
 from sdflow.verify.check import Verified
 from sdflow.verify.pictures import AMPLIFIED
 from sdflow.verify.plot import plot_steps
@@ -40,13 +41,16 @@ def write_html(verified: Verified, path: Path) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file so that a reader finds the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
 def page(result: Verification, pictures: Path) -> str:

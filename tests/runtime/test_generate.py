@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
 from sdflow.runtime.pictures import read_settings
 
@@ -95,6 +98,9 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
         (["-p", "a", "--strength", "0.5"], "Add --image FILE"),
         (["-p", "a", "--image", "x.png"], "x.png: cannot be read as an image"),
         (["-p", "a", "--target", "cudda"], "no target is named cudda"),
+        (["-p", "a", "--guidance-scale", "nan"], "nan is no scale"),
+        (["-p", "a", "--image", "x.png", "--strength", "2"], "it is 2.0"),
+        (["-p", "a", "--out", "file/images"], "file: this is not a folder"),
         (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
         (["-p", "a", "--height", "100"], "height is 100 pixels"),
         (["-p", "a", "--out", "file"], "file: this is not a folder"),
@@ -121,3 +127,53 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     done = sdflow(tmp_path, ".", "-p", "a")
     assert done.returncode == 2
     assert "this is no pipeline of sdflow" in done.stderr
+
+
+def _tokenizer_is_gone(folder: Path) -> None:
+    shutil.rmtree(folder / "tokenizer")
+
+
+def _sdflow_json(**changed: str | None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / "sdflow.json").read_text()) | changed
+        kept = {name: value for name, value in manifest.items() if value is not None}
+        (folder / "sdflow.json").write_text(json.dumps(kept))
+
+    return damage
+
+
+def _written_over(file: str, content: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / file).write_text(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (_tokenizer_is_gone, r"tokenizer/\S+ is missing"),
+        (_sdflow_json(target=None), "does not say how the pipeline was built: 'target'"),
+        (_sdflow_json(target="cudda"), "sdflow.json: no target is named cudda"),
+        (_written_over("model_index.json", "{"), "model_index.json: cannot be read"),
+        (_written_over("unet/config.json", "{}"), "has no 'block_out_channels'"),
+        (_written_over("scheduler/scheduler_config.json", "{"), "scheduler: cannot be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_what_is_wrong(
+    pipeline_folder: Path, tmp_path: Path, damage: Callable[[Path], None], what: str
+) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for path in pipeline_folder.iterdir():
+        if path.name in ("vae_decoder", "vae_encoder", "text_encoder", "safety_checker"):
+            (folder / path.name).symlink_to(path.resolve(), target_is_directory=True)
+        elif path.is_dir():
+            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(path, folder / path.name)
+    damage(folder)
+    request = {name: value for name, value in SMALL.items() if name != "target"}
+    with pytest.raises(UsageError, match=what):
+        generate(GenerateRequest(folder, ["a horse"], tmp_path / "images", **request))
+    assert not (tmp_path / "images").exists()

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from sdflow.artifact import Action
-from sdflow.errors import CacheError, PassError
+from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import Cache, CorruptArtifactError
 
 from .builds import assert_complete, build, contents, make_action, names, publish, write_files
 from .faults import in_process
+
+
+def test_a_file_is_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file, not a folder"):
+        Cache(tmp_path / "file")
 
 
 def test_a_hit_is_what_was_published(cache: Cache) -> None:

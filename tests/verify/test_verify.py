@@ -20,7 +20,7 @@ from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import Checkpoint
 from sdflow.store import Cache
-from sdflow.verify import Subject, Verification, Verified, verify
+from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
 from sdflow.verify.html import page
 from tests.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT
@@ -62,6 +62,16 @@ def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_picture(first: Ver
     assert result.picture.ssim == pytest.approx(1, abs=1e-6)
     assert not result.cached
     assert "500.5" in " ".join(result.coverage)
+
+
+def test_the_sample_is_verified_as_it_is_sampled() -> None:
+    sampling = json.loads((ROOT / "samples/settings.json").read_text())["sampling"]
+    assert own_image("sample:shapes").guidance_scale == sampling["guidance"]
+
+
+def test_an_unknown_target_is_refused_before_anything_is_computed(subject: Subject, cache: Cache) -> None:
+    with pytest.raises(UsageError, match="--target: no target is named cudda"):
+        subject_of_folder(subject.folder, cache, target="cudda")
 
 
 def test_a_second_verification_comes_from_the_cache_whole(subject: Subject, cache: Cache, first: Verified) -> None:
