@@ -24,7 +24,6 @@ OWN = {
     "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
     "NhwcResize": "sdflow.passes.nhwc_resize",
-    "PointwiseMatMul": "sdflow.passes.pointwise_matmul",
     "SeparateQkv": "sdflow.passes.separate_qkv",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
 }
