@@ -115,18 +115,22 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
 
 
 def shape_computation(model: Path) -> set[str]:
-    """The names of the nodes that compute nothing but shapes.
+    """The names of the nodes of a model file that compute nothing but shapes."""
+    import onnx
+
+    return {node.name for node in shape_nodes(onnx.load(model, load_external_data=False).graph)}
+
+
+def shape_nodes(graph: Any) -> list[Any]:
+    """The nodes of a graph that compute nothing but shapes.
 
     Shape and Size do; and every node with an input from such a node whose other inputs are from such nodes, too, or are
     constants or initializers of at most 100 elements. That is the rule of ONNX Runtime's GetCpuPreferredNodes without
     its allowance for graph inputs, which are data: what it moves beyond this is reported as fallen.
     """
-    import onnx
-
-    graph = onnx.load(model, load_external_data=False).graph
     known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
     from_shapes: set[str] = set()
-    names: set[str] = set()
+    found = []
     for node in graph.node:  # in topological order, as ONNX demands
         inputs = [name for name in node.input if name]
         if node.op_type == "Constant":
@@ -135,8 +139,8 @@ def shape_computation(model: Path) -> set[str]:
             any(name in from_shapes for name in inputs) and all(name in from_shapes or name in known for name in inputs)
         ):
             from_shapes.update(node.output)
-            names.add(node.name)
-    return names
+            found.append(node)
+    return found
 
 
 def _elements(dims: Iterable[Any]) -> int:

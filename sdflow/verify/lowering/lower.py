@@ -38,37 +38,11 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
 )
 """The operators of domain com.microsoft that can be lowered: each gives its outputs, in float32."""
 
-MOVES = frozenset(
-    [
-        "Cast",
-        "CastLike",
-        "Concat",
-        "Constant",
-        "ConstantOfShape",
-        "DepthToSpace",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "Identity",
-        "Pad",
-        "Reshape",
-        "ScatterElements",
-        "ScatterND",
-        "Shape",
-        "Size",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Trilu",
-        "Unsqueeze",
-        "Where",
-    ]
-)
+MOVES = frozenset({
+    "Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather",
+    "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice",
+    "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+})  # fmt: skip
 """Operators that compute nothing: float16 goes through them as it is."""
 
 OLDEST_OPSET = 13

@@ -1,0 +1,371 @@
+"""A graph that a target cannot run as it is, is told from one that it can, without the target."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, helper
+
+from sdflow.passes.base import SUBMODELS
+from sdflow.passes.float16 import OnnxFloatToFloat16
+from sdflow.passes.onnx_conversion import OnnxConversion
+from sdflow.passes.worker import run_pass
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import COMPONENT_OF
+from sdflow.targets import TARGETS
+from sdflow.verify.finding import Finding, errors
+from sdflow.verify.fit import fits
+from sdflow.verify.kernels import kernel_table
+from sdflow.weights.structure import ChainStep, hollow
+from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
+from tests.weights.conftest import OFF, Builder, chain, structure_request
+
+NHWC = ["batch", "height", "width", 320]
+TOKENS = ["batch", "sequence", 320]
+GROUPS = {"groups": 32, "epsilon": 1e-5, "activation": 0}
+
+# SMALL_UNET of tests/weights is 32 and 64 channels wide: CUDA's kernels rightly refuse these two there.
+ONLY_SD_WIDTHS = ("BiasSplitGelu on CUDA takes hidden sizes", "BiasAdd on CUDA takes 320, 640 and 1280 channels only")
+
+
+def said(findings: list[Finding], level: str = "error") -> list[str]:
+    return [str(finding) for finding in findings if finding.level == level]
+
+
+# Good graphs
+
+
+def test_a_fused_block_of_sd15_fits_cuda_and_rocms_own_provider() -> None:
+    assert errors(fits(unet_block(), TARGETS["cuda"])) == []
+    assert errors(fits(unet_block(), TARGETS["rocm"], provider="ROCMExecutionProvider")) == []
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cuda", "directml", pytest.param("rocm", marks=pytest.mark.slow), pytest.param("cpu", marks=pytest.mark.slow)],
+)
+def test_the_small_unet_of_each_target_fits_it(target: str, built: Builder) -> None:
+    structure = onnx.load(built.structure("unet", target) / "model.onnx", load_external_data=False)
+    found = errors(fits(structure, TARGETS[target], "unet"))
+    assert [finding for finding in found if not finding.what.startswith(ONLY_SD_WIDTHS)] == []
+    assert len(found) == (4 if target == "cuda" else 0), "each of the two operators at each of the two widths"
+
+
+def test_the_plain_conversions_fit_the_cpu_and_tensorrt(tiny_pipeline: Path) -> None:
+    for path in sorted(tiny_pipeline.glob("*/model.onnx")):
+        graph = onnx.load(path, load_external_data=False)
+        for target in ("cpu", "tensorrt"):
+            assert errors(fits(graph, TARGETS[target], path.parent.name)) == []
+
+
+def test_what_folds_into_a_constant_needs_no_kernel() -> None:
+    nodes = [node("Trilu", "mask", "tri", domain=""), node("Add", "x tri", "y", domain="")]
+    mask = helper.make_tensor("mask", F16, [1, 1], np.zeros((1, 1), np.float16))
+    graph = model(nodes, [port("x", ["batch", 1])], [port("y", None)], [mask])
+    assert errors(fits(graph, TARGETS["tensorrt"])) == []
+
+
+def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) -> None:
+    """CLIP's pooled output: its ArgMax of int32 runs on the CPU."""
+    structure = onnx.load(built.structure("text_encoder", "cuda") / "model.onnx", load_external_data=False)
+    found = fits(structure, TARGETS["cuda"], "text_encoder")
+    assert errors(found) == []
+    assert said(found, "warning") == [
+        "text_encoder: /ArgMax: ArgMax has no CUDA kernel for int32 data (known: double, float, float16): "
+        "Stable Diffusion 1 and 2 do not use what it computes; drop that output, or let it run on the CPU"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda", "rocm", "directml", "tensorrt", "cpu"])
+def test_the_full_sd15_fits(target: str, tmp_path: Path) -> None:
+    """Every submodel's structure at full size, as the workflows build it for the target."""
+    for submodel in SUBMODELS:
+        structure: Path | None = None
+        for step in steps_of(submodel, target):
+            request = structure_request(submodel, step, structure, tmp_path / submodel / step.implementation.name)
+            if structure is None:
+                request["checkpoint"] = hollow(architecture_config("sd15", COMPONENT_OF[submodel]))
+            structure = Path(request["out"])
+            structure.mkdir(parents=True)
+            run_pass(request, lambda phrase: None)
+        assert structure is not None
+        graph = onnx.load(structure / "model.onnx", load_external_data=False)
+        assert errors(fits(graph, TARGETS[target], submodel)) == []
+
+
+def steps_of(submodel: str, target: str) -> list[ChainStep]:
+    """The passes of workflows/base/stable_diffusion_1.yaml, as far as they make the structure."""
+    if target == "tensorrt":
+        return [ChainStep(OnnxConversion, {}), ChainStep(OnnxFloatToFloat16, {})]
+    steps = [step for step in chain(submodel, target) if not step.implementation.takes_loras]
+    if target == "cpu" and submodel.startswith("vae"):
+        return steps[:1]
+    if target == "directml" and submodel == "text_encoder":
+        switches = dict.fromkeys(OFF["directml"], False) | {
+            "enable_skip_layer_norm": True, "enable_bias_skip_layer_norm": True
+        }  # fmt: skip
+        steps[1] = ChainStep(steps[1].implementation, {"model_type": "clip", "optimization_options": switches})
+    return steps
+
+
+# Planted faults, each with what the user reads
+
+FAULTS: dict[str, tuple[ModelProto, str, str]] = {
+    "an operator that DirectML lacks": (
+        one(
+            node("SkipGroupNorm", "x gamma beta x", "y", channels_last=0, **GROUPS),
+            {"x": (["batch", 320, "height", "width"], F16)},
+            gamma=([320], F16),
+            beta=([320], F16),
+        ),
+        "directml",
+        "unet: the_SkipGroupNorm: SkipGroupNorm has no DirectML kernel: set enable_skip_group_norm: false",
+    ),
+    "an operator that MIGraphX lacks": (
+        one(node("BiasSplitGelu", "x bias", "y"), {"x": (["batch", "n", 2560], F16)}, bias=([2560], F16)),
+        "rocm",
+        "unet: the_BiasSplitGelu: BiasSplitGelu has no MIGraphX kernel: "
+        "set enable_bias_splitgelu: false and enable_bias_add: false",
+    ),
+    "an operator that the CPU lacks": (
+        one(node("NhwcConv", "x w", "y"), {"x": (NHWC, F32)}, F32, w=([320, 3, 3, 320], F32)),
+        "cpu",
+        "unet: the_NhwcConv: NhwcConv has no CPU kernel: set enable_nhwc_conv: false",
+    ),
+    "any fused operator for TensorRT": (
+        one(node("QuickGelu", "x", "y"), {"x": (TOKENS, F16)}),
+        "tensorrt",
+        "unet: the_QuickGelu: QuickGelu has no TensorRT kernel: leave OrtTransformersOptimization out",
+    ),
+    "float16 for the CPU": (
+        one(
+            node("Attention", "x w b", "y", num_heads=8),
+            {"x": (TOKENS, F16)},
+            w=([320, 960], F16),
+            b=([960], F16),
+        ),
+        "cpu",
+        "unet: the_Attention: Attention has no CPU kernel for float16 input (known: float): "
+        "leave OnnxFloatToFloat16 out: ONNX Runtime would convert to float32 and back at every run, or refuse",
+    ),
+    "a type that no kernel takes": (
+        one(node("BiasAdd", "x bias x", "y"), {"x": (TOKENS, F64)}, F64, bias=([320], F64)),
+        "cuda",
+        "unet: the_BiasAdd: BiasAdd has no CUDA kernel for double X (known: float, float16): "
+        "export with another type, or allow it: evaluate: {allow_fallback: true}",
+    ),
+    "integers where the device has floats only": (
+        one(node("ArgMax", "ids", "y", domain="", axis=-1), {"ids": (["batch", "sequence"], I32)}, I64),
+        "cuda",
+        "unet: the_ArgMax: ArgMax has no CUDA kernel for int32 data (known: double, float, float16): "
+        "export with another type, or allow it: evaluate: {allow_fallback: true}",
+    ),
+    "a width that BiasAdd does not take": (
+        one(node("BiasAdd", "x bias x", "y"), {"x": (["batch", "n", 768], F16)}, bias=([768], F16)),
+        "cuda",
+        "unet: the_BiasAdd: BiasAdd on CUDA takes 320, 640 and 1280 channels only, not 768: set enable_bias_add: false",
+    ),
+    "a width that BiasSplitGelu does not take": (
+        one(node("BiasSplitGelu", "x bias", "y"), {"x": (["batch", "n", 3072], F16)}, bias=([3072], F16)),
+        "cuda",
+        "unet: the_BiasSplitGelu: BiasSplitGelu on CUDA takes hidden sizes 2560, 5120 and 10240 only, not 3072: "
+        "set enable_bias_splitgelu: false and enable_bias_add: false",
+    ),
+    "GroupNorm in NCHW on CUDA": (
+        one(
+            node("GroupNorm", "x gamma beta", "y", channels_last=0, **GROUPS),
+            {"x": (["batch", 320, "height", "width"], F16)},
+            gamma=([320], F32),
+            beta=([320], F32),
+        ),
+        "cuda",
+        "unet: the_GroupNorm: GroupNorm on CUDA takes NHWC only, and this one is NCHW: "
+        "set group_norm_channels_last: true",
+    ),
+    "GroupNorm's scale in float16 on CUDA": (
+        one(
+            node("GroupNorm", "x gamma beta", "y", channels_last=1, **GROUPS),
+            {"x": (NHWC, F16)},
+            gamma=([320], F16),
+            beta=([320], F32),
+        ),
+        "cuda",
+        "unet: the_GroupNorm: GroupNorm on CUDA takes gamma in float only, not float16: "
+        "take GroupNorm out of force_fp16_inputs",
+    ),
+    "packed attention for the CPU": (
+        one(node("MultiHeadAttention", "x", "y", num_heads=8), {"x": (["batch", "n", 8, 3, 40], F32)}, F32),
+        "cpu",
+        "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed q, k and v: "
+        "set enable_packed_qkv: false",
+    ),
+    "packed keys and values for the CPU": (
+        one(
+            node("MultiHeadAttention", "q kv", "y", num_heads=8),
+            {"q": (TOKENS, F32), "kv": (["batch", "n", 8, 2, 40], F32)},
+            F32,
+        ),
+        "cpu",
+        "unet: the_MultiHeadAttention: MultiHeadAttention on CPU does not take packed k and v: set enable_packed_kv: false",
+    ),
+    "a version of an operator that came after the provider": (
+        one(
+            node("Conv", "x w", "y", domain=""),
+            {"x": (["batch", 4, "height", "width"], F16)},
+            opset=22,
+            w=([320, 4, 3, 3], F16),
+        ),
+        "directml",
+        "unet: the_Conv: Conv has no DirectML kernel for its version 22: "
+        "set target_opset so that the operator's version is at most 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    graph, target, message = FAULTS[fault]
+    assert message in said(fits(graph, TARGETS[target], "unet"))
+
+
+def test_equal_findings_are_one_with_a_count() -> None:
+    twice = [node("QuickGelu", "x", "h"), node("QuickGelu", "h", "y")]
+    [finding] = errors(fits(model(twice, [port("x", TOKENS)], [port("y", None)]), TARGETS["tensorrt"], "unet"))
+    assert finding.count == 2
+    assert str(finding).startswith("unet: the_QuickGelu (and 1 more): QuickGelu has no TensorRT kernel: ")
+
+
+def test_what_the_table_does_not_tell_is_a_warning_and_no_claim() -> None:
+    graph = one(
+        node("OneHot", "i depth v", "y", domain=""), {"i": (["n"], I64), "depth": ([], I64), "v": ([2], F32)}, F32
+    )
+    found = fits(graph, TARGETS["directml"], "unet")
+    assert errors(found) == []
+    assert said(found, "warning") == [
+        "unet: the_OneHot: whether DirectML has a kernel for OneHot is not in the table (onnxruntime-directml 1.24): "
+        "look at where its nodes run: sdflow run reports it"
+    ]
+
+
+def test_an_operator_that_onnx_runtime_expands_is_a_warning() -> None:
+    """GroupNormalization of the standard is a function: no provider has a kernel, and sessions run it nevertheless."""
+    made = node("GroupNormalization", "x scale bias", "y", domain="", num_groups=32)
+    graph = one(made, {"x": (["batch", 320, 8, 8], F32)}, F32, opset=21, scale=([320], F32), bias=([320], F32))
+    for target in ("cpu", "cuda"):
+        found = fits(graph, TARGETS[target], "unet")
+        assert errors(found) == []
+        assert said(found, "warning") == [
+            f"unet: the_GroupNormalization: GroupNormalization has no {target.upper()} kernel: "
+            "ONNX Runtime expands it into other operators, which are not looked at here"
+        ]
+
+
+def test_functions_of_the_model_are_looked_into() -> None:
+    body = helper.make_function(
+        "own", "Double", ["a"], ["b"], [node("BiasAdd", "a a a", "b")], [helper.make_opsetid(MS, 1)]
+    )
+    graph = one(node("Double", "x", "y", domain="own"), {"x": (TOKENS, F16)})
+    graph.opset_import.add(domain="own", version=1)
+    graph.functions.append(body)
+    assert [finding.what for finding in errors(fits(graph, TARGETS["directml"]))] == []
+    assert [finding.what for finding in errors(fits(graph, TARGETS["rocm"]))] == ["BiasAdd has no MIGraphX kernel"]
+
+
+def test_shape_arithmetic_is_an_obstacle_to_cuda_graphs_and_no_misfit() -> None:
+    nodes = [
+        node("Shape", "x", "s", domain=""),
+        node("Gather", "s zero", "n", domain=""),
+        node("Unsqueeze", "n axis", "n1", domain=""),
+        node("Concat", "n1 rest", "target", domain="", axis=0),
+        node("Reshape", "x target", "y", domain=""),
+    ]
+    constants = [helper.make_tensor(name, I64, dims, values) for name, dims, values in (
+        ("zero", [], [0]), ("axis", [1], [0]), ("rest", [1], [-1])
+    )]  # fmt: skip
+    graph = model(nodes, [port("x", TOKENS)], [port("y", None)], constants)
+    assert errors(fits(graph, TARGETS["cuda"])) == []
+    assert said(fits(graph, TARGETS["cuda"], "unet"), "note") == [
+        "unet: the_Shape (and 3 more): computes a shape at run time; while sizes are left open, no CUDA graph can be "
+        "captured: give the session fixed sizes (add_free_dimension_override_by_name)"
+    ]
+    assert fits(graph, TARGETS["cpu"], "unet") == []
+
+
+def test_an_axis_that_no_session_can_fix_is_a_warning() -> None:
+    graph = one(node("Relu", "x", "y", domain=""), {"x": (["batch", None], F16)})
+    [finding] = fits(graph, TARGETS["directml"], "unet")
+    assert str(finding) == (
+        "unet: x: axis 1 has neither a size nor a name, so that no session can fix it: "
+        "export with dynamic_axes that name it"
+    )
+
+
+# The tables
+
+
+def test_the_cpu_table_is_that_of_the_installed_onnx_runtime() -> None:
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
+    table = kernel_table("CPUExecutionProvider")
+    assert table.version.split()[1].split(".")[:2] == version("onnxruntime").split(".")[:2], (
+        "bench/kernel_tables.py cpu"
+    )
+    known = {
+        f"{kernel.domain}.{kernel.op_name}".lstrip(".")
+        for kernel in get_all_opkernel_def()
+        if kernel.provider == table.provider and kernel.domain in ("", "com.microsoft")
+    }
+    assert known == table.kernels.keys()
+
+
+@pytest.mark.parametrize("operator", ["com.microsoft.NhwcConv", "com.microsoft.BiasAdd", "com.microsoft.GroupNorm"])
+def test_onnx_runtime_itself_refuses_what_the_cpu_table_lacks(operator: str) -> None:
+    import onnxruntime as ort
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NotImplementedByOrt
+
+    weights = {
+        "NhwcConv": ("x w", {}, {"w": np.zeros((8, 1, 1, 8), np.float32)}),
+        "BiasAdd": ("x c x", {}, {"c": np.zeros(8, np.float32)}),
+        "GroupNorm": ("x c c", {"groups": 2, "activation": 0}, {"c": np.zeros(8, np.float32)}),
+    }
+    name = operator.rsplit(".", 1)[1]
+    inputs, attributes, values = weights[name]
+    graph = model(
+        [node(name, inputs, "y", **attributes)],
+        [port("x", [1, 4, 4, 8] if name != "BiasAdd" else [1, 4, 8], F32)],
+        [helper.make_tensor_value_info("y", F32, None)],
+        [onnx.numpy_helper.from_array(array, key) for key, array in values.items()],
+    )
+    assert operator not in kernel_table("CPUExecutionProvider").kernels
+    with pytest.raises(NotImplementedByOrt, match=f"Could not find an implementation for {name}|kernel for {operator}"):
+        ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("fault", ["packed attention for the CPU", "packed keys and values for the CPU"])
+def test_onnx_runtime_itself_refuses_packed_attention_on_the_cpu(fault: str) -> None:
+    import onnxruntime as ort
+    from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+
+    graph, _, message = FAULTS[fault]
+    assert said(fits(graph, TARGETS["cpu"], "unet")) == [message]
+    shapes = {"x": (1, 4, 8, 3, 40), "q": (1, 4, 320), "kv": (1, 4, 8, 2, 40)}
+    inputs = {info.name: np.zeros(shapes[info.name], np.float32) for info in graph.graph.input}
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    with pytest.raises(RuntimeException, match="not implemented for CPU"):
+        session.run(None, inputs)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_provider_of_every_target_has_a_table_with_its_source(target: str) -> None:
+    for provider, _, _ in TARGETS[target].providers:
+        table = kernel_table(provider)
+        assert table.provider == provider
+        assert table.source
+        assert table.version
+        assert "MatMul" in table.kernels
+        assert all(condition.source for condition in table.conditions)

@@ -1,0 +1,66 @@
+"""Ranges of activations: of every value, over steps, with NaN and infinity told apart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from sdflow.verify.overflow import NodeRange, ranges
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """square = x * x; gone = square - square; y = gone + x; in float16; with its weightless graph in a file."""
+    nodes = [
+        helper.make_node("Mul", ["x", "x"], ["square"], "multiply"),
+        helper.make_node("Sub", ["square", "square"], ["gone"], "subtract"),
+        helper.make_node("Add", ["gone", "x"], ["y"], "add"),
+        helper.make_node("Shape", ["y"], ["shape"], "shape"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["n"]) for name in "xy"]
+    shape = helper.make_tensor_value_info("shape", TensorProto.INT64, [1])
+    graph = helper.make_graph(nodes, "g", ends[:1], [ends[1], shape])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def steps(*rows: list[float]) -> list[dict[str, Any]]:
+    return [{"x": np.array(row, np.float16)} for row in rows]
+
+
+def test_the_largest_magnitude_of_each_value_and_its_step(model: Path) -> None:
+    assert ranges(model, steps([1, -3], [2, -4, 1], [0])) == [
+        NodeRange("multiply", "Mul", "square", True, 16.0, 1, None),
+        NodeRange("subtract", "Sub", "gone", True, 0.0, 0, None),
+        NodeRange("add", "Add", "y", True, 4.0, 1, None),
+    ]
+
+
+def test_an_overflow_and_what_it_does_to_the_nodes_after_it(model: Path) -> None:
+    square, gone, y = ranges(model, steps([200], [1, 300], [400]))
+    assert (square.largest, square.largest_step, square.nan_step) == (math.inf, 1, None)
+    assert (gone.largest, gone.nan_step) == (0.0, 1)
+    assert (y.largest, y.nan_step) == (200.0, 1)
+    assert all(item.exceeds(0.5) for item in (square, gone, y))
+
+
+def test_without_rounding_the_size_of_an_overflow_shows(model: Path) -> None:
+    square, gone, _ = ranges(model, steps([1, 300]), round_fp16=False)
+    assert square.float16
+    assert square.largest == 90000.0
+    assert square.exceeds(1.0)
+    assert not gone.exceeds(0.0)
+
+
+def test_values_near_the_largest_exceed_a_fraction(model: Path) -> None:
+    square, *_ = ranges(model, steps([200]))
+    assert square.largest == 40000.0
+    assert square.exceeds(0.5)
+    assert not square.exceeds(0.7)

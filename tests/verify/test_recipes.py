@@ -1,0 +1,156 @@
+"""A recipe that was damaged on purpose is found, and told from one that was not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from sdflow.store import Cache
+from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes, structure_of
+from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose
+from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from tests.store.builds import make_action, publish
+from tests.weights.conftest import Builder, synthetic
+
+SUBMODEL = "text_encoder"
+
+
+@pytest.fixture
+def structure(built: Builder, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built.structure(SUBMODEL, "cuda"), tmp_path / "structure"))
+
+
+@pytest.fixture
+def bound(structure: Path, tmp_path: Path) -> BoundModel:
+    """The model that was bound from the structure, before any damage."""
+    out = tmp_path / "bound"
+    out.mkdir()
+    bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL)), out)
+    return BoundModel(out, synthetic(SUBMODEL))
+
+
+def said(*arguments: Any, **options: Any) -> list[str]:
+    return [f"{finding.level}: {finding}" for finding in check_recipes(*arguments, **options)]
+
+
+def damage(structure: Path, wanted: Callable[[Recipe], bool], edit: Callable[[Any, Recipe], None]) -> str:
+    """Edit the first stub whose recipe is wanted; returns its name."""
+    path = structure / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    tensor = next(one for one in model.graph.initializer if is_stub(one) and wanted(stub_recipe(one)))
+    edit(tensor, stub_recipe(tensor))
+    path.write_bytes(model.SerializeToString())
+    return str(tensor.name)
+
+
+def recipe_entry(tensor: Any) -> Any:
+    return next(entry for entry in tensor.external_data if entry.key == "recipe")
+
+
+def moved(recipe: Recipe) -> bool:
+    """A square matrix, transposed and rounded."""
+    return isinstance(recipe, Float16) and isinstance(recipe.of, Transpose) and recipe.shape[0] == recipe.shape[1]
+
+
+def test_a_good_structure_and_its_model_have_nothing_to_say(structure: Path, bound: BoundModel) -> None:
+    assert check_recipes(structure, SUBMODEL, bound, sample=None) == []
+
+
+def test_a_recipe_that_is_none(structure: Path) -> None:
+    name = damage(structure, lambda recipe: True, lambda tensor, _: setattr(recipe_entry(tensor), "value", "{}"))
+    [message] = said(structure, SUBMODEL)
+    assert message.startswith(f"error: text_encoder: {name}: {name} has no recipe: not a recipe: ")
+    assert message.endswith(REMEDY)
+
+
+def test_a_recipe_of_another_shape(structure: Path) -> None:
+    def widen(tensor: Any, recipe: Recipe) -> None:
+        tensor.dims[0] += 1
+
+    name = damage(structure, moved, widen)
+    [message] = said(structure, SUBMODEL)
+    assert message.startswith(f"error: text_encoder: {name}: the recipe of {name} makes float16 [")
+
+
+def test_a_recipe_that_reads_no_parameter_of_the_module(structure: Path) -> None:
+    def misspell(tensor: Any, recipe: Recipe) -> None:
+        entry = recipe_entry(tensor)
+        entry.value = entry.value.replace(".weight", ".wait")
+
+    name = damage(structure, moved, misspell)
+    [message] = said(structure, SUBMODEL)
+    assert message.startswith(f"error: text_encoder: {name}: the recipe of {name} reads ")
+    assert message.endswith(f"which is no parameter of that shape: {REMEDY}")
+
+
+def test_a_recipe_that_reads_the_neighbours_weight(structure: Path) -> None:
+    def neighbour(tensor: Any, recipe: Recipe) -> None:
+        entry = recipe_entry(tensor)
+        assert "layers.0" in entry.value
+        entry.value = entry.value.replace("layers.0", "layers.1")
+
+    def in_the_first_layer(recipe: Recipe) -> bool:
+        return moved(recipe) and "layers.0" in recipe.of.of.key  # type: ignore[union-attr]
+
+    name = damage(structure, in_the_first_layer, neighbour)
+    other = name.replace("layers.0", "layers.1")
+    assert said(structure, SUBMODEL) == [
+        f"error: text_encoder: {name}: is made of {other} and not of the parameter of its name: {REMEDY}",
+        f"error: text_encoder: {other}: {other} goes into it and into {name}, and {name} into nothing: {REMEDY}",
+    ]
+
+
+def test_a_whole_recipe_with_other_values_is_told_by_the_model_bound_before(structure: Path, bound: BoundModel) -> None:
+    def not_transposed(tensor: Any, recipe: Recipe) -> None:
+        assert isinstance(recipe, Float16)
+        assert isinstance(recipe.of, Transpose)
+        make_stub(tensor, Float16(recipe.smallest, recipe.largest, Reshape(recipe.shape, recipe.of.of)))
+
+    name = damage(structure, moved, not_transposed)
+    assert check_recipes(structure, SUBMODEL) == [], "shapes, types and parameters are as they should be"
+    assert said(structure, SUBMODEL, bound, sample=None) == [
+        f"error: text_encoder: {name}: its recipe gives other values than the model has: {REMEDY}"
+    ]
+
+
+def test_a_weight_that_was_changed_after_it_was_bound(structure: Path, bound: BoundModel) -> None:
+    path = bound.folder / "model.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    [message] = said(structure, SUBMODEL, bound, sample=None)
+    assert message.endswith(f"its recipe gives other values than the model has: {REMEDY}")
+
+
+def test_the_weights_of_another_checkpoint(structure: Path, bound: BoundModel) -> None:
+    other = BoundModel(bound.folder, synthetic(SUBMODEL, seed=1))
+    assert len(said(structure, SUBMODEL, other, sample=3)) == 3
+
+
+def test_the_structure_of_a_pipelines_submodel_is_found_in_the_cache(structure: Path, tmp_path: Path) -> None:
+    cache, action = Cache(tmp_path / "cache"), make_action()
+    record = publish(cache, action, {path.name: path.read_bytes() for path in structure.iterdir()})
+    steps = [{"pass": "OrtTransformersOptimization", "action": action.digest}, {"pass": "BindWeights", "action": "x"}]
+    assert structure_of({"steps": steps}, cache.root) == record.artifact.path
+    assert structure_of({"steps": steps[:1]}, cache.root) is None, "its weights were carried"
+    assert structure_of({"steps": steps}, tmp_path / "another") is None
+
+
+def test_missing_parameters(structure: Path) -> None:
+    (structure / "parameters.json").unlink()
+    assert said(structure, SUBMODEL) == [f"error: text_encoder: parameters.json: no such file: {REMEDY}"]
+
+
+def test_parameters_of_another_architecture(structure: Path) -> None:
+    path = structure / "parameters.json"
+    path.write_text(json.dumps({key: [*shape, 1] for key, shape in json.loads(path.read_text()).items()}))
+    found = check_recipes(structure, SUBMODEL)
+    assert found
+    assert all(finding.what.endswith("which is no parameter of that shape") for finding in found)
