@@ -14,6 +14,8 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.evaluate.device import versions
 from sdflow.runtime.schedule import require_known
+from sdflow.runtime.tuned import recorded_tuning
+from sdflow.runtime.tuning import Tuning
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -108,9 +110,12 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
     manifest = read_manifest(request.folder)
     target = request.target or manifest["target"]
+    recorded = recorded_tuning(request.folder, TARGETS[target])
+    if recorded.note:
+        progress.phase(recorded.note)
     progress.phase(f"loading {request.folder} on {TARGETS[target].title}")
     begun = time.perf_counter()
-    pipeline = _load(request, target)
+    pipeline = _load(request, target, recorded.tuning)
     loaded = time.perf_counter()
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
@@ -171,7 +176,7 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
-def _load(request: GenerateRequest, target: str) -> Pipeline:
+def _load(request: GenerateRequest, target: str, tuning: Tuning) -> Pipeline:
     from sdflow.runtime.pipeline import Pipeline
 
     return Pipeline.load(
@@ -181,6 +186,7 @@ def _load(request: GenerateRequest, target: str) -> Pipeline:
         safety_checker=request.safety_checker,
         low_memory=request.low_memory,
         threads=request.threads,
+        tuning=tuning,
     )
 
 
