@@ -3,8 +3,8 @@
     python bench/ablation.py GRAPHS [--weights FOLDER] [--seconds 290] [--only unet decoder text options profile]
                              [--json rows.json]
 
-GRAPHS: one folder for each graph without weights, as `bench/ablation_graphs.py` makes them: unet.base, unet.bias,
-vae_decoder.base, vae_decoder.bias, vae_decoder.bias_norm, text_encoder.base. Random weights of a sane scale are made on
+GRAPHS: one folder for each graph without weights, as `bench/ablation_graphs.py` makes them (unet.base, unet.bias, ...):
+"bias" is ConvBiasFusion, "norm" its option group_norm, "resize" NhwcResize. Random weights of a sane scale are made on
 the device and written to FOLDER (2.1 GB, a temporary one by default). Rows are printed as they come; the most telling
 come first, and what does not fit into --seconds is named at the end.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -118,7 +119,6 @@ def give_weights(graphs: Mapping[str, Any], folder: Path, device: str = "cuda") 
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, recipes))
-    data.flush()
 
 
 def _params(recipe: Any) -> Iterator[Any]:
@@ -305,15 +305,18 @@ def unet(table: Ablation, batch: int, options: Mapping[str, str] | None = None, 
 
     changes = dict(options or {})
     inputs, sizes = unet_inputs(batch), unet_sizes(batch)
-    base, bias = table.graphs["unet.base"], table.graphs["unet.bias"]
+    base, bias, both = (table.graphs[f"unet.{name}"] for name in ("base", "bias", "bias_resize"))
     best = None
     if not only_best:
         table.measure("unet", "as built", batch, lambda: static(base, sizes), inputs, "out_sample")
         table.measure("unet", "shapes folded", batch, lambda: specialize(base, sizes), inputs, "out_sample")
-        table.measure("unet", "+ ConvBiasFusion", batch, lambda: specialize(bias, sizes), inputs, "out_sample")
-    cases = [("+ ConvBiasFusion, split, guidance shared", bias, True)]
+        table.measure("unet", "ConvBiasFusion", batch, lambda: specialize(bias, sizes), inputs, "out_sample")
+        table.measure(
+            "unet", "ConvBiasFusion, NhwcResize", batch, lambda: specialize(both, sizes), inputs, "out_sample"
+        )
+    cases = [("both passes, split, guidance shared", both, True)]
     if not only_best:
-        cases = [("split", base, False), ("+ ConvBiasFusion, split", bias, False), *cases]
+        cases = [("split", base, False), ("both passes, split", both, False), *cases]
     for name, model, guidance in cases:
         if time.monotonic() > table.end:
             table.skipped.append(f"unet {name} batch {batch}")
@@ -361,13 +364,19 @@ def decoder(table: Ablation, batch: int) -> Bound | None:
     graphs, best = table.graphs, None
     base = graphs["vae_decoder.base"]
     table.measure("decoder", "as built", batch, lambda: static(base, sizes), inputs, "sample")
-    for name, key in (("shapes folded", "base"), ("+ ConvBiasFusion", "bias"), ("+ into GroupNorm too", "bias_norm")):
+    for name, key in (
+        ("shapes folded", "base"),
+        ("NhwcResize", "resize"),
+        ("ConvBiasFusion", "bias"),
+        ("ConvBiasFusion, NhwcResize", "bias_resize"),
+        ("ConvBiasFusion group_norm, NhwcResize", "bias_norm_resize"),
+    ):
         model = graphs[f"vae_decoder.{key}"]
         best = table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample") or best
     for name, key, change in (
         ("fuse_conv_bias=1", "base", {"fuse_conv_bias": "1"}),
-        ("+ ConvBiasFusion, fuse_conv_bias=1", "bias", {"fuse_conv_bias": "1"}),
-        ("+ ConvBiasFusion, prefer_nhwc=1", "bias", {"prefer_nhwc": "1"}),
+        ("both passes, fuse_conv_bias=1", "bias_resize", {"fuse_conv_bias": "1"}),
+        ("both passes, prefer_nhwc=1", "bias_resize", {"prefer_nhwc": "1"}),
     ):
         model = graphs[f"vae_decoder.{key}"]
         table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample", **change)
@@ -433,6 +442,7 @@ def _short(name: str) -> str:
 
 
 def main() -> None:
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     import onnx
     import torch  # before onnxruntime, so that its CUDA and cuDNN libraries are the ones that are loaded
 

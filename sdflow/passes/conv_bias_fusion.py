@@ -28,6 +28,7 @@ from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.graph_facts import graph_facts
+from sdflow.passes.olive import copy_companions
 from sdflow.passes.onnx_files import store_proto
 
 DOMAIN = "com.microsoft"
@@ -83,6 +84,7 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
                 remedy="Turn on enable_skip_group_norm before it, or leave it out.",
             )
         store_proto(model, inputs.model, out)
+        copy_companions(inputs.model, out)
         return {**graph_facts(out / MODEL_FILE), "folded": dict(folded), "kept": _with_bias(model.graph)}
 
 
@@ -186,7 +188,7 @@ def _residual(edit: GraphEdit, add: Any) -> list[tuple[Any, str]]:
 
 def _channels(edit: GraphEdit, value: str) -> int:
     """Channels of a feature map in NHWC; 0 if this cannot be told."""
-    node = edit.producers.get(value)
+    node: Any = edit.producers.get(value)
     while node is not None and node.op_type == "Reshape":  # as this pass puts it behind BiasAdd
         node = edit.producers.get(node.input[0])
     place = {"NhwcConv": 1, "SkipGroupNorm": 1, "GroupNorm": 1, "BiasAdd": 1}.get(node.op_type) if node else None

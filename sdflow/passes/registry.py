@@ -23,6 +23,7 @@ OWN = {
     "LoraMerge": "sdflow.passes.lora_merge",
     "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
+    "NhwcResize": "sdflow.passes.nhwc_resize",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
 }
 """Name -> module, in the order of a usual chain. The class has the pass's name."""

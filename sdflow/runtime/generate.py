@@ -13,6 +13,9 @@ from sdflow.assemble import read_manifest
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.evaluate.device import versions
+from sdflow.runtime.folder import submodel_config
+from sdflow.runtime.inputs import granularity, require_size
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import require_known
 from sdflow.runtime.tuned import recorded_tuning
 from sdflow.runtime.tuning import Tuning
@@ -20,8 +23,6 @@ from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from sdflow.runtime.pipeline import Pipeline
 
 SHEET_FILE = "sheet.png"
 
@@ -106,9 +107,9 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
     """
+    manifest = read_manifest(request.folder)
     _check(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
-    manifest = read_manifest(request.folder)
     target = request.target or manifest["target"]
     recorded = recorded_tuning(request.folder, TARGETS[target])
     if recorded.note:
@@ -162,6 +163,8 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("a mask needs the image that it belongs to", where="--mask", remedy="Add --image FILE.")
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
+    configs = (submodel_config(request.folder, name) for name in ("unet", "vae_decoder"))
+    require_size(granularity(*configs), request.height, request.width)
     if request.out.exists() and not request.out.is_dir():
         raise UsageError("this is not a folder", where=str(request.out), remedy="Name another with --out.")
 
@@ -177,8 +180,6 @@ def _open(path: Path) -> Image:
 
 
 def _load(request: GenerateRequest, target: str, tuning: Tuning) -> Pipeline:
-    from sdflow.runtime.pipeline import Pipeline
-
     return Pipeline.load(
         request.folder,
         target,

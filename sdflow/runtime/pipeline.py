@@ -19,6 +19,15 @@ from sdflow.artifact import SUBMODELS
 from sdflow.errors import PassError, UsageError
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
+from sdflow.runtime.inputs import (
+    draw_noises,
+    granularity,
+    make_start,
+    per_picture,
+    read_image,
+    read_mask,
+    require_size,
+)
 from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import choose_provider, import_onnxruntime
@@ -78,8 +87,7 @@ class Pipeline:
         vae, unet = submodels["vae_decoder"].config, submodels["unet"].config
         self.vae_scale = vae_scale(vae)
         self.channels = int(vae["latent_channels"])
-        # PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
-        self.granularity = self.vae_scale * 2 ** (len(unet["block_out_channels"]) - 1)
+        self.granularity = granularity(unet, vae)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._unets: dict[tuple[Any, ...], UNet] = {}
 
@@ -154,25 +162,32 @@ class Pipeline:
         import torch
 
         with self.place.current(), torch.no_grad():
-            prompts, negatives = _per_picture(prompt, negative_prompt, num_images_per_prompt)
+            prompts, negatives = per_picture(prompt, negative_prompt, num_images_per_prompt)
             if mask_image is not None and image is None:
                 raise UsageError("a mask needs the image that it belongs to", where="mask_image")
+            if image is not None and "vae_encoder" not in self.submodels:
+                raise UsageError("the pipeline has no vae_encoder, so it cannot start from an image", where="image")
             if strength is None:
                 strength = 0.8 if image is not None and mask_image is None else 1.0
             guided = guidance_scale > 1
-            pixels, height, width = self._pixels(image, height, width)
+            if image is not None:
+                image = read_image(image, height, width, self.granularity)
+                scale = self.vae_scale if image.shape[1] == self.channels else 1
+                height, width = (int(size) * scale for size in image.shape[2:])
             shape = self.latents_shape(len(prompts), height, width)
+            mask = None if mask_image is None else read_mask(mask_image, *(size * self.vae_scale for size in shape[2:]))
             schedule = self._schedule(
                 num_inference_steps,
                 strength=strength if image is not None else 1.0,
                 # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
-                from_image=image is not None and (mask_image is None or (strength < 1 and latents is None)),
-                inpaint=mask_image is not None,
+                from_image=image is not None and (mask is None or (strength < 1 and latents is None)),
+                inpaint=mask is not None,
                 eta=eta,
                 guidance_scale=guidance_scale if guided else None,
             )
-            noises = self._noises(shape, schedule.draws, latents, generator)
-            start = self._start(noises, pixels, mask_image)
+            noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, latents, generator)]
+            unet_channels = int(self.submodels["unet"].config["in_channels"])
+            start = make_start(noises, image, mask, self._encoded, unet_channels)
             texts = [*negatives, *prompts] if guided else prompts
             unet = self._loaded(start, len(texts))
             embeddings = self.encode(texts)
@@ -238,9 +253,7 @@ class Pipeline:
     def latents_shape(self, pictures: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
         """(pictures, channels, rows, columns) of the latents for a picture size in pixels."""
         own = self.submodels["unet"].config["sample_size"]
-        for name, size in (("height", height), ("width", width)):
-            if size is not None and (size <= 0 or size % self.granularity):
-                raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {self.granularity}.")
+        require_size(self.granularity, height, width)
         rows = own if height is None else height // self.vae_scale
         columns = own if width is None else width // self.vae_scale
         return pictures, self.channels, int(rows), int(columns)
@@ -287,80 +300,9 @@ class Pipeline:
             self._schedules[key] = guided.to(self.place.device)
         return self._schedules[key]
 
-    def _noises(self, shape: tuple[int, ...], draws: int, latents: Any, generator: Any) -> list[torch.Tensor]:
-        """The first noise and those that the scheduler draws, in the order in which diffusers draws them."""
-        import torch
-        from diffusers.utils.torch_utils import randn_tensor
-
-        first = [] if latents is None else [torch.as_tensor(latents, dtype=torch.float32)]
-        if first and tuple(first[0].shape) != shape:
-            raise UsageError(f"latents of shape {tuple(first[0].shape)}, expected {shape}")
-        drawn = [randn_tensor(shape, generator=generator) for _ in range(draws + 1 - len(first))]
-        return [noise.to(self.place.device) for noise in (*first, *drawn)]
-
-    def _pixels(self, image: Any, height: int | None, width: int | None) -> tuple[Any, int | None, int | None]:
-        """The image as (images, 3, height, width) in [-1, 1], or as latents, and the size of the picture in pixels."""
-        from diffusers.image_processor import VaeImageProcessor
-
-        if image is None:
-            return None, height, width
-        if "vae_encoder" not in self.submodels:
-            raise UsageError("the pipeline has no vae_encoder, so it cannot start from an image", where="image")
-        processor = VaeImageProcessor(vae_scale_factor=self.granularity, do_convert_rgb=True)
-        try:
-            pixels = processor.preprocess(image, height=height, width=width)
-        except ValueError as error:
-            raise UsageError(str(error), where="image") from error
-        scale = 1 if pixels.shape[1] != 3 else self.vae_scale
-        rows, columns = (int(size) * self.vae_scale // scale for size in pixels.shape[2:])
-        return pixels, rows, columns
-
-    def _start(self, noises: list[torch.Tensor], pixels: torch.Tensor | None, mask_image: Any) -> Start:
-        import torch
-        from diffusers.image_processor import VaeImageProcessor
-
-        noise, *drawn = noises
-        inpainting_unet = self.submodels["unet"].config["in_channels"] != self.channels
-        if inpainting_unet and mask_image is None:
-            raise UsageError("this UNet is for inpainting", remedy="Give it an image and a mask.")
-        if pixels is None:
-            return Start(noise, drawn)
-        if len(noise) % len(pixels):
-            raise UsageError(f"{len(pixels)} images for {len(noise)} pictures", where="image")
-        mask = None
-        if mask_image is not None:
-            binary = VaeImageProcessor(
-                vae_scale_factor=self.granularity, do_normalize=False, do_binarize=True, do_convert_grayscale=True
-            )
-            size = [int(each) * self.vae_scale for each in noise.shape[2:]]
-            mask = binary.preprocess(mask_image, height=size[0], width=size[1])
-
-        def encoded(images: torch.Tensor) -> torch.Tensor:
-            images = images.to(self.place.device, torch.float32)
-            if images.shape[1] != 3:
-                return images.repeat(len(noise) // len(images), 1, 1, 1)
-            with self._using("vae_encoder") as encoder:
-                latents = encode(encoder, images, tiles=self.low_memory)
-            return latents.repeat(len(noise) // len(latents), 1, 1, 1)
-
-        if mask is None:
-            return Start(noise, drawn, encoded(pixels))
-        small = torch.nn.functional.interpolate(mask, size=tuple(noise.shape[2:])).to(self.place.device)
-        if not inpainting_unet:
-            return Start(noise, drawn, encoded(pixels), small > 0.5)
-        context = torch.cat([small.expand(len(noise), -1, -1, -1), encoded(pixels * (mask < 0.5))], dim=1)
-        return Start(noise, drawn, encoded(pixels), context=context)
-
-
-def _per_picture(
-    prompt: str | Sequence[str], negative_prompt: str | Sequence[str], images: int
-) -> tuple[list[str], list[str]]:
-    """A prompt and a negative prompt for every picture."""
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
-    if len(negatives) != len(prompts):
-        raise UsageError(f"{len(negatives)} negative prompts for {len(prompts)} prompts")
-    return [each for each in prompts for _ in range(images)], [each for each in negatives for _ in range(images)]
+    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
+        with self._using("vae_encoder") as encoder:
+            return encode(encoder, images, tiles=self.low_memory)
 
 
 def _split_or_whole(unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...]) -> UNet:

@@ -114,7 +114,7 @@ def _reach(graph: Any) -> dict[str, frozenset[str]]:
 
 
 def _output(node: Any) -> str:
-    return next(name for name in node.output if name)
+    return next(str(name) for name in node.output if name)
 
 
 def _types(graph: Any) -> dict[str, Any]:

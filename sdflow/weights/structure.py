@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 PARAMETERS_FILE = "parameters.json"
 
-CARRIED_ONLY_MOVED = ("OnnxConversion", "OrtTransformersOptimization", "ConvBiasFusion", "OnnxFloatToFloat16")
+CARRIED_ONLY_MOVED = (
+    "OnnxConversion",
+    "OrtTransformersOptimization",
+    "ConvBiasFusion",
+    "NhwcResize",
+    "OnnxFloatToFloat16",
+)
 """Passes that only move, add or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""
 
 REMEDY = "Build the structure again."

@@ -53,6 +53,14 @@ class Optimization(Options):
     optimization_options: Fusions | None = None
 
 
+class ConvBias(Options):
+    """Fold biases."""
+
+
+class Resize(Options):
+    """Upsample."""
+
+
 class Half(Options):
     """To fp16."""
 
@@ -82,6 +90,8 @@ PASSES = {
         PassInfo("OnnxConversion", "checkpoint", False, Conversion),
         PassInfo("LoraMerge", "onnx", True, Merge),
         PassInfo("OrtTransformersOptimization", "onnx", False, Optimization),
+        PassInfo("ConvBiasFusion", "onnx", False, ConvBias),
+        PassInfo("NhwcResize", "onnx", False, Resize),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
     )
 }

@@ -15,6 +15,7 @@ from sdflow.weights.recipe import (
     Param,
     Recipe,
     Reshape,
+    Sum,
     Transpose,
     evaluate,
     from_json,
@@ -25,6 +26,7 @@ from sdflow.weights.recipe import (
 W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 PARAM = Param("w", (6, 4))
 ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
+HALF = Float16(5.96e-08, 65504.0, PARAM)
 CASES: list[tuple[Recipe, Any]] = [
     (PARAM, W),
     (Transpose((1, 0), PARAM), W.T),
@@ -33,6 +35,9 @@ CASES: list[tuple[Recipe, Any]] = [
     (Float16(5.96e-08, 65504.0, Transpose((1, 0), PARAM)), to_float16(W.T)),
     (Float16(1e-3, 1.0, Join(0, (PARAM, ZEROS))), to_float16(np.concatenate([W, np.zeros_like(W)]), 1e-3, 1.0)),
     (Transpose((1, 0), Float16(5.96e-08, 65504.0, PARAM)), to_float16(W).T),
+    (Sum((PARAM, PARAM, ZEROS)), W + W),
+    (Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, PARAM))))), to_float16(W + (W + W))),
+    (Sum((HALF, HALF, HALF)), (to_float16(W) * np.float32(3)).astype(np.float16)),
 ]
 
 

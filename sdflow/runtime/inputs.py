@@ -1,0 +1,111 @@
+"""What a picture begins with: prompts, sizes, noise, an image and a mask, made ready for the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import UsageError
+from sdflow.runtime.denoise import Start
+from sdflow.runtime.vae import vae_scale
+
+if TYPE_CHECKING:
+    import torch
+
+
+def granularity(unet: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
+    """Height and width in pixels must be multiples of this. The arguments are the submodels' configs.
+
+    PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
+    """
+    return int(vae_scale(vae) * 2 ** (len(unet["block_out_channels"]) - 1))
+
+
+def require_size(multiple: int, height: int | None, width: int | None) -> None:
+    """Raises UsageError for a size in pixels that is no multiple of this."""
+    for name, size in (("height", height), ("width", width)):
+        if size is not None and (size <= 0 or size % multiple):
+            raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {multiple}.")
+
+
+def per_picture(
+    prompt: str | Sequence[str], negative_prompt: str | Sequence[str], images: int
+) -> tuple[list[str], list[str]]:
+    """A prompt and a negative prompt for every picture, `images` of each prompt."""
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+    if len(negatives) != len(prompts):
+        raise UsageError(f"{len(negatives)} negative prompts for {len(prompts)} prompts")
+    return [each for each in prompts for _ in range(images)], [each for each in negatives for _ in range(images)]
+
+
+def read_image(image: Any, height: int | None, width: int | None, multiple: int) -> torch.Tensor:
+    """(images, 3, height, width) in [-1, 1], resized to these pixels and to a multiple; latents stay as they are."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    return _preprocess(VaeImageProcessor(vae_scale_factor=multiple, do_convert_rgb=True), image, height, width)
+
+
+def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
+    """(masks, 1, height, width), 1 where it is white."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    return _preprocess(processor, mask, height, width)
+
+
+def _preprocess(processor: Any, image: Any, height: int | None, width: int | None) -> torch.Tensor:
+    try:
+        pixels: torch.Tensor = processor.preprocess(image, height=height, width=width)
+    except ValueError as error:
+        raise UsageError(str(error), where="image") from error
+    return pixels
+
+
+def draw_noises(shape: tuple[int, ...], draws: int, latents: Any, generator: Any) -> list[torch.Tensor]:
+    """The first noise, or the latents given for it, then `draws` for the scheduler, in the order of diffusers."""
+    import torch
+    from diffusers.utils.torch_utils import randn_tensor
+
+    first = [] if latents is None else [torch.as_tensor(latents, dtype=torch.float32)]
+    if first and tuple(first[0].shape) != shape:
+        raise UsageError(f"latents of shape {tuple(first[0].shape)}, expected {shape}")
+    return [*first, *(randn_tensor(shape, generator=generator) for _ in range(draws + 1 - len(first)))]
+
+
+def make_start(
+    noises: Sequence[torch.Tensor],
+    image: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    unet_channels: int,
+) -> Start:
+    """noises: as of `draw_noises`, on the device. image, mask: as read. encode: of the VAE, pixels to latents.
+
+    Raises UsageError where they do not go together.
+    """
+    import torch
+
+    noise, *drawn = noises
+    for_inpainting = unet_channels != noise.shape[1]
+    if for_inpainting and mask is None:
+        raise UsageError("this UNet is for inpainting", remedy="Give it an image and a mask.")
+    if image is None:
+        return Start(noise, drawn)
+    if len(noise) % len(image):
+        raise UsageError(f"{len(image)} images for {len(noise)} pictures", where="image")
+
+    def encoded(pixels: torch.Tensor) -> torch.Tensor:
+        pixels = pixels.to(noise.device, torch.float32)
+        latents = pixels if pixels.shape[1] == noise.shape[1] else encode(pixels)
+        return latents.repeat(len(noise) // len(latents), 1, 1, 1)
+
+    if mask is None:
+        return Start(noise, drawn, encoded(image))
+    small = torch.nn.functional.interpolate(mask, size=tuple(noise.shape[2:])).to(noise.device)
+    if not for_inpainting:
+        return Start(noise, drawn, encoded(image), small > 0.5)
+    if image.shape[1] != 3:
+        raise UsageError("a UNet for inpainting needs the image itself, not its latents", where="image")
+    context = torch.cat([small.expand(len(noise), -1, -1, -1), encoded(image * (mask < 0.5))], dim=1)
+    return Start(noise, drawn, encoded(image), context=context)

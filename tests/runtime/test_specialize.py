@@ -1,0 +1,87 @@
+"""A graph for fixed sizes computes the same, and has no shape arithmetic left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from sdflow.errors import PassError
+from sdflow.runtime.specialize import specialize
+
+SHAPE_ARITHMETIC = {"Shape", "Size", "Range", "ConstantOfShape", "Constant", "Where", "Equal", "Less", "CumSum", "Tile"}
+SIZES = {"batch": 2, "latent_height": 8, "latent_width": 8, "sequence": 77}
+
+
+def load(folder: Path) -> Any:
+    return onnx.load(str(folder / "model.onnx"), load_external_data=False)
+
+
+def run(model: Any, folder: Path, feeds: dict[str, Any]) -> list[Any]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feeds))
+
+
+def feeds_of(model: Any) -> dict[str, Any]:
+    """Random inputs for a model with static shapes."""
+    random = np.random.default_rng(0)
+    feeds = {}
+    for item in model.graph.input:
+        kind = onnx.helper.tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type)
+        shape = [axis.dim_value for axis in item.type.tensor_type.shape.dim]
+        values = random.standard_normal(shape) if kind.kind == "f" else random.integers(0, 500, shape)
+        feeds[item.name] = np.asarray(values).astype(kind)
+    return feeds
+
+
+@pytest.mark.parametrize("submodel", ["text_encoder", "unet", "vae_decoder"])
+def test_a_submodel_for_fixed_sizes_gives_the_same_bits(tiny_pipeline: Path, submodel: str) -> None:
+    folder = tiny_pipeline / submodel
+    model = load(folder)
+    fixed = specialize(model, SIZES)
+    feeds = feeds_of(fixed)
+    for old, new in zip(run(model, folder, feeds), run(fixed, folder, feeds), strict=True):
+        np.testing.assert_array_equal(new, old)
+    left = {node.op_type for node in fixed.graph.node}
+    assert not left & SHAPE_ARITHMETIC
+    known = {info.name: info.type for info in (*fixed.graph.value_info, *fixed.graph.output)}
+    for node in fixed.graph.node:
+        for name in filter(None, node.output):
+            assert all(axis.dim_value > 0 for axis in known[name].tensor_type.shape.dim), name
+
+
+def test_the_graph_of_the_artifact_stays_as_it_is(tiny_pipeline: Path) -> None:
+    model = load(tiny_pipeline / "vae_decoder")
+    before = model.SerializeToString(deterministic=True)
+    specialize(model, SIZES)
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_text_encoder_without_its_pooled_output_has_nothing_that_only_a_cpu_computes(tiny_pipeline: Path) -> None:
+    model = load(tiny_pipeline / "text_encoder")
+    assert "ArgMax" in {node.op_type for node in specialize(model, SIZES).graph.node}
+    fixed = specialize(model, SIZES, ["last_hidden_state"])
+    assert "ArgMax" not in {node.op_type for node in fixed.graph.node}
+    assert [item.name for item in fixed.graph.output] == ["last_hidden_state"]
+    feeds = feeds_of(fixed)
+    folder = tiny_pipeline / "text_encoder"
+    np.testing.assert_array_equal(run(fixed, folder, feeds)[0], run(model, folder, feeds)[0])
+
+
+def test_what_is_missing_is_named(tiny_pipeline: Path) -> None:
+    model = load(tiny_pipeline / "vae_decoder")
+    with pytest.raises(PassError, match="'latent_width' of latent_sample has no size"):
+        specialize(model, {"batch": 1, "latent_height": 8})
+    with pytest.raises(PassError, match="no output 'pictures'"):
+        specialize(model, SIZES, ["pictures"])
+    next(node for node in model.graph.node if node.op_type == "Conv").domain = "com.example"
+    with pytest.raises(PassError, match="of Conv .* is not known"):
+        specialize(model, SIZES)

@@ -1,0 +1,106 @@
+"""The parts of a UNet give what the UNet gives, each computing its own share only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from sdflow.errors import PassError
+from sdflow.runtime.split import SplitUNet, run_split, split_unet
+from sdflow.verify.lowering import lower
+from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
+
+SIZES = {"batch": 4, "latent_height": 8, "latent_width": 8, "sequence": 77}
+TIMESTEPS = (981.25, 500.0, 1.0)
+
+
+def load(folder: Path) -> Any:
+    return onnx.load(str(folder / "model.onnx"), load_external_data=False)
+
+
+def session(model: Any, folder: Path) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    # What ONNX Runtime fuses differs between the whole and its parts, and so does the rounding.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def lowered(model: Any, folder: Path) -> Any:
+    return session(lower(model).model, folder)
+
+
+def steps(model: Any, parts: SplitUNet) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Inputs for the whole UNet and for its parts: other latents in every step, equal in both halves of a batch."""
+    random = np.random.default_rng(0)
+    names = [item.name for item in model.graph.input]
+    width = model.graph.input[2].type.tensor_type.shape.dim[2].dim_value
+    text = random.standard_normal((4, 77, width)).astype(np.float32)
+    whole, split = [], []
+    for timestep in TIMESTEPS:
+        sample = random.standard_normal((2, 4, 8, 8)).astype(np.float32)
+        both = np.concatenate([sample, sample])
+        values = [both, np.array([timestep], np.float32), text]
+        whole.append(dict(zip(names, values, strict=True)))
+        split.append({**whole[-1], "sample": both[: parts.latents]})
+    return whole, split
+
+
+def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) -> SplitUNet:
+    parts = split_unet(model, SIZES, guidance=guidance)
+    assert (parts.rows, parts.latents) == (4, 2 if guidance else 4)
+    whole, split = steps(model, parts)
+    reference = open_session(model, folder)
+    sessions = [open_session(part, folder) for part in (parts.text, parts.timestep, parts.step)]
+    results = run_split(parts, sessions, split)
+    for feed, result in zip(whole, results, strict=True):
+        expected = reference.run(None, feed)[0]
+        assert expected.std() > 0.1
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    return parts
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_the_parts_give_what_the_unet_gives(tiny_pipeline: Path, guidance: bool) -> None:
+    folder = tiny_pipeline / "unet"
+    parts = assert_same(load(folder), folder, session, guidance=guidance)
+    assert len(parts.text_values) >= 32 and len(parts.time_values) == 22
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_the_parts_of_a_graph_for_cuda_give_what_it_gives(fused_unet: Any, guidance: bool) -> None:  # noqa: F811
+    model = load(fused_unet.path)
+    parts = assert_same(model, fused_unet.path, lowered, guidance=guidance)
+    attention = [node for node in parts.step.graph.node if node.op_type == "MultiHeadAttention"]
+    crossed = [node for node in attention if node.input[1:2] and node.input[1] in parts.text_values]
+    assert crossed and all(len(node.input) == 3 for node in crossed), "keys and values come unpacked"
+    assert len(crossed) * 2 == len(parts.text_values)
+
+
+def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: F811
+    model = load(fused_unet.path)
+    parts = split_unet(model, SIZES, guidance=True)
+
+    def weights(graph: Any) -> set[str]:
+        return {tensor.name for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
+
+    text, timestep, step = (weights(part.graph) for part in (parts.text, parts.timestep, parts.step))
+    assert text and timestep and not text & step and not timestep & step
+    assert text | timestep | step == weights(model.graph)
+    assert {item.name for item in parts.text.graph.input} == {"encoder_hidden_states"}
+    assert {item.name for item in parts.timestep.graph.input} == {"timestep"}
+    assert {item.name for item in parts.step.graph.input} == {"sample", *parts.text_values, *parts.time_values}
+    first = next(node for node in parts.step.graph.node if node.op_type == "NhwcConv")
+    shapes = {item.name: item.type.tensor_type.shape.dim[0].dim_value for item in parts.step.graph.input}
+    assert shapes["sample"] == 2 and first.output[0].endswith("conv_in/Conv_output_0")
+
+
+def test_a_batch_without_two_halves_is_an_error(fused_unet: Any) -> None:  # noqa: F811
+    with pytest.raises(PassError, match="a batch of 3 has no two halves"):
+        split_unet(load(fused_unet.path), {**SIZES, "batch": 3}, guidance=True)
