@@ -85,7 +85,10 @@ def torch_drawer(
     import torch
 
     element = getattr(torch, dtype)
-    parts: dict[str, Any] = {name: _own(module).to(device, element) for name, module in modules.items()}
+    # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
+    parts: dict[str, Any] = {
+        name: torch.nn.Module.to(_own(module), device, element) for name, module in modules.items()
+    }
     if engine.compile_mode or (device == "cuda" and engine.attention != "plain"):
         for name in ("unet", "vae"):
             parts[name].to(memory_format=torch.channels_last)

@@ -199,12 +199,15 @@ def about(result: BenchResult) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {value}" for name, value in result.versions.items())
     told = {name: value for name, value in result.settings.items() if name != "cases"}
     yield "settings", ", ".join(f"{name} {value!r}" for name, value in told.items())
-    for engine in result.measured:
-        check = next((found.check for found in engine.cases if found is not None and found.check), None)
-        if check is not None:
-            yield f"tolerance of {engine.name}", f"{check.tolerance:.2e} ({check.source})"
-        if engine.note:
-            yield engine.name, engine.note
+    tolerances = {
+        (engine.dtype, str(case)): found.check
+        for engine in result.measured
+        for case, found in zip(result.cases, engine.cases, strict=True)
+        if found is not None and found.check is not None
+    }
+    for (dtype, case), check in tolerances.items():
+        yield f"tolerance of {dtype}, {case}", f"{check.tolerance:.2e}: {check.source}"
+    yield from ((engine.name, engine.note) for engine in result.measured if engine.note)
     yield "measured", result.time
 
 
