@@ -63,7 +63,7 @@ def recorded_tuning(folder: Path, target: Target) -> Recorded:
     if not records:
         return Recorded(UNTUNED)
     differing = ", ".join(key for key in here if here[key] != records[-1]["machine"].get(key))
-    return Recorded(UNTUNED, f"not tuned: the last `sdflow tune` was with another {differing}")
+    return Recorded(UNTUNED, f"not tuned: the last `sdflow tune` was with other {differing}")
 
 
 def record_tuning(folder: Path, target: Target, tuning: Tuning, evidence: Mapping[str, Any]) -> Path:
