@@ -3,7 +3,8 @@
     python bench/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5] [--engines sdflow eager compile]
 
 GRAPHS: a folder with text_encoder, unet and vae_decoder, each a structure (a graph without weights, `parameters.json`,
-`config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5. Weights are
+`config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5; and the
+tokenizer, if it is not that of CLIP. Weights are
 drawn here, seeded, rounded to float16, and given to every engine; so are the latents. Engines take turns, picture by
 picture. Every picture is compared with PyTorch's in float32. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
 What fails is printed in full, and the rest goes on.
@@ -159,8 +160,9 @@ class Bench:
 
         from sdflow.sources.architectures import architecture_config, companion_folder
 
+        own = self.options.graphs / "tokenizer"
         return {
-            "tokenizer": CLIPTokenizer.from_pretrained(companion_folder("sd15", "tokenizer")),
+            "tokenizer": CLIPTokenizer.from_pretrained(own if own.is_dir() else companion_folder("sd15", "tokenizer")),
             "scheduler": diffusers.DDIMScheduler.from_config(architecture_config("sd15", "scheduler")),
         }
 
@@ -184,8 +186,10 @@ class Bench:
         )
         pipeline.set_progress_bar_config(disable=True)
         if compiled:
-            pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
-            pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode="reduce-overhead", fullgraph=True)
+            pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True, dynamic=False)
+            pipeline.vae.decode = torch.compile(
+                pipeline.vae.decode, mode="reduce-overhead", fullgraph=True, dynamic=False
+            )
 
         def draw(images: int) -> Any:
             settings = self.settings(images)
@@ -320,6 +324,8 @@ class Bench:
             self.parts.pop("float32")
             say(f"reference: mean {self.reference.mean():.3f}, deviation {self.reference.std():.3f}")
         for name in self.options.engines:
+            if self.machine.device == "cuda":
+                torch.cuda.empty_cache()  # what an engine before this one no longer needs
             before = self.machine.used()
             with part(f"engine {name}"):
                 if name == "sdflow":
@@ -327,9 +333,9 @@ class Bench:
                 else:
                     self.add_torch(name, self.machine.dtype, compiled=name == "compile")
                     self.engines[name](1)
-            if self.machine.device == "cuda":
-                torch.cuda.empty_cache()
-            say(f"{name}: {self.machine.used() - before:.2f} GB of device memory more than before")
+            say(
+                f"{name}: {self.machine.used() - before:.2f} GB of device memory after its first picture, its caches too"
+            )
         self.measure_parts()
         for images in self.options.images:
             self.measure_images(images)

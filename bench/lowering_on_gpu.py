@@ -208,7 +208,8 @@ def compare(op_type: str, rng: Rng, cases: int) -> Iterator[tuple[float, float] 
         on_cpu = session_of(lower(model), Path()).run(None, feeds)
         try:
             results = on_gpu(model, feeds)
-        except (onnxruntime.capi.onnxruntime_pybind11_state.Fail,
+        except (onnxruntime.capi.onnxruntime_pybind11_state.EPFail,
+                onnxruntime.capi.onnxruntime_pybind11_state.Fail,
                 onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented,
                 onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
                 onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException) as error:  # fmt: skip

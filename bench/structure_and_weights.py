@@ -1,10 +1,13 @@
 """Structure and bind, measured: time and peak memory, beside a plain copy of the result and the carrying passes.
 
-    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda] [--carried] [--json]
+    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda ...] [--loras N] [--carried] [--json]
 
-MODEL: as in a workflow, synthetic:sd15 by default. Each step runs in a process of its own; peak memory is that
-process's maximum resident set, imports included. `carried` runs the same chain with the weights carried through every
-pass, and compares: the two results must be equal byte for byte.
+MODEL: as in a workflow, synthetic:sd15 by default; of synthetic:sdxl only the UNet is there. Each step runs in a process
+of its own; peak memory is that process's maximum resident set, imports included. `--carried` runs the same chain with the
+weights carried through every pass, and compares: the two results must be equal byte for byte. `--loras N` merges N random
+LoRAs into UNet and text encoder, in both. A step that fails or is killed is told, and the others go on.
+The whole proof: all submodels, `--target cuda --target rocm --target directml --target cpu --carried`, with `--loras` 0,
+1 and 2.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +96,30 @@ def structure(model: str, submodel: str, target: str, out: Path) -> None:
         source = folder
 
 
-def bind(model: str, submodel: str, structure_dir: Path, out: Path) -> None:
+def bind(model: str, submodel: str, structure_dir: Path, loras: list[Path], out: Path) -> None:
+    from sdflow.passes.base import LoraInput
     from sdflow.weights.bind import BindRequest
     from sdflow.weights.bind import bind as run
 
-    run(BindRequest(submodel, structure_dir, load_of(model, submodel)), out)
+    taken = [LoraInput(path, 0.8) for path in loras]
+    run(BindRequest(submodel, structure_dir, load_of(model, submodel), taken), out)
 
 
-def carried(model: str, submodel: str, target: str, out: Path) -> None:
-    from sdflow.passes.base import PassInputs
+def carried(model: str, submodel: str, target: str, loras: list[Path], out: Path) -> None:
+    from sdflow.passes.base import LoraInput, PassInputs
+    from sdflow.passes.lora_merge import LoraMerge
+    from sdflow.weights.structure import ChainStep
 
     source: Path | None = None
-    for index, step in enumerate(chain(submodel, target)):
+    taken = tuple(LoraInput(path, 0.8) for path in loras)
+    steps = chain(submodel, target)
+    if taken and submodel in ("unet", "text_encoder"):
+        steps.insert(1, ChainStep(LoraMerge, {}))
+    for index, step in enumerate(steps):
         folder = out / str(index)
         folder.mkdir()
-        inputs = PassInputs(submodel, source, load_of(model, submodel) if source is None else {})
+        merges = taken if step.implementation is LoraMerge else ()
+        inputs = PassInputs(submodel, source, load_of(model, submodel) if source is None else {}, merges)
         step.implementation().run(inputs, folder, step.implementation.Config(**step.config))
         if source is not None:
             shutil.rmtree(source)
@@ -117,6 +130,10 @@ def copy(source: Path, out: Path) -> None:
     """Copy as `cp` does."""
     for path in source.iterdir():
         shutil.copyfile(path, out / path.name)
+
+
+class Failed(Exception):
+    """A step failed or was killed."""
 
 
 def _child(results: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -136,7 +153,7 @@ def measured(function: Callable[..., None], *arguments: Any) -> dict[str, float]
     process.start()
     process.join()
     if process.exitcode != 0:
-        raise SystemExit(f"{function.__name__} ended with exit status {process.exitcode}")
+        raise Failed(f"{function.__name__} ended with exit status {process.exitcode}, -9 means killed")
     _, peak, cpu = results.get()
     return {"seconds": round(time.perf_counter() - begin, 2), "cpu_seconds": round(cpu, 2), "peak_mb": peak}
 
@@ -145,41 +162,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="synthetic:sd15")
     parser.add_argument("--submodel", action="append", choices=tuple(MODEL_TYPE))
-    parser.add_argument("--target", default="cuda", choices=tuple(SWITCHES))
+    parser.add_argument("--target", action="append", choices=tuple(SWITCHES), help="cuda by default; repeatable")
+    parser.add_argument("--loras", type=int, default=0, metavar="N", help="merge N random LoRAs (SD1.5 only)")
     parser.add_argument("--carried", action="store_true", help="run the carrying passes too, and compare")
     parser.add_argument("--scratch", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("--json", action="store_true", help="one JSON object per step")
     arguments = parser.parse_args()
     os.environ.update(SILENCE)
     scratch = Path(tempfile.mkdtemp(prefix="structure-", dir=arguments.scratch))
-    wrong = []
+    wrong, equal = [], []
+    sys.path.insert(0, str(Path(__file__).parent))
     try:
-        for submodel in arguments.submodel or MODEL_TYPE:
+        loras = [scratch / f"lora{index}.safetensors" for index in range(arguments.loras)]
+        for seed, path in enumerate(loras):
+            from beside_olive import write_lora
 
-            def step(name: str, function: Callable[..., None], *rest: Any, submodel: str = submodel) -> Path:
-                out = scratch / submodel / name
+            write_lora(path, "sd15", seed)
+        for submodel, target in product(arguments.submodel or MODEL_TYPE, arguments.target or ["cuda"]):
+
+            def step(
+                name: str, function: Callable[..., None], *rest: Any, at: tuple[str, str] = (submodel, target)
+            ) -> Path:
+                out = scratch / "-".join(at) / name
                 out.mkdir(parents=True)
                 figures = measured(function, *rest, out)
                 size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-                row = {"submodel": submodel, "target": arguments.target, "step": name, **figures, "bytes": size}
-                text = "{submodel:15} {step:10} {seconds:8.1f} s, CPU {cpu_seconds:8.1f} s {peak_mb:7} MB {bytes:14,} B"
+                row = {"submodel": at[0], "target": at[1], "step": name, **figures, "bytes": size}
+                text = (
+                    "{submodel:15} {target:9} {step:10} {seconds:8.1f} s, CPU {cpu_seconds:8.1f} s {peak_mb:7} MB "
+                    "{bytes:14,} B"
+                )
                 print(json.dumps(row) if arguments.json else text.format(**row), flush=True)
                 return out
 
-            made = step("structure", structure, arguments.model, submodel, arguments.target)
-            bound = step("bind", bind, arguments.model, submodel, made)
-            step("copy", copy, bound)
-            step("bind again", bind, arguments.model, submodel, made)
-            step("copy again", copy, bound)
-            if arguments.carried:
-                last = sorted(step("carried", carried, arguments.model, submodel, arguments.target).iterdir())[-1]
-                names = {path.name for path in (*last.iterdir(), *bound.iterdir())}
-                wrong += [f"{submodel}/{name}" for name in sorted(names) if not same(last / name, bound / name)]
-            shutil.rmtree(scratch / submodel)
+            try:
+                made = step("structure", structure, arguments.model, submodel, target)
+                bound = step("bind", bind, arguments.model, submodel, made, loras)
+                step("copy", copy, bound)
+                if arguments.carried:
+                    (last,) = step("carried", carried, arguments.model, submodel, target, loras).iterdir()
+                    names = {path.name for path in (*last.iterdir(), *bound.iterdir())}
+                    different = [name for name in sorted(names) if not same(last / name, bound / name)]
+                    wrong += [f"{submodel} for {target}: {name} differs" for name in different]
+                    equal += [] if different else [f"{submodel} for {target}"]
+            except Failed as failure:
+                wrong.append(f"{submodel} for {target}: {failure}")
+                print(wrong[-1], flush=True)
+            shutil.rmtree(scratch / f"{submodel}-{target}")
     finally:
         shutil.rmtree(scratch)
+    if equal:
+        print(f"equal, byte for byte, to what carrying the weights gives: {', '.join(equal)}")
     if wrong:
-        sys.exit(f"not equal to what the carrying passes give: {', '.join(wrong)}")
+        sys.exit("\n".join(wrong))
 
 
 def same(first: Path, second: Path) -> bool:

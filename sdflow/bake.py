@@ -5,6 +5,7 @@ Everything else is as it was: the pipeline's sdflow.json says which checkpoint, 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from sdflow.plan import make_plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
 from sdflow.store import Cache
 
+_HUB = re.compile(r"hf:[^:]*")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -33,7 +35,7 @@ def bake(
     copy: bool = False,
     jobs: int | None = None,
 ) -> PipelineResult:
-    """Build the pipeline in the folder `base` with these LoRAs besides its own, each FILE or FILE:SCALE, as `out`.
+    """Build the pipeline in the folder `base` with these LoRAs besides its own, each as `parse_lora` reads it, as `out`.
 
     Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
     """
@@ -55,24 +57,47 @@ def bake(
 
 
 def parse_lora(text: str) -> LoraSpec:
-    """FILE or FILE:SCALE. The scale is what follows the last colon, if it is a number: C:\\ink.safetensors has none.
+    """REFERENCE, REFERENCE#NAME or one of them with :SCALE.
 
-    Raises UsageError when there is no such file or folder.
+    REFERENCE: a file, a folder, or hf:owner/name[@revision]; NAME: a file in the folder or repository. The scale is
+    what follows the last colon, if it is a number: C:\\ink.safetensors has none. A file or folder whose name has such
+    signs in it is found first.
+    Raises UsageError when there is no such file or folder, or when something that is no number follows it.
     """
-    file, colon, number = text.rpartition(":")
-    scaled = bool(colon) and _NUMBER.fullmatch(number) is not None
-    reference, scale = (file, float(number)) if scaled else (text, 1.0)
     mark = Mark(f"--lora {text}", 0, 0)
-    if not re.match("hf:", reference):
-        path = Path(reference).expanduser()
-        if not reference or not path.exists():
-            raise UsageError(
-                f"there is no file or folder {reference!r}",
-                where=str(mark),
-                remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder that holds one, or hf:owner/name.",
-            )
-        reference = str(path.absolute())
-    return LoraSpec(reference, scale, None, mark)
+    reference, colon, number = text.rpartition(":")
+    if not colon or _HUB.fullmatch(text) or Path(text).expanduser().exists():
+        reference, scale = text, 1.0
+    elif _NUMBER.fullmatch(number):
+        scale = float(number)
+    elif _is_there(reference):
+        raise UsageError(
+            f"the scale {number!r} is no number", where=str(mark), remedy=f"Write {reference}:0.8, or leave it out."
+        )
+    else:
+        reference, scale = text, 1.0
+    if not math.isfinite(scale):
+        raise UsageError(f"the scale {number} is too large", where=str(mark), remedy="Scales are around 1.")
+    if not _is_there(reference):
+        raise UsageError(
+            f"there is no file or folder {reference!r}",
+            where=str(mark),
+            remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder that holds one, or hf:owner/name; of several "
+            "in a folder or repository, FILE#NAME says which.",
+        )
+    whole = _HUB.fullmatch(reference) is None and Path(reference).expanduser().exists()
+    reference, _, weight_name = (reference, "", "") if whole else reference.partition("#")
+    if not _HUB.fullmatch(reference):
+        reference = str(Path(reference).expanduser().absolute())
+    return LoraSpec(reference, scale, weight_name or None, mark)
+
+
+def _is_there(reference: str) -> bool:
+    """Whether it is written as a repository on the hub, or names a file or folder of this machine."""
+    if not reference:
+        return False
+    outer = reference.partition("#")[0]
+    return bool(_HUB.fullmatch(outer)) or any(Path(each).expanduser().exists() for each in (reference, outer) if each)
 
 
 def _workflow(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec], name: str) -> Workflow:

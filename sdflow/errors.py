@@ -72,6 +72,10 @@ class WeightValueRead(PassError):
     """A pass that ran without weights looked at the values of one: its result may depend on them."""
 
 
+class DamagedBase(PassError):
+    """A model of the cache that another was to be made from is not what was published."""
+
+
 class CacheError(SdflowError):
     """The cache cannot be read or written (disk full, permissions, a newer format)."""
 

@@ -1,4 +1,4 @@
-"""Runs a Plan: every step that is not cached, each in a process of its own, the chains of a pipeline side by side.
+"""Runs a Plan: every step that is not cached, each in a process of its own, chains and pipelines side by side.
 
 For each chain, in a thread of its own, from its first step on:
 
@@ -18,14 +18,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
-from sdflow.artifact import Action, Facts, Record
-from sdflow.errors import PassError, VerificationError, WeightValueRead
+from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
+from sdflow.errors import DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
@@ -33,6 +33,8 @@ from sdflow.worker_group import GroupEndedError, WorkerGroup
 from sdflow.workers import WorkerResult
 
 WORKER = "sdflow.passes.worker"
+
+T = TypeVar("T")
 
 Outcome = Literal["cached", "built", "checked"]
 
@@ -44,6 +46,10 @@ class FinishedStep:
     step: Step
     outcome: Outcome
     record: Record
+
+
+Steps = Mapping[str, tuple[FinishedStep, ...]]
+"""Submodel -> its steps, in order."""
 
 
 class Listener(Protocol):
@@ -77,14 +83,40 @@ class Executor:
     keep_failed: bool = False
     jobs: int | None = None
     done: set[str] = field(default_factory=set)
+    sound: set[str] = field(default_factory=set)  # artifacts whose weights this run has read and found sound
 
-    def run(self, plan: PipelinePlan) -> Mapping[str, tuple[FinishedStep, ...]]:
+    def run(self, plan: PipelinePlan) -> Steps:
         """Run every chain of a pipeline; returns submodel -> its finished steps.
 
         Raises PassError when a pass fails, CacheError when the cache cannot be written, VerificationError when
         `check` finds a step that does not give the same bytes again.
         """
+        return self._run_pipeline(plan, WorkerGroup(self.jobs))
+
+    def run_all(self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float], T]) -> list[T]:
+        """Run pipelines, as many side by side as there may be steps; `then` is called with each that is
+        finished and with when it began (`time.perf_counter`).
+
+        What several pipelines share is built once. Returns what `then` gave, in order. Raises as `run` does; the others
+        end with the first that fails.
+        """
         group = WorkerGroup(self.jobs)
+
+        def run(plan: PipelinePlan) -> T:
+            group.check()
+            begun = time.perf_counter()
+            return then(plan, self._run_pipeline(plan, group), begun)
+
+        with ThreadPoolExecutor(group.jobs) as threads:
+            try:
+                futures = [threads.submit(run, plan) for plan in plans]
+                _wait(futures)
+            except BaseException:
+                group.end()
+                raise
+        return [future.result() for future in futures]
+
+    def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
                 futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
@@ -156,14 +188,15 @@ class _ChainRun:
             return self._accept(step, action, cached, before)
         with self.cache.lock(
             action,
-            waiting=lambda: self.listener.phase(step, "another process is building it"),
+            waiting=lambda: self.listener.phase(step, "it is being built already"),
             meanwhile=self.group.check,
         ):
+            fresh = fresh and action.digest not in self.executor.done  # another pipeline may have built it meanwhile
             cached = None if fresh else self.cache.lookup(action)
             if cached is not None:
                 return self._accept(step, action, cached, before)
             record = self._build(step, action, before, compare_with=None)
-        self.executor.done.add(action.digest)
+            self.executor.done.add(action.digest)
         return FinishedStep(step, "built", record)
 
     def _accept(self, step: Step, action: Action, cached: Record, before: Record | None) -> FinishedStep:
@@ -188,7 +221,12 @@ class _ChainRun:
             base = None if rebuild or compare_with is not None else self._bound_without_loras(step, before)
             try:
                 worker = self._run_worker(step, before, base, staging)
-                check_expectations(step, worker.value)
+                facts = worker.value["facts"]
+                check_expectations(step, facts)
+            except DamagedBase:
+                assert base is not None
+                self.cache.check(base.artifact)  # puts it aside: the next attempt does without
+                raise
             except PassError as error:
                 if isinstance(error, WeightValueRead):
                     remember_reading(action, self.cache)
@@ -205,16 +243,25 @@ class _ChainRun:
                 "peak_memory": worker.peak_memory,
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
-            return staging.publish(worker.value, built)
+            if base is not None:
+                self.executor.sound.add(base.artifact.digest)
+            # BindWeights is sdflow's own: what it hashed while writing is not read again.
+            digests = worker.value["digests"] if step.weights == "bound" else {}
+            return staging.publish(facts, built, digests)
 
     def _bound_without_loras(self, step: Step, before: Record | None) -> Record | None:
-        """The same model without LoRAs, if it is cached: what they do not touch is copied from there."""
+        """The same model without LoRAs, if it is cached: what they do not touch is copied from there.
+
+        Its content is checked while it is copied, by the first step of the run that does so.
+        """
         if step.weights != "bound" or not step.loras or before is None:
             return None
-        record = self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
-        if record is not None:
-            self.cache.check(record.artifact)
-        return record
+        return self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
+
+    def _digest_to_check(self, base: Record | None) -> str | None:
+        if base is None or base.artifact.digest in self.executor.sound:
+            return None
+        return next((entry.sha256 for entry in base.artifact.files if entry.path == WEIGHTS_FILE), None)
 
     def _run_worker(self, step: Step, before: Record | None, base: Record | None, staging: Staging) -> WorkerResult:
         request = {
@@ -223,6 +270,7 @@ class _ChainRun:
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
             "base_model": str(base.artifact.path.absolute()) if base else None,
+            "base_sha256": self._digest_to_check(base),
             "symbolic": step.weights == "symbolic",
             "checkpoint": step.load,
             "loras": [{"path": str(lora.path.absolute()), "scale": lora.scale} for lora in step.loras],

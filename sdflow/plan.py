@@ -14,7 +14,7 @@ chains carry their weights through every pass, and the plan's notes say why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -95,12 +95,16 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     installed.
     """
     opened: dict[tuple[str, bool], sources.Checkpoint | None] = {}
+    loras: dict[tuple[str, str | None], LoraFile | None] = {}
     plans = []
     for pipeline in workflow.pipelines:
         key = (pipeline.model, pipeline.allow_pickle)
         if key not in opened:
             opened[key] = _open(pipeline, cache, download)
-        plans.append(_plan_pipeline(pipeline, opened[key], cache, download))
+        for spec in pipeline.loras:
+            if (spec.reference, spec.weight_name) not in loras:
+                loras[spec.reference, spec.weight_name] = _open_lora(spec, cache, download)
+        plans.append(_plan_pipeline(pipeline, opened[key], loras, cache))
     return Plan(workflow, tuple(plans))
 
 
@@ -130,17 +134,20 @@ def _open(pipeline: Pipeline, cache: Cache, download: bool) -> sources.Checkpoin
 
 
 def _plan_pipeline(
-    pipeline: Pipeline, checkpoint: sources.Checkpoint | None, cache: Cache, download: bool
+    pipeline: Pipeline,
+    checkpoint: sources.Checkpoint | None,
+    opened: Mapping[tuple[str, str | None], LoraFile | None],
+    cache: Cache,
 ) -> PipelinePlan:
     notes = []
     loras = []
     for spec in pipeline.loras:
-        lora = _open_lora(spec, cache, download)
+        lora = opened[spec.reference, spec.weight_name]
         if lora is None:
             notes.append(f"LoRA {spec.reference} is not downloaded yet")
         else:
             _require_place(lora, spec, pipeline)
-            loras.append(lora)
+            loras.append(replace(lora, scale=spec.scale))
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
     carried: dict[str, list[str]] = {}

@@ -1,23 +1,31 @@
-"""The main job: execute a workflow's plan, assemble its pipelines, evaluate them."""
+"""The main job: execute a workflow's plan, verify what it gives, assemble its pipelines, evaluate them.
+
+Artifacts that do not pass stay in the cache and are not assembled: the pipeline folder that was there before stays.
+"""
 
 from __future__ import annotations
 
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import assemble
-from sdflow.config.workflow import StepSpec, Workflow
-from sdflow.errors import UsageError
+from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
+from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.execute import Executor, FinishedStep, Listener
+from sdflow.execute import Executor, Listener, Steps
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.runtime.availability import require_package
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
+from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
+
+_ONE_AT_A_TIME = threading.Lock()
+"""A verification wants the whole machine: two whole models are in memory in turn."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class RunOptions:
     copy: bool = False
     rebuild: bool = False
     check: bool = False
+    verify: bool = True
     evaluate: bool = True
     require_target: bool = False
     keep_failed: bool = False
@@ -37,12 +46,19 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """A built pipeline: its folder, the steps of each submodel, and what was measured."""
+    """A built pipeline: its folder, the steps of each submodel, the seconds it took, its verification, what was measured."""
 
     plan: PipelinePlan
     folder: Path
-    steps: Mapping[str, tuple[FinishedStep, ...]]
-    evaluation: EvaluationResult | None
+    steps: Steps
+    seconds: float
+    verification: Verification | None = None
+    evaluation: EvaluationResult | None = None
+
+    @property
+    def ran(self) -> int:
+        """How many steps did not come from the cache."""
+        return sum(step.outcome != "cached" for chain in self.steps.values() for step in chain)
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,7 @@ class RunResult:
 
 
 def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener: Listener) -> RunResult:
-    """Build, assemble and evaluate every pipeline of a workflow.
+    """Build, verify and assemble every pipeline of a workflow, side by side; then evaluate them, one after the other.
 
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
@@ -75,38 +91,93 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
         jobs=options.jobs,
     )
     with cache.lease():
-        finished = [_run_pipeline(pipeline, executor, options) for pipeline in plan.pipelines]
-    return RunResult(tuple(finished), time.perf_counter() - started)
+        finished = executor.run_all(
+            plan.pipelines, lambda pipeline, steps, begun: _assemble(pipeline, steps, begun, executor, options)
+        )
+        evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
+    return RunResult(tuple(evaluated), time.perf_counter() - started)
 
 
-def _run_pipeline(plan: PipelinePlan, executor: Executor, options: RunOptions) -> PipelineResult:
-    steps = executor.run(plan)
+def _assemble(
+    plan: PipelinePlan, steps: Steps, begun: float, executor: Executor, options: RunOptions
+) -> PipelineResult:
     folder = options.out / plan.pipeline.name
     parts = {submodel: chain[-1].record.artifact for submodel, chain in steps.items()}
     if options.copy:
         for artifact in parts.values():
             executor.cache.check(artifact)
     companions = plan.checkpoint.companions if plan.checkpoint else {}
-    assemble(folder, parts=parts, companions=companions, manifest=manifest(plan, steps), copy=options.copy)
+    checked = plan.pipeline.verify if options.verify and plan.checkpoint else None
+    described = manifest(plan, steps) | {"verified": checked.level if checked else None}
+    verification = None
+    if checked is not None:
+        with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
+            trial = Path(scratch).resolve() / plan.pipeline.name
+            assemble(trial, parts=parts, companions=companions, manifest=described)
+            with _ONE_AT_A_TIME:
+                verification = _verify(plan, checked, trial, executor, options)
+    assemble(folder, parts=parts, companions=companions, manifest=described, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
-    spec = plan.pipeline.evaluate
+    result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
+    executor.listener.note(
+        f"{plan.pipeline.name}: done in {result.seconds:.1f} s, {result.ran} of {sum(map(len, steps.values()))} steps ran"
+    )
+    return result
+
+
+def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> PipelineResult:
+    planned = pipeline.plan.pipeline
+    spec = planned.evaluate
     if not options.evaluate or (spec.latency is None and spec.image is None):
-        return PipelineResult(plan, folder, steps, None)
+        return pipeline
     evaluation = evaluate(
-        folder,
+        pipeline.folder,
         spec,
-        plan.pipeline.target,
-        name=plan.pipeline.name,
+        planned.target,
+        name=planned.name,
         results=options.results,
         required=options.require_target,
         progress=executor.listener.note,
     )
     evaluation.raise_for_failure()
-    return PipelineResult(plan, folder, steps, evaluation)
+    return replace(pipeline, evaluation=evaluation)
 
 
-def manifest(plan: PipelinePlan, steps: Mapping[str, tuple[FinishedStep, ...]]) -> dict[str, Any]:
+def _verify(
+    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions
+) -> Verification:
+    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
+    pipeline = plan.pipeline
+    assert plan.checkpoint is not None
+    image = pipeline.evaluate.image
+    subject = Subject(
+        pipeline.name,
+        pipeline.target,
+        folder,
+        plan.checkpoint,
+        plan.loras,
+        image=image or own_image(pipeline.model),
+        allow_fallback=pipeline.evaluate.allow_fallback,
+    )
+    verified: Verified = verify(
+        subject,
+        spec,
+        executor.cache,
+        progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
+    )
+    report = write_reports(verified, options.results)
+    if not verified.result.passed:
+        kept = options.out / pipeline.name
+        raise VerificationError(
+            verified.result.failure(),
+            where=pipeline.name,
+            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. `verify: off` builds it all the same.",
+        )
+    return verified.result
+
+
+def manifest(plan: PipelinePlan, steps: Steps) -> dict[str, Any]:
     """The content of a pipeline's `sdflow.json`: where every file came from, and what was measured on it."""
     return {
         "name": plan.pipeline.name,

@@ -30,7 +30,7 @@ class WorkerGroup:
     """The workers of one run, each driven by a thread. jobs: how many at a time; None: the defaults above."""
 
     def __init__(self, jobs: int | None = None) -> None:
-        self._jobs = jobs or DEFAULT_JOBS
+        self.jobs = jobs or DEFAULT_JOBS
         self._heavy_run_alone = jobs is None
         self._changed = threading.Condition()
         self._turns = 0
@@ -59,7 +59,7 @@ class WorkerGroup:
     def _may_start(self, alone: bool) -> bool:
         if self._turns == 0:
             return True
-        if alone or self._alone or self._turns >= self._jobs:
+        if alone or self._alone or self._turns >= self.jobs:
             return False
         import psutil
 

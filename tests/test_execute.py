@@ -263,7 +263,7 @@ def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Cha
     with bench.cache.lock(first.action):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
         assert process.stderr is not None
-        assert "another process is building it" in process.stderr.readline()
+        assert "it is being built already" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
     assert process.returncode == 130

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from small_lora import write_lora
 from small_workflows import SMALL_PASSES, TESTS, Bench, Events
 
 from sdflow.errors import PassError, WorkflowError
-from sdflow.execute import FinishedStep
+from sdflow.execute import Executor, FinishedStep
 from sdflow.step import Step
+from sdflow.store.stat_cache import SHA256, Known, identity
 
 TEXT_ENCODER = "small/text_encoder"
 OPTIMIZE = {"pass": "OrtTransformersOptimization", "model_type": "clip"}
@@ -188,6 +191,53 @@ def test_a_killed_bind_leaves_nothing_and_the_next_run_goes_on(shared: Bench) ->
         Bench(shared.folder, Killer()).run(path)
     assert list((shared.folder / "cache/v1/staging").iterdir()) == []
     assert outcomes(shared.run(path)[TEXT_ENCODER])["BindWeights"] == "built"
+
+
+def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench) -> None:
+    lora = {"file": str(write_lora(shared.folder / "bit.safetensors", ["text_encoder"], seed=5)), "scale": 0.5}
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record.artifact
+    data = base.path / "model.onnx.data"
+    sound = data.read_bytes()
+    stat = data.stat()
+    data.chmod(0o644)
+    with data.open("r+b") as stream:  # in what the LoRA does not touch, and so that nobody sees it in the file's stat
+        stream.seek(len(sound) // 2)
+        stream.write(bytes([sound[len(sound) // 2] ^ 1]))
+    data.chmod(0o444)
+    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    cache = shared.cache
+    cache.stat.remember([Known(data, SHA256, identity(data.stat()), digest_file_of(sound))])
+    cache.stat.close()
+    steps = shared.run(workflow(shared, loras=[lora]))[TEXT_ENCODER]
+    assert outcomes(steps)["BindWeights"] == "built"
+    assert not data.exists(), "it went to quarantine"
+    assert files(steps) == files(shared.run(workflow(shared, loras=[lora]), "carry_weights=true")[TEXT_ENCODER])
+    again = shared.run(workflow(shared))[TEXT_ENCODER]
+    assert outcomes(again)["BindWeights"] == "built"
+    assert files(again)["model.onnx.data"] == sound
+
+
+def digest_file_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_many_loras_for_two_targets_are_two_structures_and_a_bind_each(shared: Bench) -> None:
+    loras = {
+        f"l{seed}": [{"file": str(write_lora(shared.folder / f"l{seed}.safetensors", ["text_encoder"], seed))}]
+        for seed in range(10, 13)
+    }
+    other = {"passes": {"OrtTransformersOptimization": {"optimization_options": {"enable_gelu": False}}}}
+    path = workflow(shared, matrix={"loras": loras, "target": ["cpu", "cuda"]}, targets={"cuda": other})
+    plan = shared.plan(path)
+    finished = Executor(shared.cache, shared.events, jobs=2).run_all(
+        plan.pipelines, lambda pipeline, steps, begun: (pipeline.pipeline.name, steps["text_encoder"])
+    )
+    assert [name for name, _ in finished] == [
+        f"small-l{seed}-{target}" for seed in (10, 11, 12) for target in ("cpu", "cuda")
+    ]
+    built = Counter(step.step.name for _, steps in finished for step in steps if step.outcome == "built")
+    assert built == {"BindWeights": 6, "OrtTransformersOptimization": 1}, "the other structure was in the cache"
+    assert len({steps[-1].record.artifact.digest for _, steps in finished}) == 3 * 2
 
 
 def test_a_recipe_damaged_on_purpose_is_found_and_built_again(shared: Bench) -> None:

@@ -70,6 +70,10 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Build cached steps again and compare the digests; replaces nothing.")
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Hold the artifacts to the PyTorch model, as the workflow says."),
+    ] = True,
     evaluate: Annotated[
         bool, typer.Option("--evaluate/--no-evaluate", help="Measure latency and draw the workflow's picture.")
     ] = True,
@@ -86,7 +90,7 @@ def run(
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Build what is not cached, assemble the pipelines, and measure them."""
+    """Build what is not cached, verify it, assemble the pipelines, and measure them."""
     from sdflow.cli.progress import progress_view
     from sdflow.report import print_run
     from sdflow.run import RunOptions, run_workflow
@@ -97,6 +101,7 @@ def run(
         copy=copy,
         rebuild=clean_cache,
         check=check,
+        verify=verify,
         evaluate=evaluate,
         require_target=require_target,
         keep_failed=keep_failed,
@@ -108,6 +113,40 @@ def run(
 
 
 @app.command()
+def verify(
+    subject: Annotated[list[Path], typer.Argument(help="Pipeline folders or workflow files.", metavar="PIPELINE...")],
+    target: Targets = None,
+    overrides: Overrides = None,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="More steps, shapes and prompts, one at the model's own size.")
+    ] = True,
+    submodel: Annotated[
+        list[str] | None, typer.Option("--submodel", help="Only this submodel, and no picture. Repeatable.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Prove that pipelines compute what the PyTorch model computes, for any target, on this machine's CPU."""
+    from sdflow.cli.verify import verify_all
+
+    verify_all(
+        subject,
+        _cache(cache),
+        load=lambda path: _load(path, overrides, target),
+        targets=target or [],
+        full=full,
+        submodels=submodel,
+        fresh=fresh,
+        html=html,
+        out=out,
+        as_json=json,
+    )
+
+
+@app.command()
 def bake(
     base: Annotated[
         Path, typer.Option("--base", help="A pipeline folder that sdflow built; LoRAs that it has stay.", metavar="DIR")
@@ -116,7 +155,8 @@ def bake(
         list[str],
         typer.Option(
             "--lora",
-            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name. Repeatable.",
+            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name; with #NAME where a "
+            "folder or repository holds several. Repeatable.",
             metavar="FILE:SCALE",
         ),
     ],

@@ -34,6 +34,7 @@ class PlainLines:
     def __init__(self) -> None:
         self._begun: dict[str, float] = {}
         self._said: dict[str, tuple[str, float]] = {}
+        self._told: set[str] = set()
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")  # in one piece: steps run side by side
@@ -59,7 +60,11 @@ class PlainLines:
 
     def finished(self, result: FinishedStep) -> None:
         step = result.step
+        known = result.record.action.digest in self._told
+        self._told.add(result.record.action.digest)
         if result.outcome == "cached":
+            if known:  # many pipelines share it: once is enough
+                return
             self._say(f"{step.pipeline} {step.submodel} {step.name}: cached")
             return
         took = time.perf_counter() - self._begun[step.id]
@@ -77,7 +82,7 @@ class LiveView(PlainLines):
 
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8, transient=True)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[tuple[str, str], _Running] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -90,18 +95,18 @@ class LiveView(PlainLines):
     def started(self, step: Step) -> None:
         super().started(step)
         # A chain runs one step at a time: a step takes the place of what its submodel did before.
-        self._running[step.submodel] = _Running(step)
+        self._running[step.pipeline, step.submodel] = _Running(step)
 
     def phase(self, step: Step, phrase: str) -> None:
-        if step.submodel in self._running:
-            self._running[step.submodel].phrase = phrase
+        if running := self._running.get((step.pipeline, step.submodel)):
+            running.phrase = phrase
 
     def memory(self, step: Step, resident: int) -> None:
-        if step.submodel in self._running:
-            self._running[step.submodel].resident = resident
+        if running := self._running.get((step.pipeline, step.submodel)):
+            running.resident = resident
 
     def finished(self, result: FinishedStep) -> None:
-        self._running.pop(result.step.submodel, None)
+        self._running.pop((result.step.pipeline, result.step.submodel), None)
         super().finished(result)
 
     def _render(self):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
-from sdflow.config.fields import LORA_SUBMODELS, OVERLAY, SUBMODEL, SUBMODELS, EvaluateFields
+from sdflow.config.fields import LORA_SUBMODELS, OVERLAY, SUBMODEL, SUBMODELS, EvaluateFields, VerifyFields
 from sdflow.config.files import Files
 from sdflow.config.merge import check_change, expect_kind, pass_name
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
@@ -55,6 +55,9 @@ class Chains:
             evaluate = overlay.entries.get("evaluate")
             if isinstance(evaluate, YamlMap):
                 check(EvaluateFields, evaluate, "evaluate", self.problems, partial=True)
+            verify = overlay.entries.get("verify")
+            if isinstance(verify, YamlMap):
+                check(VerifyFields, verify, "verify", self.problems, partial=True)
 
     def _overlay_submodels(self, node: Node) -> None:
         if not isinstance(node, YamlMap):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
 
 SUBMODELS: Mapping[str, str] = {
     "text_encoder": "The CLIP text model: token ids to embeddings.",
@@ -31,6 +31,8 @@ WORKFLOW: Mapping[str, str] = {
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",
+    "verify": "How the artifacts are held to the PyTorch model before the pipeline is assembled: `quick` (the default), "
+    "`full`, a map of options, or false, null or `off`: not at all.",
     "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
@@ -39,6 +41,7 @@ OVERLAY: Mapping[str, str] = {
     "passes": "Changes to the steps of these passes in every submodel that has them. null removes them.",
     "submodels": "Changes to single submodels, after those of `passes`.",
     "evaluate": "Changes to `evaluate`.",
+    "verify": "Changes to `verify`.",
 }
 MATRIX: Mapping[str, str] = {
     "model": "Models: a list, or a map from a short name to each.",
@@ -106,6 +109,18 @@ class EvaluateFields(_Fields):
     ] = EvaluateSpec.allow_fallback
 
 
+class VerifyFields(_Fields):
+    """How the artifacts are held to the PyTorch model."""
+
+    level: Annotated[
+        Literal["quick", "full"],
+        Field(description="quick: few steps and shapes; full: more, one at the model's own size."),
+    ] = VerifySpec.level
+    steps: Annotated[Positive | None, Field(description="Denoising steps; null: 4 for quick, 10 for full.")] = None
+    height: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
+    width: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
+
+
 def _image_spec(fields: ImageFields) -> ImageSpec:
     return ImageSpec(**fields.model_dump() | {"prompts": tuple(fields.prompts)})
 
@@ -117,3 +132,8 @@ def evaluate_spec(fields: EvaluateFields) -> EvaluateSpec:
         image=_image_spec(fields.image) if fields.image else None,
         allow_fallback=fields.allow_fallback,
     )
+
+
+def verify_spec(fields: VerifyFields) -> VerifySpec:
+    """The checked fields as the plain dataclass that the rest of the program uses."""
+    return VerifySpec(**fields.model_dump())

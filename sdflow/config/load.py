@@ -13,7 +13,15 @@ from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, unknown_keys
-from sdflow.config.fields import IMAGE_SUBMODELS, LORA_SUBMODELS, WORKFLOW, EvaluateFields, evaluate_spec
+from sdflow.config.fields import (
+    IMAGE_SUBMODELS,
+    LORA_SUBMODELS,
+    WORKFLOW,
+    EvaluateFields,
+    VerifyFields,
+    evaluate_spec,
+    verify_spec,
+)
 from sdflow.config.files import Files
 from sdflow.config.matrix import Cell, cells
 from sdflow.config.merge import expect_kind
@@ -22,7 +30,7 @@ from sdflow.config.options import check
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import lora_spec, model_reference
-from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, Workflow
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, VerifySpec, Workflow
 
 
 def load_workflow(
@@ -58,6 +66,7 @@ class _ForTarget:
 
     chains: dict[str, tuple[tuple[StepSpec, PassInfo], ...]]
     evaluate: EvaluateSpec
+    verify: VerifySpec | None
 
 
 class _Loader:
@@ -111,6 +120,7 @@ class _Loader:
                 for name, chain in common.chains.items()
             },
             evaluate=common.evaluate,
+            verify=common.verify,
             allow_pickle=self.allow_pickle,
             carry_weights=self.carry_weights,
         )
@@ -137,7 +147,8 @@ class _Loader:
                     f"no picture can be drawn without {' and '.join(missing)}",
                     "add the submodel, or write `evaluate: {image: null}`",
                 )
-            self._targets[target] = _ForTarget(chains, evaluate)
+            verify = self._verify(document.entries.get("verify"))
+            self._targets[target] = _ForTarget(chains, evaluate, verify)
         return self._targets[target]
 
     def _evaluate(self, node: Node | None) -> EvaluateSpec:
@@ -150,6 +161,22 @@ class _Loader:
             return EvaluateSpec()
         fields = check(EvaluateFields, node, "evaluate", self.problems)
         return evaluate_spec(fields) if fields else EvaluateSpec()
+
+    def _verify(self, node: Node | None) -> VerifySpec | None:
+        if node is None:
+            return VerifySpec()
+        if isinstance(node, YamlScalar):
+            if node.value in (None, False, "off"):
+                return None
+            if node.value in (True, "quick", "full"):
+                return VerifySpec(level="full" if node.value == "full" else "quick")
+        if not isinstance(node, YamlMap):
+            expect_kind(
+                node, "quick, full, false, or a map of level, steps, height and width", "`verify`", self.problems
+            )
+            return None
+        fields = check(VerifyFields, node, "verify", self.problems)
+        return verify_spec(fields) if fields else None
 
     def _model(self, node: Node) -> str | None:
         if id(node) not in self._models:

@@ -105,7 +105,7 @@ def overlay(workflow: YamlMap, changes: YamlMap) -> YamlMap:
         keys = {name: submodels.keys[name] for name in chains}
         shared = _at(submodels.mark, "submodels", YamlMap(chains, keys, submodels.mark))
         result = merge_documents(result, shared, Problems(), lenient=True)
-    rest = {key: value for key, value in changes.entries.items() if key in ("submodels", "evaluate")}
+    rest = {key: value for key, value in changes.entries.items() if key in ("submodels", "evaluate", "verify")}
     keys = {key: changes.keys[key] for key in rest}
     result = merge_documents(result, YamlMap(rest, keys, workflow.mark), Problems(), lenient=True)
     assert isinstance(result, YamlMap)

@@ -27,7 +27,7 @@ class Override:
     @property
     def after_overlay(self) -> bool:
         """Whether it changes what a target's overlay changes too, and so comes after it."""
-        return self.path[0] in ("submodels", "evaluate")
+        return self.path[0] in ("submodels", "evaluate", "verify")
 
 
 def parse_overrides(texts: Sequence[str], problems: Problems) -> list[Override]:

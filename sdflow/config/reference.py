@@ -13,7 +13,7 @@ from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
 
-SYNTHETIC = ("sd15", "sd15-tiny")
+SYNTHETIC = ("sd15", "sd15-tiny", "sdxl", "sdxl-tiny")
 SAMPLES = ("shapes",)
 PICKLED = (".bin", ".ckpt")
 _SCHEMES = ("hf", "synthetic", "sample")

@@ -10,7 +10,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from sdflow.config.catalog import PassCatalog
-from sdflow.config.fields import MATRIX, OVERLAY, STEP, SUBMODEL, SUBMODELS, WORKFLOW, EvaluateFields, LoraFields
+from sdflow.config.fields import (
+    MATRIX,
+    OVERLAY,
+    STEP,
+    SUBMODEL,
+    SUBMODELS,
+    WORKFLOW,
+    EvaluateFields,
+    LoraFields,
+    VerifyFields,
+)
 from sdflow.targets import TARGETS
 
 Schema = dict[str, Any]
@@ -27,6 +37,8 @@ def json_schema(catalog: PassCatalog) -> Schema:
     defs: Schema = {}
     lora = _model(LoraFields, "lora", defs, partial=False)
     evaluate = {"anyOf": [_model(EvaluateFields, "evaluate", defs), {"type": "null"}]}
+    level = {"enum": ["quick", "full", "off", True, False, None]}
+    verify = {"anyOf": [_model(VerifyFields, "verify", defs), level]}
     count = {"type": ["integer", "null"], "minimum": 0}
     expect = {"type": ["object", "null"], "additionalProperties": count, "description": STEP["expect"]}
     names = sorted(catalog.names())
@@ -59,7 +71,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     submodels = {name: {**_ref("submodel"), "description": text} for name, text in SUBMODELS.items()}
     defs["submodels"] = _object(submodels)
     defs["overlay"] = _described(
-        OVERLAY, {"passes": _ref("changes"), "submodels": _ref("submodels"), "evaluate": evaluate}
+        OVERLAY, {"passes": _ref("changes"), "submodels": _ref("submodels"), "evaluate": evaluate, "verify": verify}
     )
     defs["matrix"] = _described(
         MATRIX,
@@ -81,6 +93,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "matrix": _ref("matrix"),
             "submodels": _ref("submodels"),
             "evaluate": evaluate,
+            "verify": verify,
             "carry_weights": {"type": "boolean"},
             "allow_pickle": {"type": "boolean"},
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, order=True)
@@ -81,8 +81,21 @@ class EvaluateSpec:
 
 
 @dataclass(frozen=True)
+class VerifySpec:
+    """How the artifacts are held to the PyTorch model after the build. Sizes in pixels; None: as the level has it."""
+
+    level: Literal["quick", "full"] = "quick"
+    steps: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name."""
+    """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
+
+    verify: None: the artifacts are not verified.
+    """
 
     name: str
     model: str
@@ -91,6 +104,7 @@ class Pipeline:
     loras: tuple[LoraSpec, ...]
     submodels: Mapping[str, tuple[StepSpec, ...]]
     evaluate: EvaluateSpec
+    verify: VerifySpec | None = None
     allow_pickle: bool = False
     carry_weights: bool = False
 

@@ -91,13 +91,16 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
     for name, inputs in pipeline_inputs(request.folder, image).items():
         parts[name], loaded[name] = _evaluate_submodel(request, target, name, inputs, progress)
 
+    provider = loaded["unet"].session.get_providers()[0]
+    if loaded["unet"].path is not None:
+        loaded["unet"].unload()  # the picture is drawn with parts of it: its weights would be there twice
     artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,
         target=target.name,
         measured=True,
-        provider=loaded["unet"].session.get_providers()[0],
+        provider=provider,
         submodels=parts,
         pipeline=pipeline_latency,
         settings={**asdict(image), "unet_batch": _unet_batch(image)},

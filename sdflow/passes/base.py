@@ -46,7 +46,9 @@ class PassInputs:
         but BindWeights: their cache key knows nothing of the checkpoint, they find the architecture in `config.json`.
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
     base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
+    base_sha256: what its data file must have; None where it need not be checked.
     progress: call it with a short phrase when a new phase begins.
+    hashed: BindWeights calls it with the name and the SHA-256 of a file that it hashed while writing it.
     """
 
     submodel: str
@@ -54,7 +56,9 @@ class PassInputs:
     checkpoint: Mapping[str, Any]
     loras: tuple[LoraInput, ...] = ()
     base: Path | None = None
+    base_sha256: str | None = None
     progress: Callable[[str], None] = field(default=lambda phrase: None)
+    hashed: Callable[[str, str], None] = field(default=lambda name, sha256: None)
 
 
 class Pass(ABC, Generic[C]):

@@ -29,7 +29,7 @@ class BindWeights(Pass[BindWeightsConfig]):
     """
 
     name: ClassVar[str] = "BindWeights"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")  # onnxruntime rounds to float16
     takes_loras: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = BindWeightsConfig
@@ -48,7 +48,9 @@ class BindWeights(Pass[BindWeightsConfig]):
                 inputs.checkpoint,
                 inputs.loras,
                 inputs.base,
+                base_sha256=inputs.base_sha256,
                 progress=_in_words(inputs.progress),
+                hashed=inputs.hashed,
             ),
             out,
         )

@@ -2,9 +2,9 @@
 
 Olive calls `onnxruntime.transformers.onnx_model.OnnxModel.convert_float_to_float16`, which takes `keep_io_types` as a
 list of names. The pipelines' contract: every input and output becomes float16 but the UNet's `timestep`: fractional
-timesteps near 1000 would be rounded to halves.
+timesteps near 1000 would be rounded to halves. So would the `time_ids` of Stable Diffusion XL above 2048 pixels.
 
-Keeping the input alone is not enough: the sinusoids of the timestep would still be computed in float16, with angles of
+Keeping the input alone is not enough: the sinusoids of both would still be computed in float16, with angles of
 up to 1000 radians that float16 rounds to halves. So the nodes between a kept input and the first layer with weights
 stay in float32 as well, as diffusers computes them; ONNX Runtime then leaves one Cast, in front of that layer.
 
@@ -50,7 +50,7 @@ class OnnxFloatToFloat16Config(PassConfig):
     )
     max_finite_val: float = Field(default=LARGEST, gt=0, le=LARGEST, description="weights above this become it")
     keep_io_types: KeepFloat32 = Field(
-        default=("timestep",), description="inputs and outputs that stay float32: true, false, or names"
+        default=("timestep", "time_ids"), description="inputs and outputs that stay float32: true, false, or names"
     )
     use_symbolic_shape_infer: bool = Field(default=True, description="needed for fused models")
     op_block_list: tuple[str, ...] | None = Field(default=None, description="operator types that stay float32")

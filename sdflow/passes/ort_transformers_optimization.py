@@ -124,7 +124,7 @@ class OrtTransformersOptimizationConfig(PassConfig):
     only_onnxruntime: bool = Field(default=False, description="no fusions, only opt_level")
     float16: bool = Field(default=False, description="convert to float16 after fusing, as OnnxFloatToFloat16 does")
     keep_io_types: KeepFloat32 = Field(
-        default=("timestep",), description="float16: inputs and outputs that stay float32"
+        default=("timestep", "time_ids"), description="float16: inputs and outputs that stay float32"
     )
     force_fp32_ops: tuple[str, ...] | None = Field(
         default=None, description="float16: operator types that stay float32"

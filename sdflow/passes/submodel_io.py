@@ -8,6 +8,8 @@ have one size, across all submodels of a pipeline but for `batch` (twice as larg
 - unet's `timestep` is float32 of shape [1]: diffusers feeds `np.array([t])` in the type that the session declares, and
   optimum-onnx adds an axis when the input has one. An integer type would cut off the fractions of Euler's and DPM's
   timesteps. Its axis is fixed: one timestep for the whole batch.
+- the UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
+  width of the original image, top and left of the crop, height and width of the target, in pixels.
 - vae_encoder gives the mean of the latent distribution. Sampling in the graph could be neither seeded nor verified;
   diffusers and optimum-onnx both take `latent_sample` as it comes.
 - safety_checker takes images in NHWC, values in [0, 1], and blackens those that it flags.
@@ -23,6 +25,9 @@ from sdflow.errors import PassError
 
 if TYPE_CHECKING:
     import numpy as np
+
+TIME_IDS = 6
+"""Numbers of pixels in `time_ids`."""
 
 Config = Mapping[str, Any]
 """config.json of the submodel; of the whole VAE for vae_encoder and vae_decoder."""
@@ -112,6 +117,8 @@ def _values(port: Port, shape: list[int], config: Config, random: np.random.Gene
         return ids
     if port.name == "timestep":
         return random.uniform(0, 1000, shape).astype(port.dtype)
+    if port.name == "time_ids":
+        return random.integers(0, 1025, shape).astype(port.dtype)
     if port.name == "images":
         return random.random(shape, np.float32)
     return random.standard_normal(shape, np.float32)
@@ -130,19 +137,33 @@ def _text_encoder(config: Config) -> SubmodelIO:
 
 def _unet(config: Config) -> SubmodelIO:
     for option in ("class_embed_type", "addition_embed_type", "time_cond_proj_dim", "num_class_embeds"):
-        if config.get(option) is not None:
+        if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
             raise PassError(
                 f"{option}={config[option]!r}: this UNet has inputs beside sample, timestep and encoder_hidden_states",
                 where="unet",
-                remedy="Only the architectures of Stable Diffusion 1.x and 2.x are supported.",
+                remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
             )
     return SubmodelIO(
         inputs=(
             Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
             Port("timestep", "float32", (1,)),
             Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
+            *_added_conditions(config),
         ),
         outputs=(Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),),
+    )
+
+
+def _added_conditions(config: Config) -> tuple[Port, ...]:
+    """What the UNet of Stable Diffusion XL takes besides."""
+    if config.get("addition_embed_type") is None:
+        return ()
+    width, joined = config["addition_time_embed_dim"], config["projection_class_embeddings_input_dim"]
+    if joined - 5 * width == config["cross_attention_dim"]:
+        raise PassError("this is the refiner of Stable Diffusion XL, which takes other time_ids", where="unet")
+    return (
+        Port("text_embeds", "float32", ("batch", joined - TIME_IDS * width)),
+        Port("time_ids", "float32", ("batch", TIME_IDS)),
     )
 
 

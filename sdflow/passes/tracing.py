@@ -57,7 +57,11 @@ def _unet(module: Any) -> None:
     def forward(sample: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
         return original(sample, timestep, encoder_hidden_states, return_dict=False)[0]
 
-    module.forward = forward
+    def forward_xl(sample: Any, timestep: Any, encoder_hidden_states: Any, text_embeds: Any, time_ids: Any) -> Any:
+        added = {"text_embeds": text_embeds, "time_ids": time_ids}
+        return original(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
+
+    module.forward = forward if module.config.addition_embed_type is None else forward_xl
 
 
 def _vae_encoder(module: Any) -> None:

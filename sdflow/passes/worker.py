@@ -15,7 +15,17 @@ from sdflow.weights.structure import without_weights, write_parameters
 from sdflow.workers import serve_request
 
 
-def run_pass(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
+def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
+    """Run one pass for `sdflow.execute`: its facts, and the digests of files that it hashed while writing them."""
+    digests: dict[str, str] = {}
+    return {"facts": run_pass(request, phase, digests.__setitem__), "digests": digests}
+
+
+def run_pass(
+    request: Mapping[str, Any],
+    phase: Callable[[str], None],
+    hashed: Callable[[str, str], None] = lambda name, sha256: None,
+) -> Mapping[str, Any]:
     """Run one pass. The request names it, its options and where its input lies; returns the pass's facts.
 
     symbolic: the pass runs without weights and leaves a structure. Raises WeightValueRead when it looked at one.
@@ -27,7 +37,9 @@ def run_pass(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mappin
         checkpoint=request["checkpoint"],
         loras=tuple(LoraInput(Path(lora["path"]), lora["scale"]) for lora in request["loras"]),
         base=Path(request["base_model"]) if request.get("base_model") else None,
+        base_sha256=request.get("base_sha256"),
         progress=phase,
+        hashed=hashed,
     )
     symbolic = bool(request.get("symbolic"))
     out = Path(request["out"])
@@ -41,4 +53,4 @@ def run_pass(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mappin
 
 
 if __name__ == "__main__":
-    serve_request(run_pass)
+    serve_request(serve)

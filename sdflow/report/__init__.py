@@ -4,6 +4,7 @@ from sdflow.report.build import print_bake, print_explanation, print_plan, print
 from sdflow.report.cache import print_cache_verification, print_collection, print_entries
 from sdflow.report.machine import print_findings, print_passes, print_targets
 from sdflow.report.units import parse_size
+from sdflow.report.verify import print_verifications
 
 __all__ = [
     "parse_size",
@@ -17,4 +18,5 @@ __all__ = [
     "print_plan",
     "print_run",
     "print_targets",
+    "print_verifications",
 ]

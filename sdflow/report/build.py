@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.report.output import print_json, print_table
 from sdflow.report.units import megabytes, milliseconds, seconds
+from sdflow.report.verify import print_verification
 
 if TYPE_CHECKING:
     from sdflow.evaluate.statistics import Latency
     from sdflow.plan import Plan, PlannedStep
     from sdflow.run import PipelineResult, RunResult
     from sdflow.store import Cache
+
+MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}
+"""What a step makes, by what it does with the weights."""
+
+FEW = 3
+"""Of more pipelines than these only a line each is printed; `--json` has everything."""
 
 # Fused operators worth a column, in the order they are shown.
 FUSED = (
@@ -31,12 +39,20 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
     for pipeline, steps in planned:
         print_table(
             f"{pipeline.pipeline.name}: {pipeline.pipeline.model} for {pipeline.pipeline.target}",
-            ("submodel", "pass", "state", "reason"),
-            [(step.step.submodel, step.step.name, step.state, "; ".join(step.reasons)) for step in steps],
+            ("submodel", "pass", "makes", "state", "reason"),
+            [
+                (step.step.submodel, step.step.name, MAKES[step.step.weights], step.state, "; ".join(step.reasons))
+                for step in steps
+            ],
         )
         for note in pipeline.notes:
             print(f"  {note}")
     every = [step for _, steps in planned for step in steps]
+    if any(step.step.weights == "symbolic" for step in every):
+        print(
+            "graph: built without weights, once for all checkpoints and LoRAs of an architecture; "
+            "weights: written into that graph"
+        )
     print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached")
 
 
@@ -44,6 +60,7 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
     return {
         "step": planned.step.id,
         "pass": planned.step.name,
+        "makes": MAKES[planned.step.weights],
         "state": planned.state,
         "reasons": list(planned.reasons),
         "action": planned.action.digest if planned.action else None,
@@ -66,7 +83,7 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     for step in chosen:
         built = f"built {step.record.built['finished']}" if step.record else ""
         lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
-        print(f"{step.step.id} {step.step.name}: {lines[0] if lines else ''}")
+        print(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
         for line in lines[1:]:
             print(f"  {line}")
 
@@ -80,12 +97,30 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
         )
         return
     for pipeline in result.pipelines:
-        _print_steps(pipeline)
+        if len(result.pipelines) <= FEW:
+            _print_steps(pipeline)
+        if pipeline.verification is not None:
+            print_verification(pipeline.verification)
         _print_evaluation(pipeline)
-        print(f"pipeline: {pipeline.folder}\n")
+        if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
+            print(f"pipeline: {pipeline.folder}\n")
+    if len(result.pipelines) > 1:
+        _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.outcome != "cached" for step in every)
     print(f"{ran} of {len(every)} steps ran, the others came from the cache; {seconds(result.seconds)} in all")
+
+
+def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
+    """A line for each pipeline."""
+    rows = []
+    for each in pipelines:
+        planned = each.plan.pipeline
+        loras = " + ".join(f"{Path(lora.weight_name or lora.reference).name} {lora.scale:g}" for lora in planned.loras)
+        size = sum(chain[-1].record.artifact.bytes for chain in each.steps.values())
+        rows.append((planned.name, planned.target, loras, str(each.ran), seconds(each.seconds), megabytes(size)))
+    columns = ("pipeline", "target", "LoRAs", "steps run", "time", "size")
+    print_table("", columns, rows, right=columns[3:])
 
 
 def print_bake(result: PipelineResult, *, as_json: bool) -> None:
@@ -170,6 +205,7 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
         "name": pipeline.plan.pipeline.name,
         "target": pipeline.plan.pipeline.target,
         "folder": str(pipeline.folder),
+        "seconds": round(pipeline.seconds, 3),
         "notes": list(pipeline.plan.notes),
         "steps": [
             {
@@ -185,6 +221,7 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
             for chain in pipeline.steps.values()
             for step in chain
         ],
+        "verification": pipeline.verification.to_json() if pipeline.verification else None,
         "evaluation": pipeline.evaluation.to_json() if pipeline.evaluation else None,
     }
 

@@ -13,6 +13,9 @@ from sdflow.runtime.sessions import Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
 from sdflow.targets import Target
 
+TAKEN_APART = ("cpu", "cuda")
+"""The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
+
 
 def onnx_submodels(folder: Path) -> list[str]:
     """The submodels of a pipeline folder that hold an ONNX graph. Raises UsageError when there is no pipeline."""
@@ -59,7 +62,7 @@ def load_submodel(
         submodel_config(folder, submodel),
         where,
         static_shapes=target.session.static_shapes,
-        path=model,
+        path=model if target.name in TAKEN_APART else None,
         fixed=fixed,
         outputs=_WANTED.get(submodel),
     )

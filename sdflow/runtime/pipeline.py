@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.artifact import SUBMODELS
 from sdflow.errors import PassError, UsageError
 from sdflow.runtime.denoise import Start, denoise
-from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
+from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.inputs import (
     draw_noises,
     granularity,
@@ -94,7 +94,7 @@ class Pipeline:
     @classmethod
     def load(
         cls,
-        folder: Path,
+        folder: Path | str,
         target: str | Target,
         *,
         scheduler: str | None = None,
@@ -114,11 +114,13 @@ class Pipeline:
         target = TARGETS[target] if isinstance(target, str) else target
         ort = import_onnxruntime(target)
         choose_provider(target, ort.__version__, ort.get_available_providers())
+        folder = Path(folder)
         names = [name for name in onnx_submodels(folder) if safety_checker or name != "safety_checker"]
 
         def load(name: str) -> Submodel:
             # The encoder is for images to start from: loaded when the first one comes. The UNet is taken apart then.
-            lazy = low_memory or target.session.static_shapes or name in ("vae_encoder", "unet")
+            late = ("vae_encoder", "unet") if target.name in TAKEN_APART else ("vae_encoder",)
+            lazy = low_memory or target.session.static_shapes or name in late
             graphs = () if low_memory else cuda_graphs
             options: dict[str, Any] = {"engine_cache": engine_cache, "threads": threads, "tuning": tuning}
             return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, **options)
@@ -212,25 +214,25 @@ class Pipeline:
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        with self._using("text_encoder") as encoder:
+        with self.place.current(), self._using("text_encoder") as encoder:
             # Two at a time, as with guidance: one shape for any number.
             bound = encoder.bound(input_ids=(2, tokens.shape[1]))
             encoded = []
             for pair in tokens.split(2):
                 bound.inputs["input_ids"].copy_(pair)  # a single one goes to both places
                 encoded.extend(bound.run()["last_hidden_state"].clone())
-        return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
+            return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures, float32 NHWC in [0, 1], from latents."""
         import torch
 
-        with self._using("vae_decoder") as decoder:
+        with self.place.current(), self._using("vae_decoder") as decoder:
             images = [
                 (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
                 for image in decode(decoder, latents, tiles=self.low_memory)
             ]
-        return torch.cat(images)
+            return torch.cat(images)
 
     def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
         """The pictures with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
@@ -272,7 +274,7 @@ class Pipeline:
         unet, (pictures, channels, *size) = self.submodels["unet"], start.noise.shape
         shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
         text = (rows, int(self.tokenizer.model_max_length), int(unet.config["cross_attention_dim"]))
-        if unet.static_shapes or not self.split:
+        if unet.path is None or not self.split:
             return WholeUNet(unet, shape, text)
         key = (shape, text)
         if key not in self._unets:

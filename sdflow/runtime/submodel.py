@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import PassError, VerificationError
+from sdflow.errors import PassError, TargetUnavailableError, VerificationError
 from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
 
 if TYPE_CHECKING:
@@ -40,19 +40,31 @@ class Place:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Torch queues its work on the stream in here."""
+        """Torch queues its work on the stream in here, behind what was queued before; what follows waits for it."""
         import torch
 
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        if self.stream is None:
             yield
+            return
+        outer = torch.cuda.current_stream()
+        self.stream.wait_stream(outer)
+        with torch.cuda.stream(self.stream):
+            yield
+        outer.wait_stream(self.stream)
 
 
 @cache
 def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process."""
+    """The place of this name; there is one of each in a process. Raises TargetUnavailableError without a device."""
     import torch
 
-    return Place(device, torch.cuda.Stream() if device == "cuda" else None)
+    if device == "cpu":
+        return Place(device)
+    if not torch.cuda.is_available():
+        raise TargetUnavailableError(
+            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch, and the driver it wants."
+        )
+    return Place(device, torch.cuda.Stream())
 
 
 class Bound:
@@ -82,9 +94,10 @@ class Bound:
 
     def run(self) -> dict[str, torch.Tensor]:
         """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
-        if not self.outputs:
+        if self.outputs:
+            self._run()
+        else:
             self._find_outputs()
-        self._run()
         return self.outputs
 
     def _run(self) -> None:
@@ -96,12 +109,20 @@ class Bound:
             raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
 
     def _find_outputs(self) -> None:
-        """A run whose outputs ONNX Runtime allocates tells their shapes."""
+        """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""
+        import torch
+
         names = [value.name for value in self._session.get_outputs()]
         for name in names:
             self._io.bind_output(name, self._place.device, 0)
         self._run()
-        self._bind_outputs(dict(zip(names, (value.shape() for value in self._io.get_outputs()), strict=True)))
+        found = dict(zip(names, self._io.get_outputs(), strict=True))
+        self._bind_outputs({name: value.shape() for name, value in found.items()})
+        if self._place.stream is not None:
+            self._run()
+            return
+        for name, value in found.items():
+            self.outputs[name].copy_(torch.from_numpy(value.numpy()))
 
     def _bind_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
         import torch

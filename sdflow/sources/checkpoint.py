@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,6 +119,12 @@ def check_stamps(stamps: Iterable[Mapping[str, Any]]) -> None:
             raise CheckpointError(
                 "has changed since the build was planned", where=str(path), remedy="Start the command again."
             )
+
+
+def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:
+    """The results of functions that read and hash, in order, each in a thread: hashing lets the others run."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        return list(threads.map(lambda each: each(), work))
 
 
 def pipeline_facts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sdflow.sources.checkpoint import (
     config_digest,
     file_stamp,
     pipeline_facts,
+    side_by_side,
 )
 from sdflow.sources.safetensors_file import read_header
 
@@ -57,11 +59,13 @@ def open_folder(
     components = [name for name in CLASS_OF if name != "safety_checker" or index.get(name, [None])[0] is not None]
     notes: list[str] = []
     loads: dict[str, SubmodelCheckpoint] = {}
+    found: dict[str, Weights] = {}
+    stamps: dict[str, list[dict[str, Any]]] = {}
     configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json")}
     files: dict[str, str] = {}
     for component in components:
-        configs[component] = config = component_config(folder, component)
-        weights = find_weights(folder / component, component, allow_pickle=allow_pickle)
+        configs[component] = component_config(folder, component)
+        found[component] = weights = find_weights(folder / component, component, allow_pickle=allow_pickle)
         if weights.variant:
             notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
         if weights.pickled:
@@ -70,8 +74,12 @@ def open_folder(
             for file in weights.files:
                 read_header(file)
         # Before the digests: a file that changes in between is then refused when it is loaded.
-        stamps = [file_stamp(file) for file in weights.files]
-        sums = [digests.digest(file) for file in weights.files]
+        stamps[component] = [file_stamp(file) for file in weights.files]
+    every = [file for weights in found.values() for file in weights.files]
+    sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
+    for component, weights in found.items():
+        config = configs[component]
+        sums = [sum_of[file] for file in weights.files]
         files |= {file.relative_to(folder).as_posix(): sha for file, sha in zip(weights.files, sums, strict=True)}
         loads[component] = SubmodelCheckpoint(
             identity={
@@ -84,7 +92,7 @@ def open_folder(
             load={
                 "kind": "files",
                 "config": config,
-                "files": stamps,
+                "files": stamps[component],
                 "pickled": weights.pickled,
             },
         )

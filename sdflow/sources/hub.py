@@ -81,7 +81,7 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
 
 def choose_file(names: Collection[str], weight_name: str | None, where: str) -> str:
     """The named file, or the only .safetensors file among those at the top."""
-    remedy = "Say which with weight_name."
+    remedy = "Say which: `weight_name` in a workflow, `--lora ...#NAME` for `sdflow bake`."
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     if weight_name is not None:
         if weight_name not in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What a library raises for a configuration or a file that it cannot make sense of.
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
 # Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head.
-_UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
+UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
 # diffusers before 0.18 named the VAE's attention layers so.
 _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -188,14 +188,17 @@ def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
 def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
     """The tensors of a pickle, read with weights_only=True: nothing but tensors and plain data is ever built.
 
-    device: "cpu", or "meta" for names and shapes alone. Raises CheckpointError for anything else.
+    device: "cpu", or "meta" for names and shapes alone. Values are read as they are used, but from files of the oldest
+    format (torch before 1.6), which are read whole. Raises CheckpointError for anything else.
     """
     import pickle
+    import zipfile
 
     import torch
 
     try:
-        value = torch.load(file, map_location=device, weights_only=True)
+        in_parts = device == "cpu" and zipfile.is_zipfile(file)
+        value = torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
     except (pickle.UnpicklingError, EOFError, *_REJECTIONS) as error:
         raise CheckpointError(
             f"not a pickle of weights alone: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
@@ -221,16 +224,13 @@ def _fit(
     """
     import torch
 
-    place = {canonical_name(name): name for name in expected}
-    if original and component in ("unet", "vae"):
-        names = ldm_unet_names(expected) if component == "unet" else ldm_vae_names(expected)
-        place = {theirs: ours for ours, theirs in names.items()}
+    place = places(component, expected, original=original)
     tensors: dict[str, torch.Tensor] = {}
     unexpected, misshapen = [], []
     for name, tensor in found.items():
         target = place.get(current_name(component, name))
         if target is None:
-            if not name.endswith(_UNUSED):
+            if not name.endswith(UNUSED):
                 unexpected.append(name)
             continue
         if target in tensors:
@@ -257,7 +257,19 @@ def _fit(
     return tensors
 
 
+def places(component: str, keys: Iterable[str], *, original: bool) -> dict[str, str]:
+    """The name that a file's tensor has after `current_name` -> the key in the module's state_dict.
+
+    original: the file has the names of the original layout, without their prefix.
+    """
+    if original and component in ("unet", "vae"):
+        names = ldm_unet_names(keys) if component == "unet" else ldm_vae_names(keys)
+        return {theirs: ours for ours, theirs in names.items()}
+    return {canonical_name(key): key for key in keys}
+
+
 def current_name(component: str, name: str) -> str:
+    """A tensor's name without what older releases called otherwise."""
     if component == "vae":
         parts = name.split(".")
         if len(parts) >= 2 and "attentions" in parts and parts[-2] in _OLD_VAE_ATTENTION:

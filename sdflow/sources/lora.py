@@ -59,6 +59,10 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     if path.is_dir():
         names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
         path = path / choose_file(names, weight_name, str(path))
+    elif weight_name is not None:
+        raise CheckpointError(
+            f"is no folder that could hold {weight_name}", where=str(path), remedy="Name the file alone, or its folder."
+        )
     elif not path.is_file():
         raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
     _refuse_pickle(path.name, str(path))
@@ -133,8 +137,9 @@ def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats
     """What the LoRA adds to a weight of this shape at this scale, float32."""
     import numpy as np
 
-    factor = np.float32(scale * layer.scale)
-    return (factor * _product(layer.up, layer.down)).reshape(shape)
+    delta = _product(layer.up, layer.down)
+    delta *= np.float32(scale * layer.scale)
+    return delta.reshape(shape)
 
 
 def _product(up: Floats, down: Floats) -> Floats:
@@ -147,12 +152,11 @@ def _product(up: Floats, down: Floats) -> Floats:
 
     bits = (53 - (up.shape[1] - 1).bit_length()) // 2
     (high_up, low_up, unit_up), (high_down, low_down, unit_down) = _cut(up, bits), _cut(down, bits)
-    small = high_up @ low_down
-    small += low_up @ high_down
-    small *= 2.0**-bits
-    total = high_up @ high_down
-    total += small
-    total *= unit_up * unit_down
+    # Factors by powers of two are exact wherever they stand: here they cost least.
+    high_up *= unit_up * unit_down
+    low_up *= unit_up * unit_down * 2.0**-bits
+    total = np.hstack([high_up * 2.0**-bits, low_up]) @ np.vstack([low_down, high_down])
+    total += high_up @ high_down
     return total.astype(np.float32)
 
 

@@ -20,10 +20,11 @@ from sdflow.sources.checkpoint import (
     config_digest,
     file_stamp,
     pipeline_facts,
+    side_by_side,
 )
 from sdflow.sources.folder import refuse_pickle
 from sdflow.sources.reference import PICKLE_SUFFIXES
-from sdflow.sources.safetensors_file import digest_tensors, read_header
+from sdflow.sources.safetensors_file import TensorEntry, digest_tensors, read_header
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -66,15 +67,18 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
             f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy="Use a .safetensors file."
         )
     parts = {}
+    entries = {} if pickled else {part: _under(header, prefix) for part, prefix in PREFIXES.items()}
+    whole, *sums = side_by_side([
+        partial(digests.digest, path),
+        *(
+            partial(digests.value, path, f"tensors-1/{part}", partial(digest_tensors, entries=found))
+            for part, found in entries.items()
+        ),
+    ])  # fmt: skip
+    tensors = dict(zip(entries, sums, strict=True))
     for component, prefix in PREFIXES.items():
         config = architecture_config(architecture, component)
-        if pickled:
-            content = {"file": digests.digest(path)}
-        else:
-            entries = {name: entry for name, entry in header.items() if name.startswith(prefix)}
-            content = {
-                "tensors": digests.value(path, f"tensors-1/{component}", partial(digest_tensors, entries=entries))
-            }
+        content = {"file": whole} if pickled else {"tensors": tensors[component]}
         parts[component] = SubmodelCheckpoint(
             identity={
                 "kind": "single_file",
@@ -100,13 +104,17 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
             "kind": "single_file",
             "path": str(path.absolute()),
             "architecture": architecture,
-            "files": {path.name: digests.digest(path)},
+            "files": {path.name: whole},
         },
         submodels={name: parts[component] for name, component in COMPONENT_OF.items() if component in parts},
         companions={name: companion_folder(architecture, name) for name in ("tokenizer", "scheduler")},
         facts={**pipeline_facts(configs), "requires_safety_checker": False},
         notes=tuple(notes),
     )
+
+
+def _under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
+    return {name: entry for name, entry in header.items() if name.startswith(prefix)}
 
 
 def _pickle_shapes(path: Path) -> dict[str, tuple[int, ...]]:

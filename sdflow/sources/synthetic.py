@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from sdflow.sources.architectures import architecture_config, companion_folder
+from sdflow.sources.architectures import UNETS, architecture_config, companion_folder
 from sdflow.sources.checkpoint import (
     CLASS_OF,
     COMPANIONS,
@@ -32,8 +32,11 @@ _CHUNK = 1 << 20
 
 
 def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
-    """The shipped architecture with weights from `seed`."""
-    configs = {name: architecture_config(architecture, name) for name in (*CLASS_OF, "scheduler")}
+    """The shipped architecture with weights from `seed`; of some it is the UNet alone."""
+    complete = architecture not in UNETS
+    configs = {
+        name: architecture_config(architecture, name) for name in ((*CLASS_OF, "scheduler") if complete else ("unet",))
+    }
     submodels = {
         submodel: SubmodelCheckpoint(
             identity={
@@ -46,13 +49,14 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
             load={"kind": "synthetic", "config": configs[component], "seed": seed},
         )
         for submodel, component in COMPONENT_OF.items()
+        if component in configs
     }
     return Checkpoint(
         reference=reference,
         provenance={"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION},
         submodels=submodels,
-        companions={name: companion_folder(architecture, name) for name in COMPANIONS},
-        facts={**pipeline_facts(configs), "requires_safety_checker": True},
+        companions={name: companion_folder(architecture, name) for name in COMPANIONS} if complete else {},
+        facts={**pipeline_facts(configs), "requires_safety_checker": True} if complete else {},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -47,8 +47,8 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.name, found
 
 
-def seal(files: Path) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
-    """Write everything under `files` out to the disk, make it read-only, and hash it.
+def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+    """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 
     Returns the entries, and (path, identity, SHA-256) of each for the stat cache. Raises BadTree when there is
     nothing, or something that is no plain file. Empty directories go: they have no digest.
@@ -62,7 +62,7 @@ def seal(files: Path) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]
         with path.open("rb" if os.name != "nt" else "r+b") as stream:
             os.fsync(stream.fileno())
         path.chmod(0o444)
-        sha256 = digest_file(path)
+        sha256 = digests.get(name) or digest_file(path)
         after = path.stat()
         entries.append(FileEntry(name, after.st_size, sha256))
         stats.append((name, identity(after), sha256))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sdflow.artifact import Action, Artifact, Facts, Record
@@ -65,14 +66,15 @@ class Staging:
         """The digest of what was written, to compare without publishing. Seals the files: nothing may follow."""
         return digest_tree(self._seal()[0])
 
-    def publish(self, facts: Facts, built: Mapping[str, Any]) -> Record:
+    def publish(self, facts: Facts, built: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> Record:
         """Make the files the result of the action, and return the record that the cache now has.
 
+        digests: SHA-256 of files whose writer hashed them on the way: they are not read again.
         That is another build's record when another process was first: the first result stands, so that all agree.
         Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
         """
         canonical_json([facts, built])  # fails here, not half way, when they are no JSON
-        entries, _ = self._seal()
+        entries, _ = self._seal(digests or {})
         digest = digest_tree(entries)
         with writing(self._layout.root, written=self.bytes_written):
             self._lease.add(digest)
@@ -89,11 +91,13 @@ class Staging:
             self._published = True
             return record
 
-    def _seal(self) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+    def _seal(
+        self, digests: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
         if self._sealed is None:
             with writing(self._layout.root, written=self.bytes_written):
                 try:
-                    self._sealed = seal(self.files)
+                    self._sealed = seal(self.files, digests)
                 except BadTree as error:
                     raise PassError(
                         f"the result cannot be kept: {error}",

@@ -1,25 +1,25 @@
 """Bind: a structure and a checkpoint become a model. The recipes are carried out and streamed to the data file.
 
 The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the
-largest tensors. A model of the same structure with other LoRAs can be made from one that is there: its data file is
-copied, and only what a LoRA touches in either is computed again.
+largest tensors. A model of the same structure with other LoRAs can be made from one that is there: what no LoRA touches
+in either is copied from its data file, which is checked on the way.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
-from sdflow.errors import PassError
+from sdflow.errors import DamagedBase, PassError
 from sdflow.passes.base import LoraInput
 from sdflow.passes.graph_facts import graph_facts, tensor_bytes
 from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
+from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from sdflow.weights.lora import Merged
     from sdflow.weights.recipe import Recipe
 
-THREADS = min(4, os.cpu_count() or 1)
-
 
 @dataclass(frozen=True)
 class BindRequest:
@@ -38,7 +36,8 @@ class BindRequest:
 
     structure: a directory that passes wrote `without_weights()`. checkpoint: as `open_checkpoint` gives it (`load`).
     loras: in the order of the workflow. base: a model bound from the same structure and checkpoint, with `base_loras`.
-    progress: called now and then with the bytes written so far and the bytes in all.
+    base_sha256: what its data file must have; None: it was found sound before. progress: called now and then with the
+    bytes written so far and the bytes in all. hashed: called with the name and the SHA-256 of the data file.
     """
 
     submodel: str
@@ -47,16 +46,22 @@ class BindRequest:
     loras: Sequence[LoraInput] = ()
     base: Path | None = None
     base_loras: Sequence[LoraInput] = ()
+    base_sha256: str | None = None
     progress: Callable[[int, int], None] = field(default=lambda done, total: None)
+    hashed: Callable[[str, str], None] = field(default=lambda name, sha256: None)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One initializer to write: into the data file at `offset`, or, if that is None, into its TensorProto."""
+    """A tensor to fill: by its recipe, or, if that is None, with values that are the graph's own.
+
+    length: its bytes in the data file; None if it stays in the graph file.
+    """
 
     tensor: Any
-    recipe: Recipe
-    offset: int | None
+    recipe: Recipe | None
+    values: bytes
+    length: int | None
 
 
 def bind(request: BindRequest, out: Path) -> Facts:
@@ -65,8 +70,8 @@ def bind(request: BindRequest, out: Path) -> Facts:
     Returns the facts of the graph, `computed`, the weights that were not copied from the base, `at_limit` (as
     OnnxFloatToFloat16 counts, if there is float16 and no base), and with LoRAs `loras`, the weights that each touched,
     and `touched`.
-    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a structure that
-    is damaged or a disk without room for the result.
+    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, DamagedBase for a base that is
+    not what `base_sha256` says, PassError for a structure that is damaged or a disk without room for the result.
     """
     import onnx
 
@@ -77,57 +82,86 @@ def bind(request: BindRequest, out: Path) -> Facts:
 
     parameters = read_parameters(request.structure)
     model = onnx.load(str(request.structure / MODEL_FILE), load_external_data=False)
-    jobs, constants, size = _lay_out(model, parameters, request.structure)
+    jobs = _lay_out(model, parameters, request.structure)
+    size = sum(job.length or 0 for job in jobs)
     _require_space(out, size)
     loras = read_loras(request.submodel, request.loras, parameters)
     touched = loras.touched | read_loras(request.submodel, request.base_loras, parameters).touched
-    counts = AtLimit()
+    if request.base is not None:
+        _require_same_layout(request.base, size)
+
+    def copied(job: _Job) -> bool:
+        untouched = job.recipe is None or not touched & {param.key for param in params(job.recipe)}
+        return request.base is not None and job.length is not None and untouched
+
+    counts: list[AtLimit] = []
     with open_tensors(request.submodel, request.checkpoint, parameters) as tensors:
-        data = out / WEIGHTS_FILE
-        if request.base is not None:
-            _require_same_layout(request.base, size)
-            shutil.copyfile(request.base / WEIGHTS_FILE, data)
-            changed = [job for job in jobs if job.offset is None or touched & {p.key for p in params(job.recipe)}]
-        else:
-            with data.open("wb") as stream:
-                stream.truncate(size)
-            changed = jobs
-            _write_constants(data, constants)
-        _carry_out(changed, Merged(tensors, loras), data, counts, request.progress, size)
-    if size == 0:
-        data.unlink()
+        merged = Merged(tensors, loras)
+
+        def values(job: _Job) -> Any:
+            if job.recipe is None:
+                return job.values
+            counts.append(AtLimit())
+            return _values(job.tensor, job.recipe, merged, counts[-1])
+
+        if size:
+            _write_data(request, out, [(job, None if copied(job) else partial(values, job)) for job in jobs])
+        for job in jobs:
+            if job.length is None:
+                job.tensor.CopyFrom(_inline(job.tensor, values(job)))
     write_graph(model, out)
     for path in sorted(request.structure.iterdir()):
         if path.name not in (MODEL_FILE, WEIGHTS_FILE, PARAMETERS_FILE):
             shutil.copyfile(path, out / path.name)
-    facts = {**graph_facts(out / MODEL_FILE), "computed": len(changed)}
+    facts = {**graph_facts(out / MODEL_FILE), "computed": len(counts)}
     if "float16" in facts["dtypes"] and request.base is None:
-        facts["at_limit"] = {"largest": counts.largest, "smallest": counts.smallest}
+        facts["at_limit"] = {
+            "largest": sum(each.largest for each in counts),
+            "smallest": sum(each.smallest for each in counts),
+        }
     if request.loras:
         facts |= {"loras": loras.counts, "touched": len(loras.touched)}
     return facts
 
 
-def _lay_out(
-    model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path
-) -> tuple[list[_Job], list[tuple[int, bytes]], int]:
-    """Give every tensor its place, as `onnx_files.store_proto` would: the jobs, (offset, bytes) of the large values
-    that are the graph's own, and the size of the data file."""
+def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Callable[[], Any] | None]]) -> None:
+    """Write the data file: what the functions compute, and where there is none, what the base has."""
+    pieces: list[Piece] = []
+    for job, compute in jobs:
+        if job.length is None:
+            continue
+        if compute is None and pieces and pieces[-1].compute is None:
+            pieces[-1] = Piece(pieces[-1].length + job.length, None)
+        else:
+            pieces.append(Piece(job.length, compute))
+    base = request.base / WEIGHTS_FILE if request.base else None
+    verify = request.base_sha256 is not None
+    digests = write_pieces(out / WEIGHTS_FILE, pieces, base, hash_base=verify, progress=request.progress)
+    if digests.base != request.base_sha256:
+        raise DamagedBase(
+            "does not have the content that was published",
+            where=str(base),
+            remedy="Run again. If this comes back, look at the disk and the memory.",
+        )
+    request.hashed(WEIGHTS_FILE, digests.written)
+
+
+def _lay_out(model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path) -> list[_Job]:
+    """Give every tensor its place, as `onnx_files.store_proto` would: what is to be filled, in the order of the file."""
     from sdflow.passes.onnx_files import raw_values
 
-    jobs, constants, size = [], [], 0
+    jobs, size = [], 0
     for tensor, movable in initializers_and_constants(model):
         length = tensor_bytes(tensor)
         external = movable and length >= INLINE_BELOW
         recipe = read_recipe(tensor, parameters, str(structure / MODEL_FILE))
-        if recipe is not None:
-            jobs.append(_Job(tensor, recipe, size if external else None))
-        elif external:
-            constants.append((size, raw_values(tensor, structure)))
+        if recipe is not None or external:
+            own = raw_values(tensor, structure) if recipe is None else b""
+            jobs.append(_Job(tensor, recipe, own, length if external else None))
         if external:
             set_external(tensor, WEIGHTS_FILE, size, length)
             size += length
-    return jobs, constants, size
+    return jobs
 
 
 def _require_space(out: Path, size: int) -> None:
@@ -148,63 +182,15 @@ def _require_same_layout(base: Path, size: int) -> None:
         )
 
 
-def _write_constants(data: Path, constants: Iterable[tuple[int, bytes]]) -> None:
-    with data.open("r+b") as stream:
-        for offset, values in constants:
-            stream.seek(offset)
-            stream.write(values)
-
-
-def _carry_out(
-    jobs: Sequence[_Job],
-    tensors: Merged,
-    data: Path,
-    counts: AtLimit,
-    progress: Callable[[int, int], None],
-    size: int,
-) -> None:
-    """Evaluate every job's recipe, some at a time, in the order of the file."""
-    from sdflow.weights.half import AtLimit
-
-    total = sum(tensor_bytes(job.tensor) for job in jobs)
-    done = 0
-
-    def carry_out(job: _Job) -> AtLimit:
-        mine = AtLimit()
-        values = _values(job, tensors, mine)
-        if job.offset is None:
-            job.tensor.CopyFrom(_inline(job.tensor, values))
-        else:
-            with data.open("r+b", buffering=0) as stream:
-                stream.seek(job.offset)
-                _write_all(stream, values)
-        return mine
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        futures = {pool.submit(carry_out, job): job for job in jobs}
-        try:
-            waiting = set(futures)
-            while waiting:
-                finished, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
-                for future in finished:
-                    mine = future.result()
-                    counts.largest += mine.largest
-                    counts.smallest += mine.smallest
-                    done += tensor_bytes(futures[future].tensor)
-                progress(done, total)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _values(job: _Job, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
+def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
     import numpy as np
 
     from sdflow.weights.recipe import evaluate
 
     try:
-        values = evaluate(job.recipe, tensors.read, counts)
+        values = evaluate(recipe, tensors.read, counts)
     except ValueError as error:
-        raise PassError(f"the recipe of {job.tensor.name}: {error}", remedy=REMEDY) from error
+        raise PassError(f"the recipe of {tensor.name}: {error}", remedy=REMEDY) from error
     return np.ascontiguousarray(values)
 
 
@@ -212,9 +198,3 @@ def _inline(tensor: Any, values: NDArray[Any]) -> Any:
     import onnx
 
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=values.tobytes())
-
-
-def _write_all(stream: Any, values: NDArray[Any]) -> None:
-    left = memoryview(values.data).cast("B") if values.size else memoryview(b"")
-    while left:
-        left = left[stream.write(left) :]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from sdflow.passes.base import LoraInput
@@ -59,7 +58,8 @@ class Merged:
             return values
         from sdflow.sources.lora import lora_delta
 
-        total = np.zeros(values.shape, np.float32)
-        for layer, scale in layers:
+        total = lora_delta(layers[0][0], values.shape, layers[0][1])
+        for layer, scale in layers[1:]:
             total += lora_delta(layer, values.shape, scale)
-        return values.astype(np.float32, copy=False) + total
+        total += values
+        return total

@@ -15,7 +15,7 @@ A place that is not among these fails on a stub, which has no file; it does not 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
 from sdflow.weights.symbol import Symbol
 
+# Passes of torch's exporter, called as (graph or node, values of the parameters, opset).
+_SHAPE_INFERENCE = ("_jit_pass_onnx_graph_shape_type_inference", "_jit_pass_onnx_node_shape_type_inference")
 # onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
 _PREFIXES = ("", "onnxruntime.transformers.")
 
@@ -144,6 +146,19 @@ def _convert_tensor(original: Any) -> Any:
     return convert_tensor_float_to_float16
 
 
+def _without_values(infer: Any, parameters: Container[str]) -> Any:
+    """The exporter's shape inference, not given the values of parameters: it would write out each, for every node that
+    reads it, and needs their types alone."""
+    last: list[dict[str, Any]] = [{}, {}]
+
+    def infer_shapes(graph: Any, values: dict[str, Any], opset: int) -> Any:
+        if values is not last[0]:
+            last[:] = values, {name: value for name, value in values.items() if name not in parameters}
+        return infer(graph, last[1], opset)
+
+    return infer_shapes
+
+
 def _export(original: Any) -> Any:
     """`torch.onnx.export(model, ...)` with a stub for every entry of the model's state_dict.
 
@@ -175,10 +190,13 @@ def _export(original: Any) -> Any:
             written.graph.input.extend(inputs)
             return written.SerializeToString(), *others
 
-        graph_class._export_onnx = write_hollow
-        try:
+        with ExitStack() as stack:
+            stack.callback(setattr, graph_class, "_export_onnx", write)
+            graph_class._export_onnx = write_hollow
+            for name in _SHAPE_INFERENCE:
+                infer = getattr(torch._C, name)
+                stack.callback(setattr, torch._C, name, infer)
+                setattr(torch._C, name, _without_values(infer, parameters))
             return original(model, *args, **options)
-        finally:
-            graph_class._export_onnx = write
 
     return export

@@ -1,8 +1,11 @@
-"""Reads single tensors of a checkpoint by the keys of the module's `state_dict`, without torch and without the rest."""
+"""Reads single tensors of a checkpoint by the keys of the module's `state_dict`, without the rest.
+
+Needs torch for pickles alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +15,8 @@ from numpy.typing import NDArray
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, check_stamps
-from sdflow.sources.load import current_name
-from sdflow.sources.safetensors_file import TensorEntry, read_header
+from sdflow.sources.load import UNUSED, current_name, load_pickle, places
+from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.synthetic import canonical_name, synthetic_tensors
 
 Array = NDArray[Any]
@@ -31,21 +34,20 @@ class Tensors(Protocol):
 
 @contextmanager
 def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> Iterator[Tensors]:
-    """The tensors of a submodel's checkpoint.
+    """The tensors of a submodel's checkpoint, each read when it is asked for.
 
     load: as `open_checkpoint` gives it. parameters: those of the whole module, each of which must be there.
     Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape, and when a file changed.
     """
+    component = COMPONENT_OF[submodel]
     if load["kind"] == "synthetic":
-        yield _Synthetic(CLASS_OF[COMPONENT_OF[submodel]], parameters, load["seed"])
-    elif load["kind"] == "files" and not load["pickled"]:
-        check_stamps(load["files"])
-        yield _Files(COMPONENT_OF[submodel], [Path(stamp["path"]) for stamp in load["files"]], parameters)
-        check_stamps(load["files"])
-    else:  # pickles cannot be read in parts
-        from sdflow.sources.load import load_module
-
-        yield _InMemory({key: value.numpy() for key, value in load_module(submodel, load).state_dict().items()})
+        yield _Synthetic(CLASS_OF[component], parameters, load["seed"])
+        return
+    check_stamps(load["files"])
+    files = [Path(stamp["path"]) for stamp in load["files"]]
+    source = _Pickled if load["pickled"] else _Files
+    yield source(component, files, load.get("prefix"), parameters)
+    check_stamps(load["files"])
 
 
 class _Synthetic:
@@ -57,44 +59,15 @@ class _Synthetic:
         return synthetic_tensors(self._class_name, {name: self._shapes[key]}, self._seed)[name]
 
 
-class _InMemory:
-    def __init__(self, values: Mapping[str, Array]) -> None:
-        self._values = values
-
-    def read(self, key: str) -> Array:
-        return self._values[key]
-
-
 class _Files:
     """Tensors of one or more safetensors files, read at their offsets."""
 
-    def __init__(self, component: str, files: list[Path], parameters: Shapes) -> None:
-        places = {canonical_name(key): key for key in parameters}
-        self._entries: dict[str, tuple[Path, TensorEntry]] = {}
+    def __init__(self, component: str, files: Sequence[Path], prefix: str | None, parameters: Shapes) -> None:
         self._shapes = parameters
-        unexpected, misshapen = [], []
-        for file in files:
-            for name, entry in read_header(file).items():
-                key = places.get(current_name(component, name))
-                if key is None or key in self._entries:
-                    # Older releases saved this buffer, which is 0, 1, 2, ...
-                    if not name.endswith("embeddings.position_ids"):
-                        unexpected.append(name)
-                    continue
-                # The oldest files hold the VAE's attention as 1x1 convolutions: the same values, two axes more.
-                as_convolution = component == "vae" and entry.shape == (*parameters[key], 1, 1)
-                if entry.shape != parameters[key] and not as_convolution:
-                    misshapen.append(f"{name} is {list(entry.shape)} where {list(parameters[key])} belongs")
-                self._entries[key] = file, entry
-        missing = sorted(set(parameters) - set(self._entries))
-        if missing or unexpected or misshapen:
-            kinds = (("missing:", missing), ("unexpected:", unexpected), ("of a wrong shape:", misshapen))
-            raise CheckpointError(
-                "its tensors do not fit the architecture; "
-                + "; ".join(f"{label} {', '.join(names[:5])} ({len(names)} in all)" for label, names in kinds if names),
-                where=str(files[0]),
-                remedy="The weights and the configuration belong to different models, or the file is incomplete.",
-            )
+        found = [(file, name, entry) for file in files for name, entry in read_header(file).items()]
+        names = [(name, entry.shape) for _, name, entry in found]
+        places = _places(component, names, prefix, parameters, str(files[0]))
+        self._entries = {key: (found[index][0], found[index][2]) for key, index in places.items()}
 
     def read(self, key: str) -> Array:
         path, entry = self._entries[key]
@@ -109,3 +82,55 @@ class _Files:
         if entry.dtype == "BF16":  # the upper half of a float32
             return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return values.astype(np.float32) if entry.dtype == "F64" else values
+
+
+class _Pickled:
+    """Tensors of pickles. torch maps their values from the file (`load_pickle`)."""
+
+    def __init__(self, component: str, files: Sequence[Path], prefix: str | None, parameters: Shapes) -> None:
+        self._shapes = parameters
+        found = [item for file in files for item in load_pickle(file, "cpu").items()]
+        names = [(name, tuple(tensor.shape)) for name, tensor in found]
+        places = _places(component, names, prefix, parameters, str(files[0]))
+        self._tensors = {key: found[index][1] for key, index in places.items()}
+
+    def read(self, key: str) -> Array:
+        tensor = self._tensors[key]
+        exact = tensor.contiguous() if str(tensor.dtype) == "torch.float16" else tensor.float().contiguous()
+        values: Array = exact.numpy().reshape(self._shapes[key])
+        return values
+
+
+def _places(
+    component: str, names: Sequence[tuple[str, tuple[int, ...]]], prefix: str | None, parameters: Shapes, where: str
+) -> dict[str, int]:
+    """Key of the module's state_dict -> index of its tensor among `names`, a file's tensors with their shapes.
+
+    prefix: of the tensors that belong to this component, in a file in the original layout.
+    """
+    key_of = places(component, parameters, original=prefix is not None)
+    found: dict[str, int] = {}
+    unexpected, misshapen = [], []
+    for index, (name, shape) in enumerate(names):
+        if not name.startswith(prefix or ""):
+            continue
+        key = key_of.get(current_name(component, name.removeprefix(prefix or "")))
+        if key is None or key in found:
+            if not name.endswith(UNUSED):
+                unexpected.append(name)
+            continue
+        # The original layout and the oldest files hold the VAE's attention as 1x1 convolutions: the same values.
+        as_convolution = component == "vae" and shape == (*parameters[key], 1, 1)
+        if shape != parameters[key] and not as_convolution:
+            misshapen.append(f"{name} is {list(shape)} where {list(parameters[key])} belongs")
+        found[key] = index
+    missing = sorted(set(parameters) - set(found))
+    if missing or unexpected or misshapen:
+        kinds = (("missing:", missing), ("unexpected:", unexpected), ("of a wrong shape:", misshapen))
+        raise CheckpointError(
+            "its tensors do not fit the architecture; "
+            + "; ".join(f"{label} {', '.join(wrong[:5])} ({len(wrong)} in all)" for label, wrong in kinds if wrong),
+            where=where,
+            remedy="The weights and the configuration belong to different models, or the file is incomplete.",
+        )
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from original_layout import original_layout
 from safetensors.torch import save_file
 
 from sdflow.errors import CheckpointError
@@ -15,7 +16,6 @@ from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline,
 from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
 
 Tensors = dict[str, torch.Tensor]
-ATTENTION = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
 
 
 def opened(path: Path, **options: Any) -> Checkpoint:
@@ -25,18 +25,7 @@ def opened(path: Path, **options: Any) -> Checkpoint:
 @pytest.fixture(scope="module")
 def original(tiny: Checkpoint) -> Tensors:
     """The tiny checkpoint in the original layout."""
-    unet, vae, text = (
-        load_module(name, tiny.submodels[name].load).state_dict() for name in ("unet", "vae_decoder", "text_encoder")
-    )
-    tensors = {f"model.diffusion_model.{name}": unet[key] for key, name in ldm_unet_names(unet).items()}
-    for key, name in ldm_vae_names(vae).items():
-        tensor = vae[key][:, :, None, None] if key.endswith(ATTENTION) else vae[key]  # 1x1 convolutions there
-        tensors[f"first_stage_model.{name}"] = tensor
-    for key, tensor in text.items():
-        tensors[f"cond_stage_model.transformer.text_model.{key.removeprefix('text_model.')}"] = tensor
-    tensors["cond_stage_model.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
-    tensors["alphas_cumprod"] = torch.linspace(1, 0, 1000)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return original_layout(tiny)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +67,19 @@ def chain(submodel: str, target: str) -> list[ChainStep]:
     return steps
 
 
-def config_of(submodel: str) -> dict[str, Any]:
+def config_of(submodel: str, unet: dict[str, Any] = SMALL_UNET) -> dict[str, Any]:
     """config.json of the small model."""
-    return SMALL_UNET if submodel == "unet" else architecture_config("sd15-tiny", COMPONENT_OF[submodel])
+    return unet if submodel == "unet" else architecture_config("sd15-tiny", COMPONENT_OF[submodel])
 
 
-def synthetic(submodel: str, seed: int = 0) -> dict[str, Any]:
+def synthetic(submodel: str, seed: int = 0, unet: dict[str, Any] = SMALL_UNET) -> dict[str, Any]:
     """The small model with random weights, as `open_checkpoint` would give it."""
-    return {"kind": "synthetic", "config": config_of(submodel), "seed": seed}
+    return {"kind": "synthetic", "config": config_of(submodel, unet), "seed": seed}
 
 
-def structure_request(submodel: str, step: ChainStep, model: Path | None, out: Path) -> dict[str, Any]:
+def structure_request(
+    submodel: str, step: ChainStep, model: Path | None, out: Path, unet: dict[str, Any] = SMALL_UNET
+) -> dict[str, Any]:
     """The worker's request to run a pass without weights."""
     return {
         "pass": step.implementation.name,
@@ -85,7 +87,7 @@ def structure_request(submodel: str, step: ChainStep, model: Path | None, out: P
         "submodel": submodel,
         "model": str(model) if model else None,
         "symbolic": True,
-        "checkpoint": {} if model else hollow(config_of(submodel)),
+        "checkpoint": {} if model else hollow(config_of(submodel, unet)),
         "loras": [],
         "config": step.implementation.Config(**step.config).model_dump(mode="json"),
         "out": str(out),
@@ -94,9 +96,10 @@ def structure_request(submodel: str, step: ChainStep, model: Path | None, out: P
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds small models, each distinct one once."""
+    """Builds small models, each distinct one once. unet: config.json of the UNet."""
 
     root: Path
+    unet: dict[str, Any] = field(default_factory=lambda: SMALL_UNET)
 
     def structure(self, submodel: str, target: str) -> Path:
         """What the passes give, one after the other, when they run without weights."""
@@ -109,7 +112,7 @@ class Builder:
             out = self.root / "structure" / submodel / (target if model else "converted") / "-".join(names)
             if not out.exists():
                 out.mkdir(parents=True)
-                run_pass(structure_request(submodel, step, model, out), lambda phrase: None)
+                run_pass(structure_request(submodel, step, model, out, self.unet), lambda phrase: None)
             model = out
         assert model is not None
         return model
@@ -120,7 +123,7 @@ class Builder:
         model = self.root / "converted" / submodel / str(seed)
         if not model.exists():
             model.mkdir(parents=True)
-            self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed)), model)
+            self._run(conversion, PassInputs(submodel, None, synthetic(submodel, seed, self.unet)), model)
         names = "-".join(f"{lora.path.stem}-{lora.scale}" for lora in loras) or "none"
         for index, step in enumerate(rest):
             if step.implementation is LoraMerge and not loras:

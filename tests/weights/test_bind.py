@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sdflow.errors import CheckpointError, PassError
+from sdflow.digest import digest_file
+from sdflow.errors import CheckpointError, DamagedBase, PassError
 from sdflow.sources.checkpoint import file_stamp
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.structure import PARAMETERS_FILE, read_parameters
@@ -188,3 +189,30 @@ def test_progress_ends_at_the_whole(structure: Path, tmp_path: Path) -> None:
     assert seen
     assert seen[-1][0] == seen[-1][1] > 0
     assert seen == sorted(seen)
+
+
+def test_the_digest_that_is_told_is_that_of_the_file_and_the_base_is_held_to_its_own(
+    structure: Path, tmp_path: Path, content: Content
+) -> None:
+    told: dict[str, str] = {}
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    out.mkdir()
+    bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL), hashed=told.__setitem__), base)
+    assert told == {"model.onnx.data": digest_file(base / "model.onnx.data")}
+    sha256 = told["model.onnx.data"]
+    bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL), base=base, base_sha256=sha256), out)
+    assert content(out) == content(base)
+    shutil.rmtree(out)
+    out.mkdir()
+    told.clear()
+    with (base / "model.onnx.data").open("r+b") as data:
+        data.write(b"bits")
+    with pytest.raises(DamagedBase):
+        bind(
+            BindRequest(
+                SUBMODEL, structure, synthetic(SUBMODEL), base=base, base_sha256=sha256, hashed=told.__setitem__
+            ),
+            out,
+        )
+    assert told == {}

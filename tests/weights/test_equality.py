@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, load
 from safetensors.numpy import save_file
 
 from sdflow.passes.base import LoraInput
+from sdflow.sources.architectures import architecture_config
 from sdflow.weights.bind import BindRequest, bind
 from tests.weights.conftest import OFF, Builder, config_of, synthetic
 
@@ -42,6 +44,22 @@ def test_one_structure_serves_another_checkpoint(built: Builder, tmp_path: Path,
     bind(BindRequest("text_encoder", structure, synthetic("text_encoder", seed=1)), tmp_path)
     assert content(tmp_path) == content(built.carried("text_encoder", "cuda", seed=1))
     assert content(structure) == before
+
+
+@pytest.mark.parametrize("target", ["cuda", pytest.param("directml", marks=SLOW)])
+def test_the_unet_of_stable_diffusion_xl_too(target: str, tmp_path: Path, content: Content) -> None:
+    unet = architecture_config("sdxl-tiny", "unet")
+    small = Builder(tmp_path / "built", unet)
+    structure, out = small.structure("unet", target), tmp_path / "out"
+    out.mkdir()
+    bind(BindRequest("unet", structure, synthetic("unet", unet=unet)), out)
+    assert content(out) == content(small.carried("unet", target))
+    inputs = {item.name: item.type.tensor_type.elem_type for item in load(out / "model.onnx").graph.input}
+    float16, float32 = TensorProto.FLOAT16, TensorProto.FLOAT
+    assert inputs == {
+        "sample": float16, "timestep": float32, "encoder_hidden_states": float16, "text_embeds": float16,
+        "time_ids": float32,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from typing import Any
 from sdflow.errors import CheckpointError
 
 ARCHITECTURES = ("sd15", "sd15-tiny")
+UNETS = ("sdxl", "sdxl-tiny")
+"""Architectures of which only the UNet is here."""
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
 
@@ -21,9 +23,9 @@ def _read(architecture: str, component: str) -> str:
 
 def architecture_config(architecture: str, component: str) -> dict[str, Any]:
     """The config.json of a component ("unet", "vae", "text_encoder", "safety_checker", "scheduler", ...)."""
-    if architecture not in ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, *UNETS):
         raise CheckpointError(
-            f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join(ARCHITECTURES)}."
+            f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join((*ARCHITECTURES, *UNETS))}."
         )
     config: dict[str, Any] = json.loads(_read(architecture, component))
     return config

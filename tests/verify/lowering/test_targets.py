@@ -24,6 +24,10 @@ TARGETS = ["cuda", "rocm", "directml", "cpu"]
 AT_MOST = 1.2
 """Of the distance that float16 in PyTorch has."""
 
+PIXELS = 128
+"""Of the tiny pipeline's image. With 64 its deepest level is 1x1 with two channels in a group: normalizing two values turns
+the roundings before it around, and two runs in float16 differ by twice their distance to float32."""
+
 CONTRIB = {
     "cuda": {"MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "NhwcConv", "BiasSplitGelu", "BiasAdd"},
     "rocm": {"MultiHeadAttention", "GroupNorm", "NhwcConv"},
@@ -70,10 +74,10 @@ def distance(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
-def check(submodel: str, folder: Path, load: dict[str, Any], module: Any, target: str) -> Any:
+def check(submodel: str, folder: Path, load: dict[str, Any], module: Any, target: str, pixels: int) -> Any:
     import torch
 
-    inputs = dummy_inputs(submodel, load["config"], batch=2, height=64, width=64)
+    inputs = dummy_inputs(submodel, load["config"], batch=2, height=pixels, width=pixels)
     for port in submodel_io(submodel, load["config"]).inputs:  # what the target is fed, exactly representable
         if port.dtype == "float32" and port.name != "timestep":
             inputs[port.name] = inputs[port.name].astype(np.float16).astype(np.float32)
@@ -97,7 +101,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_small_unet_of_each_target_computes_what_pytorch_computes(target: str, built: Builder) -> None:
     load = synthetic("unet")
-    lowered = check("unet", built.carried("unet", target), load, load_module("unet", load), target)
+    lowered = check("unet", built.carried("unet", target), load, load_module("unet", load), target, 64)
     assert set(lowered.operators) >= CONTRIB[target]
 
 
@@ -114,5 +118,7 @@ def test_the_tiny_pipeline_of_each_target_computes_what_pytorch_computes(
     operators: set[str] = set()
     for submodel in SUBMODELS:
         load = dict(tiny_checkpoint.submodels[submodel].load)
-        operators |= set(check(submodel, pipeline / submodel, load, load_module(submodel, load), target).operators)
+        operators |= set(
+            check(submodel, pipeline / submodel, load, load_module(submodel, load), target, PIXELS).operators
+        )
     assert operators >= CONTRIB[target]

@@ -1,0 +1,73 @@
+"""The sample pipeline on the CPU: sdflow and PyTorch eager in turns, in one process.
+
+    sdflow run workflows/shapes_cpu.yaml --no-evaluate
+    python bench/sample_on_cpu.py pipelines/shapes_cpu [--threads 2] [--rounds 5]
+
+Prints wall and processor time of a picture of 1 and of 9 runs of the UNet, the ratio for 20, and the largest difference
+of the pictures. On a busy machine compare processor time, with one thread: waiting threads spin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from sdflow.runtime.pipeline import Pipeline
+
+SAMPLE = Path(__file__).parents[1] / "samples/shapes"
+PROMPT = "a large red circle on a blue background"
+FEW, MANY, PICTURE = 1, 9, 20
+
+
+def seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor time."""
+    wall, processor = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pipeline", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    ours = Pipeline.load(options.pipeline, "cpu", threads=options.threads)
+    theirs: Any = diffusers.StableDiffusionPipeline.from_pretrained(SAMPLE, torch_dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    latents = torch.randn(ours.latents_shape(1, None, None), generator=torch.Generator().manual_seed(0))
+    engines = {"sdflow": ours, "eager": theirs}
+
+    def draw(engine: Any, steps: int) -> Any:
+        settings = {"guidance_scale": 12.0, "num_inference_steps": steps, "output_type": "np"}
+        return engine(PROMPT, latents=latents, **settings).images
+
+    pictures = {name: draw(engine, PICTURE) for name, engine in engines.items()}
+    print(f"largest difference after {PICTURE} steps: {abs(pictures['sdflow'] - pictures['eager']).max():.1e}")
+    best = {(name, steps): (float("inf"), float("inf")) for name in engines for steps in (FEW, MANY)}
+    for _ in range(options.rounds):
+        for (name, steps), known in best.items():
+            taken = seconds(lambda name=name, steps=steps: draw(engines[name], steps))  # type: ignore[misc]
+            best[name, steps] = (min(known[0], taken[0]), min(known[1], taken[1]))
+    for index, kind in enumerate(("wall", "processor")):
+        whole = {}
+        for name in engines:
+            few, many = best[name, FEW][index], best[name, MANY][index]
+            step = (many - few) / (MANY - FEW)
+            whole[name] = few + (PICTURE - FEW) * step
+            print(f"{kind:9} {name:7} a step {1e3 * step:6.1f} ms, the rest {1e3 * (few - step):6.1f} ms")
+        ratio = whole["eager"] / whole["sdflow"]
+        print(
+            f"{kind:9} {PICTURE} steps: {whole['sdflow']:.2f} s and {whole['eager']:.2f} s, {ratio:.2f} times as fast"
+        )
+
+
+if __name__ == "__main__":
+    main()

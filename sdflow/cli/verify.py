@@ -1,0 +1,79 @@
+"""`sdflow verify`: pipeline folders, or what workflows built; several reports go beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sdflow.errors import UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from sdflow.config.workflow import VerifySpec, Workflow
+    from sdflow.store import Cache
+    from sdflow.verify import Subject
+
+
+def verify_all(
+    paths: Sequence[Path],
+    cache: Cache,
+    *,
+    load: Callable[[Path], Workflow],
+    targets: Sequence[str],
+    full: bool,
+    submodels: Sequence[str] | None,
+    fresh: bool,
+    html: Path | None,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass."""
+    from sdflow.cli.progress import progress_view
+    from sdflow.report import print_verifications
+    from sdflow.verify import verify, write_html
+
+    done = []
+    for path in paths:
+        for subject, spec in _subjects(path, cache, load, targets, full, out):
+            with progress_view() as view:
+                verified = verify(
+                    subject,
+                    spec,
+                    cache,
+                    submodels=submodels,
+                    fresh=fresh,
+                    progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
+                )
+            done.append(verified)
+    if html is not None:
+        for index, verified in enumerate(done):
+            write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
+    print_verifications([each.result for each in done], as_json=as_json)
+    failed = [each.result for each in done if not each.result.passed]
+    if failed:
+        raise VerificationError("\n".join(f"{each.name}: {each.failure()}" for each in failed))
+
+
+def _subjects(
+    path: Path, cache: Cache, load: Callable[[Path], Workflow], targets: Sequence[str], full: bool, out: Path
+) -> Iterator[tuple[Subject, VerifySpec]]:
+    from dataclasses import replace
+
+    from sdflow.config.workflow import VerifySpec
+    from sdflow.verify import subject_of_folder
+
+    level: Literal["full", "quick"] = "full" if full else "quick"
+    if path.is_dir():
+        if len(targets) > 1:
+            raise UsageError("a pipeline folder is for one target", where=str(path), remedy="Give one --target.")
+        yield subject_of_folder(path, cache, target=targets[0] if targets else None), VerifySpec(level=level)
+        return
+    for pipeline in load(path).pipelines:
+        folder = out / pipeline.name
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not there", where=str(path), remedy="Build it first: sdflow run.")
+        subject = subject_of_folder(folder, cache)
+        image = pipeline.evaluate.image
+        spec = replace(pipeline.verify or VerifySpec(), level=level)
+        subject = replace(subject, allow_fallback=pipeline.evaluate.allow_fallback)
+        yield replace(subject, image=image) if image else subject, spec

@@ -1,0 +1,72 @@
+"""Output of `sdflow verify`, and the part of `sdflow run` that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sdflow.report.output import print_json, print_table
+from sdflow.report.units import seconds
+
+if TYPE_CHECKING:
+    from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
+
+
+def print_verifications(results: Sequence[Verification], *, as_json: bool) -> None:
+    """The verdict of each pipeline."""
+    if as_json:
+        print_json("verification", {"pipelines": [result.to_json() for result in results]})
+        return
+    for result in results:
+        print_verification(result)
+
+
+def print_verification(result: Verification) -> None:
+    """A line for each output of each submodel, the picture, what was covered, and warnings."""
+    rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
+    rows += [
+        (name, "", part.ran, "", "", "", "", "FAILED") for name, part in result.submodels.items() if not part.outputs
+    ]
+    title = f"{result.name}: verified for {result.target}, {result.level}"
+    title += ", from the cache" if result.cached else f", in {seconds(result.seconds)}"
+    columns = ("submodel", "output", "graph", "distance", "fp16 PyTorch", "ratio", "at most", "")
+    print_table(title, columns, rows, right=("distance", "fp16 PyTorch", "ratio", "at most"))
+    if result.picture is not None:
+        picture = result.picture
+        ours, plain = decibels(picture.psnr), decibels(picture.float16_psnr)
+        verdict = "passed" if not picture.problems else "FAILED"
+        print(
+            f"picture {picture.height}x{picture.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {picture.ssim:.4f}, "
+            f"largest difference {picture.largest_difference:.2g}: {verdict}"
+        )
+    if result.meaning is not None:
+        meaning = result.meaning
+        print(
+            f"meaning: {meaning.artifact:.0%} of {meaning.cases} pictures are right, PyTorch's {meaning.reference:.0%}"
+        )
+    print(f"covered: {'; '.join(result.coverage)}")
+    for finding in result.findings:
+        if finding["level"] == "warning":
+            print(f"  {finding['submodel']} {finding['node']}: {finding['what']}")
+    for name, part in result.submodels.items():
+        if part.left_out:
+            print(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
+
+
+def decibels(value: float | None) -> str:
+    """ "59.2 dB"; None is for equal pictures."""
+    return "inf" if value is None else f"{value:.1f} dB"
+
+
+def _row(part: SubmodelVerdict, output: OutputVerdict) -> tuple[str, ...]:
+    ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+    return (
+        part.name,
+        output.name,
+        f"{part.precision}, {part.ran}",
+        f"{output.distance:.2e}",
+        f"{output.yardstick:.2e}",
+        ratio,
+        f"{output.limit:.2e}",
+        "passed" if output.passed else "FAILED",
+    )

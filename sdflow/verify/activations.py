@@ -1,0 +1,48 @@
+"""Which nodes of a float16 artifact come near the end of float16's range along the trajectory, or past it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.verify.cases import Cases
+from sdflow.verify.finding import Finding
+from sdflow.verify.overflow import LARGEST_FLOAT16, NodeRange, ranges
+
+NEAR = 0.5
+"""From this share of float16's largest number on, a value is worth a warning: another seed may go further."""
+NAMED = 10
+
+
+def overflow_findings(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> list[Finding]:
+    """The nodes whose values leave float16's range, as errors, and those that come near, as warnings; the largest first.
+
+    Values are measured without being rounded to float16, so that the first overflow does not hide behind the NaN that
+    it leads to. Raises VerificationError for a graph that cannot be lowered.
+    """
+    import onnx
+
+    path = (folder / MODEL_FILE).resolve()
+    ports = onnx.load(str(path), load_external_data=False).graph.input
+    types = {port.name: onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type) for port in ports}
+    chosen = [index for index, case in cases if case.group in ("trajectory", "prompt")]
+    feeds = [
+        {name: value.astype(types[name]) for name, value in cases.get(index, "inputs").items()} for index in chosen
+    ]
+    measured = [
+        each
+        for each in ranges(path, feeds, round_fp16=False, threads=threads)
+        if each.float16 and (each.largest > NEAR * LARGEST_FLOAT16 or each.nan_step is not None)
+    ]
+    measured.sort(key=lambda each: -each.largest)
+    listed = ", ".join(each.node for each in measured if each.largest > LARGEST_FLOAT16)
+    return [_finding(submodel, each, cases.cases[chosen[each.largest_step]].name, listed) for each in measured[:NAMED]]
+
+
+def _finding(submodel: str, found: NodeRange, case: str, overflowing: str) -> Finding:
+    what = f"{found.operator} gives {found.largest:.3g} at {case}; float16 ends at {LARGEST_FLOAT16:.0f}"
+    if found.largest <= LARGEST_FLOAT16:
+        remedy = f"If another seed overflows: OnnxFloatToFloat16 {{node_block_list: [{found.node}]}}"
+        return Finding(submodel, "overflow", "warning", found.node, what, remedy)
+    remedy = f"Keep it in fp32, OnnxFloatToFloat16 {{node_block_list: [{overflowing}]}}, or take weights made for fp16"
+    return Finding(submodel, "overflow", "error", found.node, what, remedy)

@@ -1,0 +1,103 @@
+"""The artifact's graph on this machine's CPU: as it is for the CPU target, lowered for any other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.errors import VerificationError
+from sdflow.runtime.sessions import import_onnxruntime, onnxruntime_errors
+from sdflow.verify.lowering import Lowered, lower, session_of
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+SCORES = "scores"
+
+
+@dataclass
+class RunnableGraph:
+    """A submodel's graph in a session. scores: the value that holds the safety checker's scores, a further output."""
+
+    session: onnxruntime.InferenceSession
+    precision: str
+    ran: str
+    operators: Mapping[str, int]
+    lowered: Mapping[str, int]
+    scores: str | None
+
+
+def open_graph(folder: Path, target: str, *, threads: int | None = None) -> RunnableGraph:
+    """Load the model in `folder`. Raises VerificationError when it is no model or cannot be run, saying why."""
+    import onnx
+
+    ort = import_onnxruntime()
+    path = (folder / MODEL_FILE).resolve()
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
+        raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
+    except _decode_errors() as error:
+        raise VerificationError(f"this is no ONNX graph: {error}", where=str(path)) from error
+    scores = _scores(model.graph)
+    exposed = [scores] if scores else []
+    if target == "cpu":
+        types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+        for name in exposed:
+            model.graph.output.append(
+                onnx.helper.make_tensor_value_info(name, types.get(name, onnx.TensorProto.FLOAT), None)
+            )
+        lowered = Lowered(model, {}, {}, {})
+    else:
+        lowered = lower(model, expose=exposed)
+    try:
+        session = session_of(lowered, path.parent, threads=threads or 0)
+    except onnxruntime_errors(ort) as error:
+        raise VerificationError(f"ONNX Runtime cannot load it: {error}", where=str(path)) from error
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
+    return RunnableGraph(
+        session=session,
+        precision="float16" if half else "float32",
+        ran="as it is" if target == "cpu" else "lowered",
+        operators=dict(Counter(node.op_type for node in model.graph.node)),
+        lowered=dict(lowered.operators),
+        scores=scores,
+    )
+
+
+def _decode_errors() -> tuple[type[Exception], ...]:
+    from google.protobuf.message import DecodeError
+
+    return (DecodeError,)
+
+
+def _scores(graph: Any) -> str | None:
+    """What is compared with 0 to give the flags of a safety checker: the concept scores; None in other graphs.
+
+    The flags alone say little of the numbers behind them.
+    """
+    producers = {name: node for node in graph.node for name in node.output}
+    if "has_nsfw_concepts" not in {value.name for value in graph.output}:
+        return None
+    waiting: list[str] = ["has_nsfw_concepts"]
+    while waiting:
+        node = producers.get(waiting.pop(0))
+        before = producers.get(node.input[0]) if node is not None and node.op_type == "Greater" else None
+        if before is not None and not before.op_type.startswith("Reduce"):  # `any` is a sum greater than 0 as well
+            return str(before.output[0])
+        waiting += node.input if node is not None else []
+    return None
+
+
+def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> bool:
+    """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same. Unknown inputs do not count."""
+
+    def same(fixed: Sequence[Any], shape: Sequence[int]) -> bool:
+        return all(size == given for size, given in zip(fixed, shape, strict=False) if isinstance(size, int))
+
+    known = [value for value in session.get_inputs() if value.name in inputs]
+    return all(same(value.shape, inputs[value.name].shape) for value in known)

@@ -1,0 +1,209 @@
+"""The report of a verification: one HTML page that needs nothing else, and the same as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from sdflow.verify.check import Verified
+from sdflow.verify.pictures import AMPLIFIED
+from sdflow.verify.plot import plot_steps
+from sdflow.verify.result import FLOAT16_RATIO, FLOAT32_LIMIT, SubmodelVerdict, Verification
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c1c1c; }
+table { border-collapse: collapse; margin: .8rem 0; } td, th { padding: .2rem .7rem; text-align: left; vertical-align: top; }
+th { border-bottom: 1px solid #888; } td { border-bottom: 1px solid #ddd; } .number { text-align: right; }
+.passed { color: #06752f; } .failed { color: #b00020; font-weight: 600; } figure { display: inline-block; margin: 0 1rem 1rem 0; }
+figure img { width: 256px; image-rendering: pixelated; border: 1px solid #bbb; } figcaption { font-size: 13px; color: #444; }
+h2 { margin-top: 2rem; } .remedy { color: #444; } small { color: #555; }
+"""
+
+
+def write_reports(verified: Verified, folder: Path) -> Path:
+    """Write `<name>.verify.html` and `<name>.verify.json` into `folder`; returns the page's path."""
+    result = verified.result
+    _replace(folder / f"{result.name}.verify.json", json.dumps(result.to_json(), indent=1).encode())
+    page = folder / f"{result.name}.verify.html"
+    write_html(verified, page)
+    return page
+
+
+def write_html(verified: Verified, path: Path) -> None:
+    """Write the page, in one step."""
+    _replace(path, page(verified.result, verified.pictures).encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader finds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page(result: Verification, pictures: Path) -> str:
+    """The whole page. pictures: the folder with the PNG files of the verification."""
+    word = _verdict(result.passed)
+    sections = [
+        f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
+        f"<p>Level {escape(result.level)}, {result.seconds:g} s. Each output's distance (relative L2) to the fp32 PyTorch "
+        f"model, against that of plain fp16 PyTorch, root mean square over the cases: at most {FLOAT16_RATIO} times as far "
+        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones.</p>",
+        _problems(result),
+        _verdicts(result),
+        *(_steps(part) for part in result.submodels.values()),
+        _picture(result, pictures),
+        _findings(result),
+        _operators(result),
+        "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_left_out(result)]),
+        "<h2>Cases</h2>" + "".join(_cases(part) for part in result.submodels.values()),
+        "<h2>Versions and artifacts</h2>"
+        + _list(f"{escape(name)} {escape(version)}" for name, version in sorted(result.versions.items()))
+        + _list(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items()),
+    ]
+    title = f"{escape(result.name)}: {'passed' if result.passed else 'failed'}"
+    body = "\n".join(section for section in sections if section)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _verdict(passed: bool) -> str:
+    return '<span class="passed">passed</span>' if passed else '<span class="failed">FAILED</span>'
+
+
+def _list(items: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
+    """A table; cells are HTML."""
+    kind = [' class="number"' if column in numbers else "" for column in columns]
+    head = "".join(f"<th{each}>{column}</th>" for column, each in zip(columns, kind, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{each}>{cell}</td>" for cell, each in zip(row, kind, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _problems(result: Verification) -> str:
+    if result.passed:
+        return ""
+    return "<h2>What does not pass</h2>" + _list(
+        f'<b>{escape(where)}</b>: {escape(what)}<br><span class="remedy">{escape(remedy)}</span>'
+        for where, what, remedy in result.problems
+    )
+
+
+def _verdicts(result: Verification) -> str:
+    columns = ("submodel", "output", "precision", "run", "distance", "fp16 PyTorch", "ratio", "at most", "verdict")
+    rows = []
+    for part in result.submodels.values():
+        for output in part.outputs:
+            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+            cells = (f"{output.distance:.2e}", f"{output.yardstick:.2e}", ratio, f"{output.limit:.2e}")
+            rows.append((part.name, output.name, part.precision, part.ran, *cells, _verdict(output.passed)))
+        if not part.outputs:
+            rows.append((part.name, "", part.precision, part.ran, "", "", "", "", _verdict(False)))
+    return "<h2>Submodels</h2>" + _table(columns, rows, columns[4:8])
+
+
+def _steps(part: SubmodelVerdict) -> str:
+    """The error along the denoising steps, of a submodel that is run at each."""
+    steps = [case for case in part.cases if case.group == "trajectory" and case.step is not None]
+    if len(steps) < 2:
+        return ""
+    limit = FLOAT16_RATIO if part.precision == "float16" else None
+    return f"<h2>{escape(part.name)} along the denoising steps</h2>" + plot_steps(steps, limit)
+
+
+def _picture(result: Verification, pictures: Path) -> str:
+    verdict = result.picture
+    if verdict is None:
+        return ""
+    captions = {
+        "pytorch": "fp32 PyTorch",
+        "artifact": "the artifacts",
+        "difference": f"their difference, {AMPLIFIED} times amplified",
+    }
+    figures = "".join(
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{_base64(pictures / f"{name}.png")}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+        for name, caption in captions.items()
+    )
+
+    def row(name: str, psnr: float | None, ssim: float, largest: float) -> tuple[str, ...]:
+        return name, "equal" if psnr is None else f"{psnr:.1f} dB", f"{ssim:.5f}", f"{largest:.2g}"
+
+    rows = [
+        row("the artifacts", verdict.psnr, verdict.ssim, verdict.largest_difference),
+        row("plain fp16 PyTorch", verdict.float16_psnr, verdict.float16_ssim, verdict.float16_largest_difference),
+    ]
+    text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
+    meaning = ""
+    if result.meaning is not None:
+        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} pictures of the sample's "
+        meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
+    table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
+    return f"<h2>The picture: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}{meaning}"
+
+
+def _base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode()
+
+
+def _findings(result: Verification) -> str:
+    if not result.findings:
+        return ""
+    rows = [
+        (
+            each["level"],
+            each["check"],
+            escape(each["submodel"]),
+            escape(each["node"]),
+            escape(each["what"]),
+            escape(each["remedy"]),
+        )
+        for each in result.findings
+    ]
+    return "<h2>The target and the folder</h2>" + _table(
+        ("level", "check", "submodel", "where", "what", "what to do"), rows
+    )
+
+
+def _operators(result: Verification) -> str:
+    rows = []
+    for part in result.submodels.values():
+        counted = sorted(part.operators.items(), key=lambda item: (-item[1], item[0]))
+        lowered = ", ".join(f"{name} {count}" for name, count in part.lowered.items()) or "none"
+        rows.append((part.name, str(sum(part.operators.values())), ", ".join(f"{n} {c}" for n, c in counted), lowered))
+    return "<h2>Operators, and those lowered to run on this CPU</h2>" + _table(
+        ("submodel", "nodes", "operators", "lowered"), rows, ("nodes",)
+    )
+
+
+def _left_out(result: Verification) -> list[str]:
+    return [
+        f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}"
+        for part in result.submodels.values()
+        if part.left_out
+    ]
+
+
+def _cases(part: SubmodelVerdict) -> str:
+    rows = [
+        (escape(case.case), case.group, case.output, f"{case.distance:.2e}", f"{case.yardstick:.2e}")
+        for case in part.cases
+    ]
+    columns = ("case", "group", "output", "distance", "fp16 PyTorch")
+    return f"<details><summary>{part.name}: {len(rows)}</summary>{_table(columns, rows, columns[3:])}</details>"

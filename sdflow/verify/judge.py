@@ -1,0 +1,302 @@
+"""The artifacts against the reference, one submodel in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp, inf, log, sqrt
+from pathlib import Path
+from statistics import stdev
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.errors import VerificationError
+from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.targets import TARGETS
+from sdflow.verify import pictures
+from sdflow.verify.activations import overflow_findings
+from sdflow.verify.cases import Cases, read_cases, read_description
+from sdflow.verify.distance import relative_l2, root_mean_square
+from sdflow.verify.finding import Finding
+from sdflow.verify.fit import fits
+from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
+from sdflow.verify.promises import check_promises
+from sdflow.verify.result import (
+    AT_MOST_UNCERTAIN,
+    FLOAT16_RATIO,
+    FLOAT32_LIMIT,
+    ONE_CASE_RATIO,
+    CaseDistance,
+    OutputVerdict,
+    SubmodelVerdict,
+    Verification,
+)
+from sdflow.verify.selection import Selection
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1
+"""Raise it whenever another verdict may come out: it is part of the key."""
+USES = ("diffusers", "numpy", "onnx", "onnxruntime")
+DRAWING = ("text_encoder", "unet", "vae_decoder")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs.
+
+    allow_fallback: nodes that the target has no kernel for are warnings.
+    """
+
+    folder: Path
+    name: str
+    target: str
+    level: str
+    submodels: Sequence[str]
+    reference: Path
+    out: Path
+    allow_fallback: bool = False
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
+        return {**vars(self), **paths, "submodels": list(self.submodels)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
+        return cls(**{**value, **{key: Path(value[key]) for key in ("folder", "reference", "out")}})
+
+
+def judge(request: JudgeRequest, progress: Progress) -> Verification:
+    """Run every submodel's cases, then draw the picture with all of them. One graph is in memory at a time."""
+    desk = Desk(request, progress)
+    selection = Selection.from_json(read_description(request.reference)["selection"])
+    picture = meaning = None
+    if set(DRAWING) <= {*request.submodels}:
+        try:
+            drawn = pictures.draw(desk.run, request.folder, selection, request.reference)
+        except _Unusable:
+            pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
+        else:
+            precision = "float16" if any(desk.verdicts[name].precision == "float16" for name in DRAWING) else "float32"
+            picture = pictures.judge_picture(drawn.picture, selection, request.reference, precision, request.out)
+            meaning = pictures.judge_meaning(drawn.sample, selection, request.reference)
+    for name in request.submodels:
+        if name not in desk.verdicts:
+            desk.open(name)
+    desk.close()
+    progress("whether the graphs fit the target, and the folder's promises")
+    return Verification(
+        name=request.name,
+        target=request.target,
+        level=request.level,
+        submodels={name: desk.verdicts[name] for name in request.submodels},
+        picture=picture,
+        meaning=meaning,
+        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts, progress)),
+        coverage=tuple(selection.coverage()),
+    )
+
+
+def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress) -> list[Finding]:
+    """What the target has no kernel for, what overflows, and what the folder promises and does not keep.
+
+    Ranges of values cost another session: they are measured at the full level, and where a result is not finite.
+    """
+    import onnx
+
+    target = TARGETS[request.target]
+    found: list[Finding] = []
+    for submodel in request.submodels:
+        if verdicts[submodel].outputs:  # it is a graph that runs
+            path = (request.folder / submodel / MODEL_FILE).resolve()
+            found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
+    if request.allow_fallback:
+        found = [replace(each, level="warning") if each.level == "error" else each for each in found]
+    for submodel, verdict in verdicts.items():
+        overflows = any(output.distance == inf for output in verdict.outputs)
+        if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
+            progress(f"{submodel}: ranges of its values")
+            cases = read_cases(request.reference, submodel)
+            found += overflow_findings(submodel, request.folder / submodel, cases, threads=request.threads or 0)
+    whole = set(DRAWING) <= {*request.submodels}
+    for finding in check_promises(request.folder, target):
+        if finding.submodel in request.submodels or (not finding.submodel and whole):
+            found.append(finding)
+    return found
+
+
+class _Unusable(Exception):
+    """A submodel whose verdict is known to be bad and that cannot go on to draw."""
+
+
+class Desk:
+    """Holds the one graph that is open; a graph that is opened for the first time is judged at once."""
+
+    def __init__(self, request: JudgeRequest, progress: Progress) -> None:
+        self.request = request
+        self.progress = progress
+        self.verdicts: dict[str, SubmodelVerdict] = {}
+        self._open: tuple[str, RunnableGraph] | None = None
+
+    def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
+        graph = self.open(submodel)
+        if graph is None or any(output.distance == inf for output in self.verdicts[submodel].outputs):
+            raise _Unusable
+        return run_graph(graph, inputs)
+
+    def close(self) -> None:
+        """Let go of the graph that is open."""
+        self._open = None
+        gc.collect()
+
+    def open(self, submodel: str) -> RunnableGraph | None:
+        """The submodel's graph, judged; None if it cannot be loaded."""
+        if self._open and self._open[0] == submodel:
+            return self._open[1]
+        self.close()
+        self.progress(f"{submodel}: loading")
+        try:
+            graph = open_graph(self.request.folder / submodel, self.request.target, threads=self.request.threads)
+        except VerificationError as error:
+            problem = (error.what, error.remedy or "Build it again: sdflow run --clean_cache.")
+            self.verdicts[submodel] = SubmodelVerdict(submodel, "unknown", "not at all", {}, {}, (), (), (problem,))
+            return None
+        if submodel not in self.verdicts:
+            self.progress(f"{submodel}: comparing with PyTorch")
+            self.verdicts[submodel] = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
+        self._open = submodel, graph
+        return graph
+
+
+def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
+    names = [value.name for value in graph.session.get_outputs()]
+    types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
+    if unknown := sorted(types.keys() - inputs.keys()):
+        raise VerificationError(
+            f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
+            remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
+        )
+    values = graph.session.run(None, {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()})
+    return {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
+
+
+def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> SubmodelVerdict:
+    """Run every case that the graph's shapes allow, and hold each output to the yardstick."""
+    ort = import_onnxruntime()
+    found: list[CaseDistance] = []
+    problems: list[tuple[str, str]] = []
+    left_out = []
+    for index, case in cases:
+        inputs = cases.get(index, "inputs")
+        if not takes(graph.session, inputs):
+            left_out.append(case.name)
+            continue
+        try:
+            outputs = run_graph(graph, inputs)
+        except VerificationError as error:
+            problems.append((error.what, error.remedy or ""))
+            break
+        except onnxruntime_errors(ort) as error:
+            problems.append((f"it cannot be run at {case.name}: {error}", "The graph does not take these shapes."))
+            break
+        exact, half = cases.get(index, "float32"), cases.get(index, "float16")
+        for name, wanted in exact.items():
+            if name not in outputs:
+                problems.append((f"it has no output {name}", "No pass may rename inputs or outputs."))
+                continue
+            distances = _distances(outputs[name], wanted, half[name])
+            found.append(CaseDistance(case.name, case.group, name, case.step, case.timestep, *distances))
+        if problems:
+            break
+    if not problems and not found:
+        problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
+    verdicts = []
+    for name in dict.fromkeys(each.output for each in found):
+        of_output = [each for each in found if each.output == name]
+        verdict = judge_output(name, graph.precision, of_output)
+        verdicts.append(verdict)
+        if not verdict.passed:
+            problems.append(_problem(verdict, graph.precision, of_output))
+    return SubmodelVerdict(
+        name=submodel,
+        precision=graph.precision,
+        ran=graph.ran,
+        operators=graph.operators,
+        lowered=graph.lowered,
+        outputs=tuple(verdicts),
+        cases=tuple(found),
+        problems=tuple(problems),
+        left_out=tuple(left_out),
+    )
+
+
+def _distances(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> tuple[float, float]:
+    """Of the artifact and of fp16 PyTorch. A flag may be that of either: at a threshold, rounding decides."""
+    if exact.dtype == bool:
+        same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
+        return (0.0 if same else inf), 0.0
+    return relative_l2(value, exact), relative_l2(half, exact)
+
+
+def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
+    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin.
+
+    The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
+
+    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to the cases where it does.
+    """
+    measured = [case for case in cases if case.yardstick != inf]
+    distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
+    yardstick = root_mean_square(case.yardstick for case in measured)
+    if precision == "float32":
+        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
+    limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
+    each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
+    finite = all(case.distance != inf for case in cases)
+    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each and finite)
+
+
+def _uncertainty(cases: Sequence[CaseDistance]) -> float:
+    """A factor, 1 to AT_MOST_UNCERTAIN: two standard errors of the cases' ratios (of their logarithms).
+
+    Rounding errors are random. Where a case has few numbers, its ratio says little, and the cases' ratios scatter.
+    """
+    ratios = [log(case.distance / case.yardstick) for case in cases if 0 < case.distance < inf and case.yardstick > 0]
+    if len(ratios) < 2:
+        return 1.0
+    return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
+
+
+def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
+    worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
+    if any(case.distance == inf for case in cases):
+        first = next(case for case in cases if case.distance == inf)
+        return (
+            f"{verdict.name} has another shape, NaN or infinity at {first.case}",
+            "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
+            "or take weights made for fp16.",
+        )
+    remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
+    remedy += "help, take passes and fusions out one by one (--set) until it passes."
+    if precision == "float32":
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        return f"{what}{verdict.limit:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+    what = (
+        f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
+    )
+    what += (
+        f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
+    )
+    what += f"is allowed; worst at {worst.case}: {_times(worst.distance, worst.yardstick)}"
+    return what, remedy
+
+
+def _times(distance: float, yardstick: float) -> str:
+    return f"{distance / yardstick:.3g} times" if yardstick else f"{distance:.2g} against nothing"

@@ -1,0 +1,171 @@
+"""The picture that the whole pipeline draws from the same latents, and what the sample's pictures show."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.runtime.folder import load_companions, submodel_config
+from sdflow.verify.distance import largest_difference, psnr, ssim
+from sdflow.verify.reference import PICTURE_FILE, SAMPLE_FILE
+from sdflow.verify.result import MeaningVerdict, PictureVerdict
+from sdflow.verify.selection import Selection
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+Run = Callable[[str, "Mapping[str, np.ndarray]"], "dict[str, np.ndarray]"]
+"""Runs a submodel, by its name, on inputs by name."""
+CLOSE_ENOUGH = {"float32": 60.0, "float16": 35.0}
+"""Decibels at which a picture passes whatever fp16 PyTorch's has: no difference that anyone sees."""
+DECIBELS_BEHIND = 6.0
+"""A float16 pipeline's picture may have so much less than plain fp16 PyTorch's: twice the error."""
+ASTRAY = 30.0
+"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it."""
+POINTS = 0.02
+"""How far the sample's score may be from PyTorch's."""
+AMPLIFIED = 10
+"""The difference image shows the differences so many times as large."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The picture, (rows, columns, 3), and those of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
+
+    picture: np.ndarray
+    sample: np.ndarray | None
+
+
+def draw(run: Run, folder: Path, selection: Selection, reference: Path) -> Drawn:
+    """Draw with the artifacts what the reference drew. folder: the pipeline's, for its tokenizer and its scheduler."""
+    import numpy as np
+
+    with np.load(reference / PICTURE_FILE) as stored:
+        latents = stored["latents"]
+    picture = _text_to_image(run, folder, [selection.prompts[0]], latents, selection.steps, selection)
+    sample = None
+    if selection.sample_cases:
+        from sdflow.samples.prompts import evaluation_set, first_latents
+
+        cases = evaluation_set()[: selection.sample_cases]
+        starts = np.stack([first_latents(case.seed) for case in cases])
+        sample = _text_to_image(run, folder, [case.prompt for case in cases], starts, selection.sample_steps, selection)
+    return Drawn(picture[0], sample)
+
+
+def _text_to_image(
+    run: Run, folder: Path, prompts: Sequence[str], latents: np.ndarray, steps: int, selection: Selection
+) -> np.ndarray:
+    """Pictures, float32 (pictures, rows, columns, 3) in [0, 1]: the plain loop of diffusers' StableDiffusionPipeline.
+
+    One graph is wanted at a time: the text encoder, then the UNet for every step, then the decoder.
+    """
+    import numpy as np
+    import torch
+
+    companions = load_companions(folder)
+    tokenizer, scheduler = companions["tokenizer"], companions["scheduler"]
+    guidance = selection.guidance_scale
+    guided = guidance > 1
+    texts = [*[""] * len(prompts), *prompts] if guided else list(prompts)
+    options = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
+    ids = tokenizer(texts, return_tensors="np", **options).input_ids
+    hidden = run("text_encoder", {"input_ids": ids})["last_hidden_state"]
+
+    scheduler.set_timesteps(steps)
+    known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
+    accepted = inspect.signature(scheduler.step).parameters
+    step_options = {name: value for name, value in known.items() if name in accepted}
+    sample = torch.from_numpy(latents) * scheduler.init_noise_sigma
+    for timestep in scheduler.timesteps:
+        fed = scheduler.scale_model_input(torch.cat([sample, sample]) if guided else sample, timestep).numpy()
+        inputs = {"sample": fed, "timestep": np.array([timestep.item()]), "encoder_hidden_states": hidden}
+        noise = torch.from_numpy(run("unet", inputs)["out_sample"]).float()
+        if guided:
+            unconditional, conditional = noise.chunk(2)
+            noise = unconditional + guidance * (conditional - unconditional)
+        sample = scheduler.step(noise, timestep, sample, **step_options).prev_sample
+
+    factor = submodel_config(folder, "vae_decoder")["scaling_factor"]
+    decoded = [run("vae_decoder", {"latent_sample": one[None].numpy() / factor})["sample"] for one in sample]
+    pixels: np.ndarray = np.clip(np.concatenate(decoded).astype(np.float32) / 2 + 0.5, 0, 1)
+    return pixels.transpose(0, 2, 3, 1)
+
+
+def _images(pictures: np.ndarray) -> list[Image]:
+    from PIL import Image
+
+    return [Image.fromarray(picture) for picture in (pictures * 255).round().astype("uint8")]
+
+
+def judge_picture(
+    picture: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path
+) -> PictureVerdict:
+    """Compare with fp32 PyTorch's picture; write both and their difference as PNG files into `out`."""
+    import numpy as np
+
+    with np.load(reference / PICTURE_FILE) as stored:
+        exact, half = stored["float32"], stored["float16"]
+    difference = np.clip(np.abs(picture - exact) * AMPLIFIED, 0, 1)
+    names = ("pytorch", "artifact", "difference")
+    for name, image in zip(names, _images(np.stack([exact, picture, difference])), strict=True):
+        image.save(out / f"{name}.png")
+    ours, plain = psnr(picture, exact), psnr(half, exact)
+    enough = CLOSE_ENOUGH[precision]
+    if precision == "float16":
+        enough = min(enough, plain - DECIBELS_BEHIND) if plain >= ASTRAY else 0.0
+    problems: tuple[tuple[str, str], ...] = ()
+    if not ours >= enough:
+        problems = (
+            (
+                f"the picture has a PSNR of {ours:.1f} dB to PyTorch's from the same latents, plain fp16 PyTorch's has "
+                f"{plain:.1f}; at least {enough:.1f} is asked for",
+                "If every submodel passes, the scheduler or the tokenizer differs from the checkpoint's.",
+            ),
+        )
+    return PictureVerdict(
+        psnr=_finite(ours),
+        ssim=ssim(picture, exact),
+        largest_difference=largest_difference(picture, exact),
+        float16_psnr=_finite(plain),
+        float16_ssim=ssim(half, exact),
+        float16_largest_difference=largest_difference(half, exact),
+        prompt=selection.prompts[0],
+        steps=selection.steps,
+        height=picture.shape[0],
+        width=picture.shape[1],
+        problems=problems,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
+def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Path) -> MeaningVerdict | None:
+    """The sample's own score of these pictures, against that of PyTorch's."""
+    import numpy as np
+
+    if sample is None:
+        return None
+    from sdflow.samples.prompts import evaluation_set
+    from sdflow.samples.score import tally
+
+    cases = evaluation_set()[: selection.sample_cases]
+    with np.load(reference / SAMPLE_FILE) as stored:
+        exact = tally(cases, _images(stored["float32"])).colour_and_kind
+    ours = tally(cases, _images(sample)).colour_and_kind
+    problems: tuple[tuple[str, str], ...] = ()
+    if abs(ours - exact) > POINTS:
+        problems = (
+            (
+                f"{ours:.0%} of {len(cases)} pictures show what was asked for, PyTorch's do in {exact:.0%}",
+                "Look at the submodels' distances and at the picture.",
+            ),
+        )
+    return MeaningVerdict(len(cases), exact, ours, problems)

@@ -1,0 +1,194 @@
+"""What a verification found: plain data and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sdflow.errors import VerificationError
+
+FORMAT_VERSION = 1
+FLOAT32_LIMIT = 1e-4
+"""Relative L2 to the fp32 PyTorch model that a float32 artifact may have."""
+FLOAT16_RATIO = 1.2
+"""How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases."""
+AT_MOST_UNCERTAIN = 1.25
+"""How far the scatter of the cases may widen that limit, as a factor."""
+ONE_CASE_RATIO = 2.0
+"""The same for any one case: few numbers, so a wider margin."""
+
+
+@dataclass(frozen=True)
+class CaseDistance:
+    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch."""
+
+    case: str
+    group: str
+    output: str
+    step: int | None
+    timestep: float | None
+    distance: float
+    yardstick: float
+
+
+@dataclass(frozen=True)
+class OutputVerdict:
+    """One output over all cases: root mean squares of the distances, and the limit that holds for it."""
+
+    name: str
+    distance: float
+    yardstick: float
+    limit: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class SubmodelVerdict:
+    """One submodel. precision: "float16" or "float32". ran: "as it is" or "lowered". operators: fused ones.
+
+    problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
+    """
+
+    name: str
+    precision: str
+    ran: str
+    operators: Mapping[str, int]
+    lowered: Mapping[str, int]
+    outputs: tuple[OutputVerdict, ...]
+    cases: tuple[CaseDistance, ...]
+    problems: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class PictureVerdict:
+    """The picture from the same latents, against fp32 PyTorch's. psnr in decibels; None stands for infinity.
+
+    float16_*: what plain fp16 PyTorch's picture has. Files: PNG, in the folder of the verification.
+    """
+
+    psnr: float | None
+    ssim: float
+    largest_difference: float
+    float16_psnr: float | None
+    float16_ssim: float
+    float16_largest_difference: float
+    prompt: str
+    steps: int
+    height: int
+    width: int
+    problems: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class MeaningVerdict:
+    """The sample's measure: the share of pictures that show the colour and kind they should, of PyTorch and of ours."""
+
+    cases: int
+    reference: float
+    artifact: float
+    problems: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest."""
+
+    name: str
+    target: str
+    level: str
+    submodels: Mapping[str, SubmodelVerdict]
+    picture: PictureVerdict | None
+    meaning: MeaningVerdict | None
+    findings: tuple[Mapping[str, Any], ...] = ()
+    coverage: tuple[str, ...] = ()
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    cached: bool = False
+
+    @property
+    def problems(self) -> list[tuple[str, str, str]]:
+        """(where, what, what to do) of everything that does not pass."""
+        found = [(name, *problem) for name, part in self.submodels.items() for problem in part.problems]
+        for where, part in (("picture", self.picture), ("meaning", self.meaning)):
+            found += [(where, *problem) for problem in (part.problems if part else ())]
+        found += [
+            (" ".join(filter(None, (each["submodel"], each["node"]))), each["what"], each["remedy"])
+            for each in self.findings
+            if each["level"] == "error"
+        ]
+        return found
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def failure(self) -> str:
+        """Every problem, with what to do."""
+        listed = "\n".join(f"  {where}: {what}\n    {remedy}" for where, what, remedy in self.problems)
+        return f"verification failed:\n{listed}"
+
+    def raise_for_failure(self) -> None:
+        """Raises VerificationError that lists every problem."""
+        if not self.passed:
+            raise VerificationError(self.failure(), where=self.name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON with its `format_version`; infinities are the text "inf", as JSON has none."""
+        content = {"format_version": FORMAT_VERSION, "passed": self.passed, **asdict(self)}
+        plain: dict[str, Any] = _without_infinities(content)
+        return plain
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Verification:
+        """What `to_json` wrote. Raises ValueError for another format."""
+        content = _with_infinities(dict(value))
+        if content.pop("format_version", None) != FORMAT_VERSION:
+            raise ValueError("not a verification of a known format")
+        content.pop("passed")
+        content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
+        for name, kind in (("picture", PictureVerdict), ("meaning", MeaningVerdict)):
+            if content[name] is not None:
+                content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
+        for name in ("findings", "coverage"):
+            content[name] = tuple(content[name])
+        return cls(**content)
+
+
+def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
+    return SubmodelVerdict(
+        **{
+            **value,
+            "outputs": tuple(OutputVerdict(**each) for each in value["outputs"]),
+            "cases": tuple(CaseDistance(**each) for each in value["cases"]),
+            "problems": _pairs(value["problems"]),
+            "left_out": tuple(value["left_out"]),
+        }
+    )
+
+
+def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((what, remedy) for what, remedy in value)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "inf"
+    if isinstance(value, dict):
+        return {key: _without_infinities(each) for key, each in value.items()}
+    return [_without_infinities(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _with_infinities(value: Any) -> Any:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, dict):
+        return {key: _with_infinities(each) for key, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value

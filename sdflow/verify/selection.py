@@ -1,0 +1,105 @@
+"""Which inputs a verification uses: prompts, steps, timesteps and sizes; and in words what that covers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sdflow.config.workflow import ImageSpec, VerifySpec
+from sdflow.errors import UsageError
+
+LARGE_CHANNELS = 512
+"""UNets with this many channels or more are verified at small latents; smaller ones at their own size."""
+EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.0)
+PROMPTS = (
+    "a photo of an astronaut riding a horse on mars",
+    "portrait of an old fisherman, oil painting, warm light",
+    "",
+    "a small red house beside a frozen lake, winter morning, 35mm",
+    "isometric pixel art of a busy street market at night",
+)
+LONG_PROMPT = "a watercolour painting of a lighthouse by the sea at dusk, " * 8
+"""Longer than the 77 tokens that the text encoder takes: the tokenizer cuts it."""
+SAMPLE = "sample:shapes"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Everything that the reference computes. It enters the key of the reference, so it says nothing of the target.
+
+    prompts: of the text encoder; the first one is drawn. rows, columns: of the trajectory's latents. shapes: (batch,
+    rows, columns) of further latents. own_size: whether one step is made at the model's own size. sample_cases: how
+    many pictures of the sample's own evaluation set are drawn and scored.
+    """
+
+    submodels: tuple[str, ...]
+    prompts: tuple[str, ...]
+    steps: int
+    guidance_scale: float
+    seed: int
+    rows: int
+    columns: int
+    shapes: tuple[tuple[int, int, int], ...]
+    timesteps: tuple[float, ...] = EDGE_TIMESTEPS
+    sample_cases: int = 0
+    sample_steps: int = 20
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Selection:
+        lists = {name: tuple(value[name]) for name in ("submodels", "prompts", "timesteps")}
+        return cls(**{**value, **lists, "shapes": tuple((b, r, c) for b, r, c in value["shapes"])})
+
+    def coverage(self) -> list[str]:
+        """What is verified, in words."""
+        sizes = ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in self.shapes)
+        lines = [
+            f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
+            f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
+            f"{len(self.prompts)} prompts, an empty one and one that is too long among them",
+        ]
+        if self.sample_cases:
+            lines.append(f"{self.sample_cases} pictures of the sample's evaluation set, {self.sample_steps} steps each")
+        return lines
+
+
+def select(
+    spec: VerifySpec,
+    image: ImageSpec,
+    submodels: Sequence[str],
+    model: str,
+    unet: Mapping[str, Any],
+    vae: Mapping[str, Any],
+) -> Selection:
+    """The selection for a model. unet, vae: their config.json. Raises UsageError for a size that the UNet cannot have."""
+    full = spec.level == "full"
+    granularity = 2 ** (len(unet["block_out_channels"]) - 1)
+    scale = 2 ** (len(vae["block_out_channels"]) - 1)
+    large = max(unet["block_out_channels"]) >= LARGE_CHANNELS
+    own = int(unet["sample_size"])
+    small = granularity * (2 if full else 1) if large else own
+    sizes = []
+    for name, pixels in (("height", spec.height), ("width", spec.width)):
+        if pixels is not None and pixels % (granularity * scale):
+            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {granularity * scale}.")
+        sizes.append(small if pixels is None else pixels // scale)
+    rows, columns = sizes
+    shapes = [(1, rows, columns * 2), (2, rows * 2 if not large else rows, columns)]
+    if full:
+        shapes += [(1, rows * 2, columns), (3, rows, columns), (1, own, own)]
+    prompts = list(dict.fromkeys([image.prompt, *image.prompts, *PROMPTS, LONG_PROMPT]))
+    sample = model == SAMPLE
+    return Selection(
+        submodels=tuple(submodels),
+        prompts=tuple(prompts),
+        steps=spec.steps or (10 if full else 4),
+        guidance_scale=image.guidance_scale,
+        seed=image.seed,
+        rows=rows,
+        columns=columns,
+        shapes=tuple(shapes),
+        sample_cases=(24 if full else 4) if sample and {"text_encoder", "unet", "vae_decoder"} <= {*submodels} else 0,
+    )

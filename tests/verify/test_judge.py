@@ -1,0 +1,56 @@
+"""What passes and what does not, from the distances alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from sdflow.verify.judge import judge_output
+from sdflow.verify.result import CaseDistance
+
+
+def cases(distances: Sequence[float], yardsticks: Sequence[float]) -> list[CaseDistance]:
+    pairs = zip(distances, yardsticks, strict=True)
+    return [CaseDistance(f"case {i}", "trajectory", "sample", i, 500.0, *pair) for i, pair in enumerate(pairs)]
+
+
+def test_a_float16_artifact_passes_up_to_1_2_times_fp16_pytorch() -> None:
+    yardsticks = [1e-3, 2e-3, 3e-3]
+    assert judge_output("sample", "float16", cases([1.19 * each for each in yardsticks], yardsticks)).passed
+    assert not judge_output("sample", "float16", cases([1.21 * each for each in yardsticks], yardsticks)).passed
+
+
+def test_the_cases_are_weighed_by_their_root_mean_square() -> None:
+    found = judge_output("sample", "float16", cases([3e-3, 4e-3], [3e-3, 4e-3]))
+    assert found.distance == pytest.approx(math.sqrt((9e-6 + 16e-6) / 2))
+
+
+def test_scatter_widens_the_limit_by_two_standard_errors_and_no_further_than_a_quarter() -> None:
+    spread = [math.exp(-0.1), 1.0, math.exp(0.1)]
+    found = judge_output("sample", "float16", cases([1e-3 * each for each in spread], [1e-3] * 3))
+    assert found.limit == pytest.approx(1.2e-3 * math.exp(2 * 0.1 / math.sqrt(3)))
+    wild = judge_output("sample", "float16", cases([1e-4, 1.9e-3, 1e-5], [1e-3] * 3))
+    assert wild.limit == pytest.approx(1.2e-3 * 1.25)
+
+
+def test_no_single_case_may_be_twice_as_far() -> None:
+    yardsticks = [1e-3] * 20
+    distances = [0.5e-3] * 19 + [2.1e-3]
+    found = judge_output("sample", "float16", cases(distances, yardsticks))
+    assert found.distance <= found.limit
+    assert not found.passed
+
+
+def test_a_float32_artifact_is_held_to_1e_4_whatever_fp16_pytorch_does() -> None:
+    assert judge_output("sample", "float32", cases([0.9e-4] * 3, [1.0] * 3)).passed
+    assert not judge_output("sample", "float32", cases([1.1e-4] * 3, [1.0] * 3)).passed
+
+
+def test_nan_does_not_pass_even_where_fp16_pytorch_has_it_too() -> None:
+    assert not judge_output("sample", "float16", cases([1e-3, math.inf], [1e-3, math.inf])).passed
+
+
+def test_where_fp16_pytorch_overflows_the_other_cases_decide() -> None:
+    assert judge_output("sample", "float16", cases([1e-3, 1e-2], [1e-3, math.inf])).passed

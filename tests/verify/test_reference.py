@@ -1,0 +1,140 @@
+"""The reference is what diffusers computes, and its fp16 is that of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sdflow.sources import Checkpoint
+from sdflow.verify.distance import relative_l2
+from sdflow.verify.half import quick_halves
+from sdflow.verify.reference import LoraMerge, load_reference
+from tests.verify.sample_artifacts import ROOT
+
+LORAS = ROOT / "samples/loras"
+
+
+def _layers() -> dict[str, tuple[Any, tuple[int, ...]]]:
+    import torch
+
+    torch.manual_seed(0)
+    return {
+        "linear": (torch.nn.Linear(64, 48), (3, 5, 64)),
+        "group norm": (torch.nn.GroupNorm(8, 32), (2, 32, 6, 6)),
+        "layer norm": (torch.nn.LayerNorm(64), (3, 5, 64)),
+        "convolution without bias": (torch.nn.Conv2d(8, 16, 3, bias=False), (2, 8, 9, 9)),
+        "silu": (torch.nn.SiLU(), (4, 64)),
+        "gelu": (torch.nn.GELU(), (4, 64)),
+        "softmax": (torch.nn.Softmax(-1), (4, 64)),
+    }
+
+
+@pytest.mark.parametrize("name", list(_layers()))
+def test_quick_halves_round_as_torchs_own_half_kernels_do(name: str) -> None:
+    import torch
+
+    layer, shape = _layers()[name]
+    layer = layer.half()
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).half()
+    with torch.no_grad():
+        slow = layer(values)
+    with quick_halves():
+        quick = layer(values)
+    assert quick.dtype == torch.float16
+    # The order of a float32 sum may move a value over a rounding boundary: one unit in the last place, rarely.
+    assert relative_l2(quick.numpy(), slow.numpy()) < 5e-5
+
+
+def test_attention_in_quick_halves_is_rounded_once() -> None:
+    import torch
+
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(1)).half()
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    with quick_halves():
+        half = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert half.dtype == torch.float16
+    assert relative_l2(half.numpy(), exact.numpy()) == pytest.approx(
+        relative_l2(exact.half().numpy(), exact.numpy()), rel=0.02
+    )
+
+
+def test_a_convolutions_bias_is_added_to_the_rounded_result() -> None:
+    import torch
+
+    layer = torch.nn.Conv2d(8, 16, 3).half()
+    values = torch.randn(1, 8, 9, 9, generator=torch.Generator().manual_seed(1)).half()
+    with quick_halves():
+        found = layer(values)
+    wide = torch.nn.functional.conv2d(values.float(), layer.weight.float())
+    expected = wide.half() + layer.bias.reshape(1, -1, 1, 1)
+    assert torch.equal(found, expected)
+
+
+def test_overflow_stays_overflow() -> None:
+    import torch
+
+    layer = torch.nn.Linear(4, 1, bias=False).half()
+    torch.nn.init.constant_(layer.weight, 200.0)
+    with quick_halves():
+        assert torch.isinf(layer(torch.full((1, 4), 200.0).half())).all()
+
+
+@pytest.mark.parametrize("name", ["stripes", "outline"])
+def test_the_lora_merged_is_the_one_that_diffusers_merges(name: str, sample_checkpoint: Checkpoint) -> None:
+    from sdflow.sources import load_pipeline
+
+    path = LORAS / f"{name}.safetensors"
+    pipeline = load_pipeline(sample_checkpoint)
+    pipeline.load_lora_weights(str(LORAS), weight_name=path.name)
+    pipeline.fuse_lora(lora_scale=0.7)
+    pipeline.unload_lora_weights()
+    touched = 0
+    for submodel in ("text_encoder", "unet"):
+        load = sample_checkpoint.submodels[submodel].load
+        plain = load_reference(submodel, load, []).state_dict()
+        ours = load_reference(submodel, load, [LoraMerge(path, 0.7)]).state_dict()
+        for key, theirs in getattr(pipeline, submodel).state_dict().items():
+            np.testing.assert_allclose(ours[key].numpy(), theirs.numpy(), rtol=0, atol=2e-6)
+            touched += not np.array_equal(ours[key].numpy(), plain[key].numpy())
+    assert touched > 50
+
+
+def test_the_trajectory_is_that_of_diffusers(sample_cases: dict[str, Any]) -> None:
+    cases = [case for case in sample_cases["unet"].cases if case.group == "trajectory"]
+    assert len(cases) >= 2
+    times = [case.timestep for case in cases]
+    assert times == sorted(times, reverse=True)
+    text = sample_cases["unet"].get(0, "inputs")["encoder_hidden_states"]
+    assert len(text) == 2, "the empty prompt's half and the prompt's"
+    alone = sample_cases["text_encoder"].get(0, "float32")["last_hidden_state"]
+    np.testing.assert_allclose(text[1], alone[0], atol=1e-5)
+
+
+def test_edges_shapes_and_batches_are_covered(sample_cases: dict[str, Any]) -> None:
+    unet = sample_cases["unet"]
+    assert {case.timestep for case in unet.cases if case.group == "edge timestep"} == {999.0, 500.5, 1.0, 0.0}
+    shapes = {unet.get(index, "inputs")["sample"].shape for index, _ in unet}
+    assert {shape[0] for shape in shapes} == {1, 2}
+    assert any(shape[2] != shape[3] for shape in shapes)
+
+
+def test_every_case_has_both_references_and_they_differ_by_rounding(sample_cases: dict[str, Any]) -> None:
+    for submodel, cases in sample_cases.items():
+        for index, case in cases:
+            exact, half = cases.get(index, "float32"), cases.get(index, "float16")
+            assert exact.keys() == half.keys()
+            for name in exact:
+                assert 1e-5 < relative_l2(half[name], exact[name]) < 2e-2, (submodel, case.name, name)
+
+
+def test_cases_come_back_from_the_disk_as_they_were(tmp_path: Path, sample_cases: dict[str, Any]) -> None:
+    from sdflow.verify.cases import read_cases, write_cases
+
+    write_cases(tmp_path, sample_cases, {"more": 1})
+    again = read_cases(tmp_path, "unet")
+    assert again.cases == sample_cases["unet"].cases
+    assert again.arrays.keys() == sample_cases["unet"].arrays.keys()
+    assert all(np.array_equal(again.arrays[key], value) for key, value in sample_cases["unet"].arrays.items())

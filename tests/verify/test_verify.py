@@ -1,0 +1,218 @@
+"""`sdflow verify` and what `sdflow run` does with it: whole pipelines, real processes, a real cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sdflow.artifact import Artifact
+from sdflow.assemble import assemble
+from sdflow.config import load_workflow
+from sdflow.config.workflow import ImageSpec, VerifySpec
+from sdflow.errors import UsageError, VerificationError
+from sdflow.passes import registry
+from sdflow.run import RunOptions, run_workflow
+from sdflow.sources import Checkpoint
+from sdflow.store import Cache
+from sdflow.verify import Subject, Verification, Verified, verify
+from sdflow.verify.html import page
+from tests.small_workflows import Events
+from tests.verify.sample_artifacts import ROOT
+
+SPEC = VerifySpec(steps=2, height=64, width=64)
+BREAKING = Path(__file__).parent / "breaking_pass.py"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return Cache(tmp_path_factory.mktemp("verify") / "cache")
+
+
+@pytest.fixture(scope="module")
+def subject(
+    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Subject:
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
+    described = {"name": "tiny", "target": "cpu"}
+    assemble(folder, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest=described, copy=True)
+    return Subject("tiny", "cpu", folder, tiny_checkpoint, image=ImageSpec(guidance_scale=7.5))
+
+
+@pytest.fixture(scope="module")
+def first(subject: Subject, cache: Cache) -> Verified:
+    return verify(subject, SPEC, cache, threads=1)
+
+
+def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_picture(first: Verified) -> None:
+    result = first.result
+    assert result.passed, result.failure()
+    assert list(result.submodels) == ["text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker"]
+    for part in result.submodels.values():
+        assert all(
+            output.distance <= 1e-4 < output.yardstick for output in part.outputs if output.name != "has_nsfw_concepts"
+        )
+    assert result.picture is not None
+    assert result.picture.psnr is None or result.picture.psnr > 80
+    assert result.picture.ssim == pytest.approx(1, abs=1e-6)
+    assert not result.cached
+    assert "500.5" in " ".join(result.coverage)
+
+
+def test_a_second_verification_comes_from_the_cache_whole(subject: Subject, cache: Cache, first: Verified) -> None:
+    phases: list[str] = []
+    again = verify(subject, SPEC, cache, progress=phases.append)
+    assert phases == [], "no process was started"
+    assert again.result == dataclasses.replace(first.result, cached=True)
+    assert (again.pictures / "artifact.png").is_file()
+
+
+@pytest.mark.parametrize("what", ["artifact", "tokenizer"])
+def test_what_is_verified_is_in_the_key(
+    what: str, subject: Subject, cache: Cache, first: Verified, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+    changed = folder / ("unet/config.json" if what == "artifact" else "tokenizer/tokenizer_config.json")
+    changed.chmod(0o644)
+    changed.write_text(changed.read_text() + "\n")
+    phases: list[str] = []
+    verify(dataclasses.replace(subject, folder=folder), SPEC, cache, submodels=["text_encoder"], progress=phases.append)
+    assert "text_encoder: comparing with PyTorch" in phases
+
+
+def test_another_scheduler_is_found_by_the_picture_and_a_failure_is_not_kept(
+    subject: Subject, cache: Cache, first: Verified, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+    path = folder / "scheduler/scheduler_config.json"
+    path.chmod(0o644)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"beta_schedule": "linear"}))
+    wrong = dataclasses.replace(subject, folder=folder)
+    for _ in range(2):
+        found = verify(wrong, SPEC, cache, threads=1).result
+        assert not found.cached
+    assert [where for where, _, _ in found.problems] == ["picture"]
+    assert "PSNR" in found.failure()
+    with pytest.raises(VerificationError) as raised:
+        found.raise_for_failure()
+    assert raised.value.exit_code == 4
+
+
+def test_a_truncated_data_file_is_found(subject: Subject, cache: Cache, first: Verified, tmp_path: Path) -> None:
+    folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+    data = folder / "text_encoder/model.onnx.data"
+    data.chmod(0o644)
+    data.write_bytes(data.read_bytes()[:-4096])
+    found = verify(dataclasses.replace(subject, folder=folder), SPEC, cache, submodels=["text_encoder"]).result
+    assert not found.passed
+    assert "cut off" in found.failure()
+
+
+def test_a_submodel_that_is_not_there_is_said(subject: Subject, cache: Cache) -> None:
+    with pytest.raises(UsageError, match="no unett"):
+        verify(subject, SPEC, cache, submodels=["unett"])
+
+
+def test_a_size_that_the_unet_cannot_have_is_said(subject: Subject, cache: Cache) -> None:
+    with pytest.raises(UsageError, match=r"verify\.height is 72"):
+        verify(subject, VerifySpec(height=72), cache)
+
+
+def test_the_page_needs_nothing_else_and_shows_everything(first: Verified) -> None:
+    text = page(first.result, first.pictures)
+    assert re.findall(r'(?:src|href)="(?!data:)', text) == [], "nothing is loaded from elsewhere"
+    assert text.count("data:image/png;base64,") == 3
+    assert "<svg" in text
+    assert "10 times amplified" in text
+    assert "http" not in text
+    for name in first.result.submodels:
+        assert name in text
+
+
+def test_json_comes_back_as_it_was(first: Verified) -> None:
+    written = json.loads(json.dumps(first.result.to_json(), allow_nan=False))
+    assert written["format_version"] == 1
+    assert written["passed"] is True
+    assert Verification.from_json(written) == first.result
+
+
+# In `sdflow run`
+
+
+def _workflow(folder: Path, passes: list[dict[str, object]]) -> Path:
+    path = folder / "small.yaml"
+    content = {
+        "model": "synthetic:sd15-tiny",
+        "target": "cpu",
+        "submodels": {"text_encoder": {"passes": passes}},
+        "evaluate": {"image": None, "latency": None},
+        "verify": {"steps": 2, "height": 64, "width": 64},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_run_whose_verification_fails_assembles_nothing_and_leaves_what_was_there(
+    cache: Cache, tmp_path: Path
+) -> None:
+    conversion: dict[str, object] = {"pass": "OnnxConversion", "target_opset": 17}
+    options = RunOptions(out=tmp_path / "pipelines", results=tmp_path / "results")
+
+    def run(passes: list[dict[str, object]], **more: bool) -> None:
+        loaded = load_workflow(_workflow(tmp_path, passes), catalog=registry.catalog())
+        run_workflow(loaded, cache, dataclasses.replace(options, **more), Events())
+
+    run([conversion])
+    folder = options.out / "small"
+    good = (folder / "sdflow.json").read_bytes()
+    assert json.loads(good)["verified"] == "quick"
+
+    broken = [conversion, {"pass": f"{BREAKING}:ZeroBias"}]
+    with pytest.raises(VerificationError) as raised:
+        run(broken)
+    message = str(raised.value)
+    assert raised.value.exit_code == 4
+    assert "text_encoder: last_hidden_state is" in message
+    assert "Nothing was assembled" in message
+    assert (folder / "sdflow.json").read_bytes() == good
+    report = options.results / "small.verify.html"
+    assert "FAILED" in report.read_text()
+    assert json.loads((options.results / "small.verify.json").read_text())["passed"] is False
+
+    run(broken, verify=False)
+    assert json.loads((folder / "sdflow.json").read_text())["verified"] is None
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("", VerifySpec()),
+        ("verify: off", None),
+        ("verify: false", None),
+        ("verify:", None),
+        ("verify: full", VerifySpec(level="full")),
+        ("verify: {steps: 3, height: 128, width: 64}", VerifySpec(steps=3, height=128, width=64)),
+    ],
+)
+def test_the_section_of_the_workflow(written: str, expected: VerifySpec | None, tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text(f"extends: {ROOT}/workflows/tiny_cpu.yaml\n{written}\n")
+    (pipeline,) = load_workflow(path, catalog=registry.catalog()).pipelines
+    assert pipeline.verify == expected
+
+
+def test_what_differs_for_a_target_and_set_come_after_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    overlay = "targets: {cpu: {verify: {steps: 5}}}"
+    path.write_text(f"extends: {ROOT}/workflows/tiny_cpu.yaml\nverify: {{level: full}}\n{overlay}\n")
+    load = {"catalog": registry.catalog()}
+    (pipeline,) = load_workflow(path, **load).pipelines
+    assert pipeline.verify == VerifySpec(level="full", steps=5)
+    (pipeline,) = load_workflow(path, overrides=["verify.steps=7"], **load).pipelines
+    assert pipeline.verify == VerifySpec(level="full", steps=7)

@@ -1,0 +1,59 @@
+"""The data file is written in order, in one pass, and its digests are those of what is on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sdflow.weights import stream
+from sdflow.weights.stream import Digests, Piece, write_pieces
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK", 1000)
+    monkeypatch.setattr(stream, "AHEAD", 5000)
+    monkeypatch.setattr(stream, "FLUSHED", 3000)
+
+
+@pytest.mark.parametrize("hash_base", [True, False])
+def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(tmp_path: Path, hash_base: bool) -> None:
+    base = os.urandom(50_000)
+    (tmp_path / "base").write_bytes(base)
+    expected, pieces, position = b"", [], 0
+    for index, length in enumerate((1, 2500, 700, 16_000, 2, 20_000, 10_797)):
+        if index % 2:
+            pieces.append(Piece(length, None))
+            expected += base[position : position + length]
+        else:
+            values = np.full(length, index, np.uint8)
+            pieces.append(Piece(length, lambda values=values, index=index: time.sleep((7 - index) / 100) or values))
+            expected += values.tobytes()
+        position += length
+    assert position == len(base)
+    seen: list[tuple[int, int]] = []
+    digests = write_pieces(
+        tmp_path / "out", pieces, tmp_path / "base", hash_base=hash_base, progress=lambda *at: seen.append(at)
+    )
+    assert (tmp_path / "out").read_bytes() == expected
+    assert digests == Digests(sha256(expected), sha256(base) if hash_base else None)
+    assert seen == sorted(seen)
+    assert seen[-1] == (50_000, 50_000)
+
+
+def test_a_piece_that_cannot_be_computed_ends_it(tmp_path: Path) -> None:
+    def fail() -> bytes:
+        raise ValueError("no such weight")
+
+    pieces = [Piece(4000, lambda: bytes(4000)), Piece(1, fail), *[Piece(4000, lambda: bytes(4000))] * 50]
+    with pytest.raises(ValueError, match="no such weight"):
+        write_pieces(tmp_path / "out", pieces, None, hash_base=False, progress=lambda done, total: None)
