@@ -191,8 +191,9 @@ def _quantize(pipeline: Any) -> None:
     from torchao.quantization.quant_api import swap_conv2d_1x1_to_linear
 
     def convolution(module: Any, *_: Any) -> bool:
-        channels = {getattr(module, "in_channels", 0), getattr(module, "out_channels", 0)}
-        return isinstance(module, torch.nn.Conv2d) and module.kernel_size == (1, 1) and 128 in channels
+        if not isinstance(module, torch.nn.Conv2d) or module.kernel_size != (1, 1):
+            return False
+        return 128 in (module.in_channels, module.out_channels)
 
     def linear(module: Any, *_: Any) -> bool:
         if not isinstance(module, torch.nn.Linear) or module.in_features <= 16:
