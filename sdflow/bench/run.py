@@ -80,8 +80,6 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     with _threads(request.settings.threads):
         runner = _Runner(request, device, say)
         runner.load_references(active)
-        for each in active:
-            runner.load(each, [other for other in active if other.draw is not None])
         for index, case in enumerate(request.cases):
             runner.measure(index, case, active)
     return BenchResult(
@@ -191,10 +189,13 @@ class _Runner:
             running.result = replace(running.result, load_seconds=time.perf_counter() - begun, note=note)
 
     def measure(self, index: int, case: Case, active: Sequence[_Running]) -> None:
-        """One case with everyone who is ready: first pictures, warm-up, then turns."""
+        """One case with everyone who can: first pictures, warm-up, then turns. In the first case engines are loaded, each
+        right before its first picture, so that what it adds to the memory in use is its own."""
         turns: list[tuple[_Running, Turns]] = []
         for each in active:
             each.cases.append(None)
+            if index == 0:
+                self.load(each, [other for other in active if other.draw is not None])
             if each.draw is None:
                 continue
             self.say(f"{case}: {each.engine.name}, first picture")

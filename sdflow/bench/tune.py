@@ -137,17 +137,25 @@ def tune(
     target: str | None = None,
     case: Case | None = None,
     rounds: int = 5,
+    only: Sequence[str] = (),
     tried: Sequence[Candidate] | None = None,
 ) -> TuneResult:
     """Try the candidates and keep the choice for this device and these versions.
 
-    case: what is drawn; by default one picture of the model's own size in 4 steps. tried: in place of `candidates`.
-    Raises UsageError when the folder is no pipeline, or its target has nothing to choose; TargetUnavailableError when its
-    provider is not here.
+    case: what is drawn; by default one picture of the model's own size in 4 steps. only: the names of options to try.
+    tried: in place of `candidates`.
+    Raises UsageError when the folder is no pipeline, an option is not there, or its target has nothing to choose;
+    TargetUnavailableError when its provider is not here.
     """
     wanted = TARGETS[target or read_manifest(folder)["target"]]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = candidates(wanted, cores) if tried is None else tried
+    known = list(dict.fromkeys(each.option for each in options))
+    if unknown := [name for name in only if name not in known]:
+        raise UsageError(
+            f"no option is named {unknown[0]}", where=wanted.name, remedy=f"There are: {', '.join(known)}."
+        )
+    options = [each for each in options if not only or each.option in only]
     if not options:
         raise UsageError(f"there is nothing to choose for {wanted.title}", where=wanted.name)
     tuner = _Tuner(folder, wanted, case, rounds)

@@ -88,6 +88,7 @@ def tune(
     batch: Annotated[int, typer.Option(min=1, help="Pictures at once.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps a picture.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
+    option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
     json: AsJson = False,
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
@@ -101,9 +102,9 @@ def tune(
     if target is not None and target not in TARGETS:
         raise UsageError(f"no target is named {target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}.")
     pixels = size or _own_size(pipeline)
-    print_tune(
-        search(pipeline, _say, target=target, case=Case(batch, pixels, pixels, steps), rounds=rounds), as_json=json
-    )
+    case = Case(batch, pixels, pixels, steps)
+    result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
+    print_tune(result, as_json=json)
 
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: str | None) -> list[Case]:
