@@ -42,6 +42,8 @@ def import_onnxruntime(target: Target | None = None) -> Any:
             remedy=f"pip install {target.package if target else 'onnxruntime'}",
         ) from error
     onnxruntime.disable_telemetry_events()
+    # cuDNN's complaint about each engine that it tries and cannot use. What is an error raises one.
+    onnxruntime.set_default_logger_severity(4)
     return onnxruntime
 
 
