@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def torch_drawer(
             marks[0]()
             return tensors
 
-        with torch.backends.cudnn.flags(allow_tf32=False):  # float32 is the reference, on a GPU too
+        with _full_float32():
             drawn = pipeline(
                 [settings.prompt] * case.batch,
                 negative_prompt=[settings.negative_prompt] * case.batch,
@@ -140,6 +141,19 @@ def torch_drawer(
         return images
 
     return draw
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _own(module: torch.nn.Module) -> torch.nn.Module:
