@@ -22,6 +22,7 @@ from sdflow.verify.finding import Finding
 from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
 from sdflow.verify.promises import check_promises
+from sdflow.verify.recipes import RecipeCheck, check_recipes
 from sdflow.verify.result import (
     AT_MOST_UNCERTAIN,
     FLOAT16_RATIO,
@@ -37,9 +38,11 @@ from sdflow.verify.selection import Selection
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1
+VERSION = 2
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
+RECIPES = 24
+"""Weights of each submodel that are bound again and compared at the quick level; at the full level all."""
 DRAWING = ("text_encoder", "unet", "vae_decoder")
 
 Progress = Callable[[str], None]
@@ -49,7 +52,7 @@ Progress = Callable[[str], None]
 class JudgeRequest:
     """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs.
 
-    allow_fallback: nodes that the target has no kernel for are warnings.
+    recipes: the structures that the weights were bound to. allow_fallback: nodes that the target has no kernel for are warnings.
     """
 
     folder: Path
@@ -59,16 +62,19 @@ class JudgeRequest:
     submodels: Sequence[str]
     reference: Path
     out: Path
+    recipes: Sequence[RecipeCheck] = ()
     allow_fallback: bool = False
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
-        return {**vars(self), **paths, "submodels": list(self.submodels)}
+        recipes = [each.to_json() for each in self.recipes]
+        return {**vars(self), **paths, "submodels": list(self.submodels), "recipes": recipes}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
-        return cls(**{**value, **{key: Path(value[key]) for key in ("folder", "reference", "out")}})
+        paths = {key: Path(value[key]) for key in ("folder", "reference", "out")}
+        return cls(**{**value, **paths, "recipes": [RecipeCheck.from_json(each) for each in value["recipes"]]})
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
@@ -117,6 +123,11 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
+    for each in request.recipes:
+        if verdicts[each.submodel].outputs:
+            progress(f"{each.submodel}: recipes")
+            sample = None if request.level == "full" else RECIPES
+            found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
     for submodel, verdict in verdicts.items():
         overflows = any(output.distance == inf for output in verdict.outputs)
         if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
