@@ -15,7 +15,7 @@ from sdflow.errors import VerificationError
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
-from sdflow.verify.activations import overflow_findings
+from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.distance import relative_l2, root_mean_square
 from sdflow.verify.finding import Finding
@@ -95,6 +95,8 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         if name not in desk.verdicts:
             desk.open(name)
     desk.close()
+    overflows = _overflows(request, desk.verdicts, progress)
+    findings = [each for found in overflows.values() for each in found.findings]
     progress("whether the graphs fit the target, and the folder's promises")
     return Verification(
         name=request.name,
@@ -103,16 +105,14 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         picture=picture,
         meaning=meaning,
-        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts, progress)),
+        findings=tuple(asdict(each) for each in (*findings, *_findings(request, desk.verdicts, progress))),
+        overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
         coverage=tuple(selection.coverage()),
     )
 
 
 def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress) -> list[Finding]:
-    """What the target has no kernel for, what overflows, and what the folder promises and does not keep.
-
-    Ranges of values cost another session: they are measured at the full level, and where a result is not finite.
-    """
+    """What the target has no kernel for, recipes that are damaged, and what the folder promises and does not keep."""
     import onnx
 
     target = TARGETS[request.target]
@@ -128,16 +128,25 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
             progress(f"{each.submodel}: recipes")
             sample = None if request.level == "full" else RECIPES
             found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
-    for submodel, verdict in verdicts.items():
-        overflows = any(output.distance == inf for output in verdict.outputs)
-        if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
-            progress(f"{submodel}: ranges of its values")
-            cases = read_cases(request.reference, submodel)
-            found += overflow_findings(submodel, request.folder / submodel, cases, threads=request.threads or 0)
     whole = set(DRAWING) <= {*request.submodels}
     for finding in check_promises(request.folder, target):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
+    return found
+
+
+def _overflows(
+    request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
+) -> dict[str, Overflow]:
+    """Values that float16 does not hold. They cost another session: at the full level, and where a result is not finite."""
+    found = {}
+    for submodel, verdict in verdicts.items():
+        infinite = any(output.distance == inf for output in verdict.outputs)
+        if verdict.precision == "float16" and verdict.ran == "lowered" and (infinite or request.level == "full"):
+            progress(f"{submodel}: ranges of its values")
+            cases = read_cases(request.reference, submodel)
+            folder = request.folder / submodel
+            found[submodel] = overflow(submodel, folder, cases, threads=request.threads or 0)
     return found
 
 

@@ -98,7 +98,10 @@ class MeaningVerdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest."""
+    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest.
+
+    overflowing: submodel -> the nodes that put out or read values that float16 does not hold.
+    """
 
     name: str
     target: str
@@ -107,6 +110,7 @@ class Verification:
     picture: PictureVerdict | None
     meaning: MeaningVerdict | None
     findings: tuple[Mapping[str, Any], ...] = ()
+    overflowing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coverage: tuple[str, ...] = ()
     artifacts: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -157,6 +161,7 @@ class Verification:
         for name, kind in (("picture", PictureVerdict), ("meaning", MeaningVerdict)):
             if content[name] is not None:
                 content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
+        content["overflowing"] = {name: tuple(nodes) for name, nodes in content["overflowing"].items()}
         for name in ("findings", "coverage"):
             content[name] = tuple(content[name])
         return cls(**content)
