@@ -11,8 +11,9 @@ from sdflow.errors import UsageError
 
 LARGE_CHANNELS = 512
 """UNets with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
-EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.0)
-QUICK_TIMESTEPS = (500.5, 0.0)
+EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.5, 0.0)
+QUICK_TIMESTEPS = (500.5, 0.5)
+"""Half a step changes most near 0: a timestep that is cut to a whole number shows there."""
 QUICK_LATENTS = 8
 """Rows and columns of the latents at the quick level, where the UNet's levels allow it."""
 SAMPLE_CASES = 24
