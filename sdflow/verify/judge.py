@@ -28,6 +28,7 @@ from sdflow.verify.result import (
     FLOAT16_RATIO,
     FLOAT32_LIMIT,
     ONE_CASE_RATIO,
+    WITHOUT_YARDSTICK,
     CaseDistance,
     OutputVerdict,
     SubmodelVerdict,
@@ -270,7 +271,7 @@ def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> Ou
 
     The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
 
-    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to the cases where it does.
+    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
     """
     measured = [case for case in cases if case.yardstick != inf]
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
@@ -279,8 +280,11 @@ def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> Ou
         return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
     limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
     each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
-    finite = all(case.distance != inf for case in cases)
-    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each and finite)
+    if not measured:
+        distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
+    else:
+        each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
+    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each)
 
 
 def _uncertainty(cases: Sequence[CaseDistance]) -> float:

@@ -19,6 +19,9 @@ AT_MOST_UNCERTAIN = 1.25
 ONE_CASE_RATIO = 2.0
 """The same for any one case: few numbers, so a wider margin."""
 
+WITHOUT_YARDSTICK = 10 * 2**-11
+"""Where fp16 PyTorch itself overflows: ten times the rounding of a half, what a whole network of halves may lose."""
+
 
 @dataclass(frozen=True)
 class CaseDistance:

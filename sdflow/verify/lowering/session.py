@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-def session_of(
-    lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool = False
-) -> onnxruntime.InferenceSession:
+def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool = False) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
 
     fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run.
