@@ -4,9 +4,9 @@
                              [--json rows.json]
 
 GRAPHS: one folder for each graph without weights, as `bench/ablation_graphs.py` makes them (unet.base, unet.bias, ...):
-"bias" is ConvBiasFusion, "norm" its option group_norm, "resize" NhwcResize. Random weights of a sane scale are made on
-the device and written to FOLDER (2.1 GB, a temporary one by default). Rows are printed as they come; the most telling
-come first, and what does not fit into --seconds is named at the end.
+see there what their names stand for. Random weights of a sane scale are made on the device and written to FOLDER (2.5
+GB, a temporary one by default). Rows are printed as they come; the most telling come first, and what does not fit into
+--seconds is named at the end.
 
 Needs numpy, onnx, torch and onnxruntime-gpu; of sdflow only what cuts graphs.
 """
@@ -25,7 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class Bound:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         session_options = ort.SessionOptions()
-        session_options.log_severity_level = 3
+        session_options.log_severity_level = 4  # cuDNN's errors, at each engine that it tries and cannot use, are none
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         provider = {**options, "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
         self.graph = provider.get("enable_cuda_graph") == "1"
@@ -221,7 +221,7 @@ class Ablation:
         stage: str,
         variant: str,
         batch: int,
-        model: Callable[[], Any],
+        model: Any,
         inputs: Mapping[str, Any],
         output: str,
         **changes: str,
@@ -237,12 +237,12 @@ class Ablation:
         options = {**PROVIDER, **changes}
         try:
             try:
-                bound = Bound(model(), self.folder, options, inputs)
+                bound = Bound(model, self.folder, options, inputs)
             except self.errors as error:
                 if "graph capture" not in str(error):
                     raise
                 note = "no CUDA graph: not all of it runs on the device"
-                bound = Bound(model(), self.folder, {**options, "enable_cuda_graph": "0"}, inputs)
+                bound = Bound(model, self.folder, {**options, "enable_cuda_graph": "0"}, inputs)
             median, p90 = bound.milliseconds()
         except self.errors as error:  # what a provider refuses is a line of the table, not its end
             print(f"{name}: refused: {' '.join(str(error).split())[:300]}", flush=True)
@@ -278,8 +278,8 @@ def static(model: Any, sizes: Mapping[str, int]) -> Any:
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
     shapes = specialize(model, sizes)
-    for field in ("input", "output"):
-        for item, known in zip(getattr(fixed.graph, field), getattr(shapes.graph, field), strict=True):
+    for ends in ("input", "output"):
+        for item, known in zip(getattr(fixed.graph, ends), getattr(shapes.graph, ends), strict=True):
             item.type.CopyFrom(known.type)
     return fixed
 
@@ -296,53 +296,85 @@ def unet_inputs(batch: int) -> dict[str, Any]:
     }
 
 
-def unet(table: Ablation, batch: int, options: Mapping[str, str] | None = None, only_best: str = "") -> Bound | None:
-    """The UNet whole and in parts. only_best: a name for one row with other provider options, of the best variant."""
+@dataclass(frozen=True)
+class Case:
+    """A variant of a submodel: one of the graphs, provider options, and for a UNet which part of it is measured."""
+
+    name: str
+    graph: str
+    changes: Mapping[str, str] = field(default_factory=dict)
+    split: bool = True
+    guidance: bool = True
+
+
+FUSED = {"fuse_conv_bias": "1"}
+UNET = (
+    Case("biases, resize", "bias_resize"),
+    Case("norms, qkv 320, fuse_conv_bias", "norms_qkv320", FUSED),
+    Case("norms, fuse_conv_bias", "norms", FUSED),
+    Case("norms, qkv 640, fuse_conv_bias", "norms_qkv640", FUSED),
+    Case("norms, products, fuse_conv_bias", "norms_product", FUSED),
+    Case("norms", "norms"),
+    Case("resize, fuse_conv_bias", "resize", FUSED),
+    Case("norms, products, qkv 640, fuse_conv_bias", "norms_product_qkv640", FUSED),
+    Case("biases, resize, fuse_conv_bias", "bias_resize", FUSED),
+)
+"""Of the step, with guidance: the UNet's part that each step runs."""
+MANY = UNET[:4]
+WHOLE = (
+    Case("whole, as built", "base", split=False),
+    Case("whole, biases, resize", "bias_resize", split=False),
+    Case("whole, norms, fuse_conv_bias", "norms", FUSED, split=False),
+    Case("norms, fuse_conv_bias, without sharing", "norms", FUSED, guidance=False),
+)
+DECODER = (
+    Case("biases, resize", "bias_resize"),
+    Case("biases, resize, fuse_conv_bias", "bias_resize", FUSED),
+    Case("resize, fuse_conv_bias", "resize", FUSED),
+    Case("biases, products, resize, fuse_conv_bias", "bias_resize_product", FUSED),
+)
+
+
+def unet(table: Ablation, batch: int, cases: Sequence[Case]) -> Bound | None:
+    """The UNet, whole or its step. Returns the fastest."""
     import torch
 
     from sdflow.runtime.specialize import specialize
     from sdflow.runtime.split import split_unet
 
-    changes = dict(options or {})
     inputs, sizes = unet_inputs(batch), unet_sizes(batch)
-    base, bias, both = (table.graphs[f"unet.{name}"] for name in ("base", "bias", "bias_resize"))
-    best = None
-    if not only_best:
-        table.measure("unet", "as built", batch, lambda: static(base, sizes), inputs, "out_sample")
-        table.measure("unet", "shapes folded", batch, lambda: specialize(base, sizes), inputs, "out_sample")
-        table.measure("unet", "ConvBiasFusion", batch, lambda: specialize(bias, sizes), inputs, "out_sample")
-        table.measure(
-            "unet", "ConvBiasFusion, NhwcResize", batch, lambda: specialize(both, sizes), inputs, "out_sample"
-        )
-    cases = [("both passes, split, guidance shared", both, True)]
-    if not only_best:
-        cases = [("split", base, False), ("both passes, split", both, False), *cases]
-    for name, model, guidance in cases:
+    best: tuple[float, Bound | None] = (float("inf"), None)
+    for case in cases:
         if time.monotonic() > table.end:
-            table.skipped.append(f"unet {name} batch {batch}")
+            table.skipped.append(f"unet {case.name} batch {batch}")
             continue
-        parts = split_unet(model, sizes, guidance=guidance)
-        values = {name: inputs[name] for name in ("timestep", "encoder_hidden_states")}
-        plain = {**PROVIDER, "enable_cuda_graph": "0"}
-        text = Bound(parts.text, table.folder, plain, values)
-        times = Bound(
-            _steps(parts.timestep, STEPS), table.folder, plain, {"timestep": inputs["timestep"].repeat(STEPS)}
-        )
-        if not only_best:
-            for part, bound in (("text part", text), (f"timestep part, {STEPS} steps", times)):
-                print(f"  {name}: {part}: {bound.milliseconds()[0]:.3f} ms", flush=True)
-        given = {"sample": inputs["sample"][: parts.latents], **text.outputs}
-        for item in parts.step.graph.input:
-            if item.name in times.outputs:
-                rows = item.type.tensor_type.shape.dim[0].dim_value
-                given[item.name] = times.outputs[item.name][:1].repeat(
-                    rows, *[1] * (times.outputs[item.name].dim() - 1)
-                )
-        shown = only_best or name
-        best = table.measure("unet", shown, batch, lambda p=parts: p.step, given, "out_sample", **changes)
-        del text, times
+        model, given = table.graphs[f"unet.{case.graph}"], inputs
+        if case.split:
+            parts = split_unet(model, sizes, guidance=case.guidance)
+            given, used = _given(table, parts, inputs), parts.step
+        else:
+            used = static(model, sizes) if case.graph == "base" else specialize(model, sizes)
+        bound = table.measure("unet", case.name, batch, used, given, "out_sample", **case.changes)
+        if bound and table.rows[-1].milliseconds < best[0]:
+            best = table.rows[-1].milliseconds, bound
+        del bound
         torch.cuda.empty_cache()
-    return best
+    return best[1]
+
+
+def _given(table: Ablation, parts: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the step: what the other two parts give."""
+    plain = {**PROVIDER, "enable_cuda_graph": "0"}
+    text = Bound(parts.text, table.folder, plain, {"encoder_hidden_states": inputs["encoder_hidden_states"]})
+    steps = {"timestep": inputs["timestep"].repeat(STEPS)}
+    times = Bound(_steps(parts.timestep, STEPS), table.folder, plain, steps)
+    given = {"sample": inputs["sample"][: parts.latents], **text.outputs}
+    for item in parts.step.graph.input:
+        if item.name in times.outputs:
+            value = times.outputs[item.name][:1]
+            rows = item.type.tensor_type.shape.dim[0].dim_value
+            given[item.name] = value.repeat(rows, *[1] * (value.dim() - 1))
+    return given
 
 
 def _steps(model: Any, steps: int) -> Any:
@@ -357,30 +389,19 @@ def _steps(model: Any, steps: int) -> Any:
 
 
 def decoder(table: Ablation, batch: int) -> Bound | None:
+    """Returns the fastest."""
     from sdflow.runtime.specialize import specialize
 
     inputs = {"latent_sample": tensor(batch, 4, 64, 64, seed=3)}
     sizes = {"batch": batch, "latent_height": 64, "latent_width": 64}
-    graphs, best = table.graphs, None
-    base = graphs["vae_decoder.base"]
-    table.measure("decoder", "as built", batch, lambda: static(base, sizes), inputs, "sample")
-    for name, key in (
-        ("shapes folded", "base"),
-        ("NhwcResize", "resize"),
-        ("ConvBiasFusion", "bias"),
-        ("ConvBiasFusion, NhwcResize", "bias_resize"),
-        ("ConvBiasFusion group_norm, NhwcResize", "bias_norm_resize"),
-    ):
-        model = graphs[f"vae_decoder.{key}"]
-        best = table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample") or best
-    for name, key, change in (
-        ("fuse_conv_bias=1", "base", {"fuse_conv_bias": "1"}),
-        ("both passes, fuse_conv_bias=1", "bias_resize", {"fuse_conv_bias": "1"}),
-        ("both passes, prefer_nhwc=1", "bias_resize", {"prefer_nhwc": "1"}),
-    ):
-        model = graphs[f"vae_decoder.{key}"]
-        table.measure("decoder", name, batch, lambda m=model: specialize(m, sizes), inputs, "sample", **change)
-    return best
+    best: tuple[float, Bound | None] = (float("inf"), None)
+    for case in DECODER:
+        model = table.graphs[f"vae_decoder.{case.graph}"]
+        used = specialize(model, sizes)
+        bound = table.measure("decoder", case.name, batch, used, inputs, "sample", **case.changes)
+        if bound and table.rows[-1].milliseconds < best[0]:
+            best = table.rows[-1].milliseconds, bound
+    return best[1]
 
 
 def text(table: Ablation, batch: int) -> None:
@@ -391,25 +412,18 @@ def text(table: Ablation, batch: int) -> None:
     ids = torch.randint(0, 49407, (batch, 77), device="cuda", dtype=torch.int32)
     model, sizes, wanted = table.graphs["text_encoder.base"], {"batch": batch, "sequence": 77}, "last_hidden_state"
     inputs = {"input_ids": ids}
-    table.measure("text", "as built", batch, lambda: static(model, sizes), inputs, wanted)
-    table.measure(
-        "text", "shapes folded, no pooled output", batch, lambda: specialize(model, sizes, [wanted]), inputs, wanted
-    )
+    table.measure("text", "as built", batch, static(model, sizes), inputs, wanted)
+    table.measure("text", "shapes folded, no pooled output", batch, specialize(model, sizes, [wanted]), inputs, wanted)
 
 
 OPTIONS: Sequence[Mapping[str, str]] = (
     {"cudnn_conv_algo_search": "HEURISTIC"},
     {"cudnn_conv_use_max_workspace": "0"},
-    {"sdpa_kernel": "8"},
-    {"sdpa_kernel": "2"},
-    {"fuse_conv_bias": "1"},
-    {"prefer_nhwc": "1"},
-    {"use_tf32": "0"},
-    {"enable_skip_layer_norm_strict_mode": "1"},
     {"arena_extend_strategy": "kSameAsRequested"},
-    {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"},
+    {"prefer_nhwc": "1"},
+    {"sdpa_kernel": "8"},
 )
-"""Provider options, each tried alone on the best variant of the UNet."""
+"""Provider options, each tried alone on a variant of the UNet."""
 
 
 def profile(bound: Bound, title: str, runs: int = 5) -> None:
@@ -465,6 +479,7 @@ def main() -> None:
         give_weights(graphs, folder)
         import onnxruntime
 
+        onnxruntime.set_default_logger_severity(4)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
         print(f"weights made in {time.monotonic() - started:.0f} s", flush=True)
         table = Ablation(graphs, folder, arguments.seconds - (time.monotonic() - started))
@@ -477,7 +492,7 @@ def main() -> None:
 
 
 def measure(table: Ablation, wanted: set[str]) -> None:
-    best = unet(table, 2) if "unet" in wanted else None
+    best = unet(table, 2, UNET) if "unet" in wanted else None
     if best and "profile" in wanted:
         profile(best, "UNet step, batch 2")
     del best
@@ -485,15 +500,18 @@ def measure(table: Ablation, wanted: set[str]) -> None:
     if best and "profile" in wanted:
         profile(best, "VAE decoder, one image")
     del best
-    if "text" in wanted:
-        text(table, 2)
     if "unet" in wanted:
-        unet(table, 16)
-    if "options" in wanted:
-        for change in OPTIONS:
-            unet(table, 2, change, only_best=" ".join(f"{key}={value}" for key, value in change.items()))
+        unet(table, 16, MANY)
     if "decoder" in wanted:
         decoder(table, 8)
+    if "unet" in wanted:
+        unet(table, 2, WHOLE)
+    if "text" in wanted:
+        text(table, 2)
+    if "options" in wanted:
+        for change in OPTIONS:
+            name = " ".join(f"{key}={value}" for key, value in change.items())
+            unet(table, 2, [replace(UNET[1], name=name, changes={**FUSED, **change})])
 
 
 if __name__ == "__main__":

@@ -186,8 +186,10 @@ class Bench:
         )
         pipeline.set_progress_bar_config(disable=True)
         if compiled:
-            pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
-            pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode="reduce-overhead", fullgraph=True)
+            pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True, dynamic=False)
+            pipeline.vae.decode = torch.compile(
+                pipeline.vae.decode, mode="reduce-overhead", fullgraph=True, dynamic=False
+            )
 
         def draw(images: int) -> Any:
             settings = self.settings(images)
@@ -322,6 +324,8 @@ class Bench:
             self.parts.pop("float32")
             say(f"reference: mean {self.reference.mean():.3f}, deviation {self.reference.std():.3f}")
         for name in self.options.engines:
+            if self.machine.device == "cuda":
+                torch.cuda.empty_cache()  # what an engine before this one no longer needs
             before = self.machine.used()
             with part(f"engine {name}"):
                 if name == "sdflow":
@@ -329,9 +333,9 @@ class Bench:
                 else:
                     self.add_torch(name, self.machine.dtype, compiled=name == "compile")
                     self.engines[name](1)
-            if self.machine.device == "cuda":
-                torch.cuda.empty_cache()
-            say(f"{name}: {self.machine.used() - before:.2f} GB of device memory more than before")
+            say(
+                f"{name}: {self.machine.used() - before:.2f} GB of device memory after its first picture, its caches too"
+            )
         self.measure_parts()
         for images in self.options.images:
             self.measure_images(images)

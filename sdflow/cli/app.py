@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sdflow import __version__
+from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.generate import generate
 
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
+app.command()(bench)
+app.command()(tune)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

@@ -6,12 +6,15 @@ feature map: 9 % of a UNet's time, 17 % of a VAE decoder's on an H200. What foll
     NhwcConv(x, w, b) -> SkipGroupNorm(., skip)           SkipGroupNorm(., skip, bias=b); b1 + b2 if both are convolutions
     NhwcConv(x, w, b) -> Transpose -> Add(., residual)    BiasAdd(., b, residual) -> Transpose, for 320, 640, 1280 channels
     two of them into one Add of other widths              one keeps a bias: b1 + b2
+    NhwcConv(x, w, b) -> Reshape -> LayerNormalization    SkipLayerNormalization(., skip=b), its sum for other readers
     NhwcConv(x, w, b) -> GroupNorm                        SkipGroupNorm(., skip=b for each image); option `group_norm`
 
 The CUDA kernel of SkipGroupNorm adds bias, then skip, in the type of the activations
 (onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh, AddSkipBias), as the convolution did: where the
 convolution is its first input, not a bit changes. Its skip may be (N, H, W, C), (N, 1, 1, C) or (N, C) (group_norm.cc).
-BiasAdd takes (N, H*W, C) of those three widths only (bias_add.cc), and fails on a residual of another shape. A
+BiasAdd takes (N, H*W, C) of those three widths only (bias_add.cc), and fails on a residual of another shape.
+SkipLayerNormalization takes (N, S, C) and a skip of (1, S, C) for all N (skip_layer_norm_helper.h): with each position a
+row of its own, S is 1, and the skip can be a bias. Its kernel is also three times faster than LayerNormalization's. A
 convolution whose result anything else reads keeps its bias.
 """
 
@@ -43,6 +46,7 @@ class ConvBiasFusionConfig(PassConfig):
 
     skip_group_norm: bool = Field(default=True, description="into SkipGroupNorm's bias")
     bias_add: bool = Field(default=True, description="Add becomes BiasAdd (320, 640 and 1280 channels)")
+    layer_norm: bool = Field(default=True, description="LayerNormalization becomes SkipLayerNormalization")
     add: bool = Field(default=True, description="two convolutions that are added: one bias for both")
     group_norm: bool = Field(
         default=False,
@@ -58,7 +62,7 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
     """
 
     name: ClassVar[str] = "ConvBiasFusion"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
     Config: ClassVar[type[PassConfig]] = ConvBiasFusionConfig
 
@@ -95,6 +99,8 @@ def fold_conv_biases(model: Any, base: Path, config: ConvBiasFusionConfig) -> Co
     for node in list(model.graph.node):
         if node.op_type == "SkipGroupNorm" and config.skip_group_norm:
             folded["SkipGroupNorm"] += _into_skip_group_norm(edit, node)
+        elif node.op_type == "LayerNormalization" and config.layer_norm:
+            folded["LayerNormalization"] += _into_layer_norm(edit, node)
         elif node.op_type == "GroupNorm" and config.group_norm:
             folded["GroupNorm"] += _into_group_norm(edit, node)
         elif node.op_type == "Add":
@@ -166,6 +172,56 @@ def _into_group_norm(edit: GraphEdit, node: Any) -> int:
     node.input.append(skip)
     edit.insert_before(node, nodes)
     return 1
+
+
+def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
+    """LayerNormalization(Reshape(conv + b)): of rows (N*S, 1, C), with b as a skip of (1, 1, C) that all of them get."""
+    import numpy as np
+    from onnx import helper
+
+    reshape: Any = edit.producers.get(norm.input[0])
+    conv: Any = edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    if conv is None or conv.op_type != "NhwcConv" or _bias(conv) not in edit.weights or len(norm.output) != 1:
+        return 0
+    value, bias = conv.output[0], _bias(conv)
+    others = [reader for reader in edit.readers[value] if reader is not reshape and not _reads_shape(edit, reader)]
+    options = {item.name: helper.get_attribute_value(item) for item in norm.attribute}
+    scale = edit.weights.get(norm.input[1])
+    # That scale's width is the channels' says that the last axis still holds them.
+    if others or value in edit.results or scale is None or list(scale.dims) != list(edit.weights[bias].dims):
+        return 0
+    if options.get("axis", -1) != -1:
+        return 0
+    (width,) = scale.dims
+    name = norm.name or norm.output[0]
+    shape = edit.constant(f"positions_of_{width}", np.array([-1, 1, width], np.int64))
+    skip = edit.moved(bias, f"{bias}/skip", lambda values: values.reshape(1, 1, width))
+    rows, normal, total = (f"{name}/{part}" for part in ("rows", "normal", "sum"))
+    nodes = [
+        helper.make_node("Reshape", [value, shape], [rows], f"{name}/Reshape"),
+        helper.make_node(
+            "SkipLayerNormalization",
+            [rows, skip, *norm.input[1:]],
+            [normal, "", "", total],
+            f"{name}/SkipLayerNormalization",
+            domain=DOMAIN,
+            epsilon=options.get("epsilon", 1e-5),
+        ),
+    ]
+    back = helper.make_node("Reshape", [normal, reshape.input[1]], [norm.output[0]], f"{name}/Reshape_1")
+    back.attribute.extend(reshape.attribute)
+    norm.CopyFrom(back)
+    reshape.input[0] = total
+    _drop_bias(conv)
+    edit.insert_before(reshape, nodes)
+    return 1
+
+
+def _reads_shape(edit: GraphEdit, node: Any) -> bool:
+    """Whether a value's shape is all that a node, or what reads a Transpose, looks at."""
+    if node.op_type == "Transpose" and node.output[0] not in edit.results:
+        return all(reader.op_type == "Shape" for reader in edit.readers[node.output[0]])
+    return bool(node.op_type == "Shape")
 
 
 def _nhwc(node: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,30 @@ class GraphEdit:
             self.graph.initializer.append(tensor)
             self.weights[name] = tensor
         return name
+
+    def moved(
+        self, name: str, result: str, move: Callable[[Any], Any], of_recipe: Callable[[Any], Any] | None = None
+    ) -> str:
+        """The name of an initializer, `result`, with the values of another in other places; made once.
+
+        move: takes and gives an array. of_recipe: the same for a recipe; without it, `move` is applied to a symbol
+        (`sdflow.weights.symbol`), so that both give the same bytes.
+        """
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.symbol import Symbol, recipe_of
+
+        if result not in self.weights:
+            tensor, old = onnx.TensorProto(name=result), self.weights[name]
+            if is_stub(old):
+                recipe = stub_recipe(old)
+                make_stub(tensor, of_recipe(recipe) if of_recipe else recipe_of(move(Symbol(recipe, []))))
+            else:
+                tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(move(read_values(old, self.base))), result)
+            self.graph.initializer.append(tensor)
+            self.weights[result] = tensor
+        return result
 
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of

@@ -24,6 +24,8 @@ OWN = {
     "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
     "NhwcResize": "sdflow.passes.nhwc_resize",
+    "PointwiseMatMul": "sdflow.passes.pointwise_matmul",
+    "SeparateQkv": "sdflow.passes.separate_qkv",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
 }
 """Name -> module, in the order of a usual chain. The class has the pass's name."""

@@ -17,6 +17,8 @@ from sdflow.runtime.folder import submodel_config
 from sdflow.runtime.inputs import granularity, require_size
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import require_known
+from sdflow.runtime.tuned import recorded_tuning
+from sdflow.runtime.tuning import Tuning
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -109,9 +111,12 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     _check(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
     target = request.target or manifest["target"]
+    recorded = recorded_tuning(request.folder, TARGETS[target])
+    if recorded.note:
+        progress.phase(recorded.note)
     progress.phase(f"loading {request.folder} on {TARGETS[target].title}")
     begun = time.perf_counter()
-    pipeline = _load(request, target)
+    pipeline = _load(request, target, recorded.tuning)
     loaded = time.perf_counter()
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
@@ -174,7 +179,7 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
-def _load(request: GenerateRequest, target: str) -> Pipeline:
+def _load(request: GenerateRequest, target: str, tuning: Tuning) -> Pipeline:
     return Pipeline.load(
         request.folder,
         target,
@@ -182,6 +187,7 @@ def _load(request: GenerateRequest, target: str) -> Pipeline:
         safety_checker=request.safety_checker,
         low_memory=request.low_memory,
         threads=request.threads,
+        tuning=tuning,
     )
 
 

@@ -33,6 +33,8 @@ CARRIED_ONLY_MOVED = (
     "OrtTransformersOptimization",
     "ConvBiasFusion",
     "NhwcResize",
+    "PointwiseMatMul",
+    "SeparateQkv",
     "OnnxFloatToFloat16",
 )
 """Passes that only move, add or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""

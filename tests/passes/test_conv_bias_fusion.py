@@ -149,6 +149,59 @@ def test_group_norm_takes_a_bias_when_asked(tmp_path: Path) -> None:
         assert_same(before, after, tmp_path, batch)
 
 
+def positions(weights: list[Any], *, width: int = 8, axis: int = -1) -> list[Any]:
+    """A transformer's beginning: convolution, positions in a row, LayerNormalization; the positions are read again, and
+    the feature map's shape behind a Transpose, as exporters do it."""
+    for which in ("gamma", "beta"):
+        weights.append(numpy_helper.from_array(RANDOM.normal(1, 0.1, width).astype(np.float32), which))
+    weights.append(numpy_helper.from_array(np.array([-1, 30 * 8 // width, width], np.int64), "sizes"))
+    return [
+        convolution("proj_in", "x", "a", 8, weights),
+        transpose("a", "a_nchw"),
+        helper.make_node("Shape", ["a_nchw"], ["shape"], "shape"),
+        helper.make_node("Reshape", ["a", "sizes"], ["t"], "positions"),
+        helper.make_node("LayerNormalization", ["t", "gamma", "beta"], ["normal"], "norm", axis=axis, epsilon=1e-3),
+        helper.make_node("Add", ["normal", "t"], ["y"], "residual"),
+    ]
+
+
+def test_layer_normalization_and_the_residual_behind_it_get_the_bias(tmp_path: Path) -> None:
+    weights: list[Any] = []
+    before = graph(positions(weights), weights, {"y": ["batch", 30, 8], "t": ["batch", 30, 8]})
+    after, facts = fuse(before, tmp_path)
+    assert (facts["folded"], facts["kept"]) == ({"LayerNormalization": 1}, 0)
+    assert facts["operators"]["SkipLayerNormalization"] == 1 and "LayerNormalization" not in facts["operators"]
+    for batch in (1, 3):
+        assert_same(before, after, tmp_path, batch)
+
+
+def test_onnx_runtimes_kernel_takes_a_bias_for_a_skip() -> None:
+    """Its check of the shapes is the one that CUDA's kernel makes too."""
+    import onnxruntime
+
+    rows, skip = RANDOM.standard_normal((6, 1, 8)), RANDOM.standard_normal((1, 1, 8))
+    node = helper.make_node("SkipLayerNormalization", ["x", "b", "g"], ["y", "", "", "sum"], domain=MICROSOFT)
+    kinds = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "b", "g", "y", "sum")]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
+    model = helper.make_model(
+        helper.make_graph([node], "test", kinds[:3], kinds[3:]), opset_imports=opsets, ir_version=8
+    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {"x": rows, "b": skip, "g": np.ones(8)}
+    y, total = session.run(None, {name: value.astype(np.float32) for name, value in feeds.items()})
+    np.testing.assert_allclose(total, rows + skip, atol=1e-6)
+    np.testing.assert_allclose(y.std(axis=-1), 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"width": 4}, {"axis": 1}], ids=["other width", "other axis"])
+def test_layer_normalization_of_something_else_is_left_alone(tmp_path: Path, options: dict[str, int]) -> None:
+    weights: list[Any] = []
+    nodes = positions(weights, **options)
+    before = graph(nodes, weights, {"y": ["batch", "positions", "channels"]})
+    with pytest.raises(PassError, match="none of 1 biases"):
+        fuse(before, tmp_path)
+
+
 def test_a_convolution_that_others_read_keeps_its_bias(tmp_path: Path) -> None:
     weights: list[Any] = []
     nodes = [
@@ -183,4 +236,5 @@ def test_a_unet_gives_what_it_gave(fused_unet: Any, tiny_unet: Any, tmp_path: Pa
     had = sum(biases(before).values())
     assert facts["kept"] == sum(biases(after).values()) == had - sum(facts["folded"].values())
     assert facts["folded"]["SkipGroupNorm"] >= 10
+    assert facts["folded"]["LayerNormalization"] >= 3
     np.testing.assert_allclose(new, old, rtol=0, atol=1e-5 * np.abs(old).max())

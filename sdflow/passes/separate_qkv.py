@@ -1,0 +1,118 @@
+"""SeparateQkv: query, key and value of a self-attention from three matrix products, where that is faster than one.
+
+    MatMul(x, w (C, heads * 3 * size)) -> Reshape -> MultiHeadAttention(packed)
+        MultiHeadAttention(MatMul(x, wq), MatMul(x, wk), MatMul(x, wv))
+
+ONNX Runtime takes a packed result apart again in a kernel of its own before cuDNN's attention
+(attention_prepare_qkv.cu, PrepareQkv_MHA_PackedQKV), which reads and writes all of it. On the large feature maps, those
+with few channels, that costs more than two more products; on the small ones it costs less.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.graph_facts import graph_facts
+from sdflow.passes.olive import copy_companions
+from sdflow.passes.onnx_files import store_proto
+
+
+class SeparateQkvConfig(PassConfig):
+    """Which attentions are taken apart."""
+
+    widest: int = Field(default=320, gt=0, description="channels of the widest attention that is taken apart")
+
+
+class SeparateQkv(Pass[SeparateQkvConfig]):
+    """Three matrix products in place of a packed one, for the larger feature maps: CUDA, after
+    OrtTransformersOptimization.
+
+    Facts, besides those of the graph: `separated`, how many MultiHeadAttention.
+    """
+
+    name: ClassVar[str] = "SeparateQkv"
+    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    Config: ClassVar[type[PassConfig]] = SeparateQkvConfig
+
+    def run(self, inputs: PassInputs, out: Path, config: SeparateQkvConfig) -> Facts:
+        """Raises PassError when there is no such attention."""
+        import onnx
+
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
+        separated = separate_qkv(model, inputs.model, config.widest)
+        if not separated:
+            raise PassError(
+                f"there is no packed self-attention of at most {config.widest} channels",
+                where=self.name,
+                remedy="Put it behind OrtTransformersOptimization with enable_packed_qkv, or leave it out.",
+            )
+        store_proto(model, inputs.model, out)
+        copy_companions(inputs.model, out)
+        return {**graph_facts(out / MODEL_FILE), "separated": separated}
+
+
+def separate_qkv(model: Any, base: Path, widest: int) -> int:
+    """Rewrite a ModelProto whose external data lies in `base`. Returns how many attentions were taken apart."""
+    edit = GraphEdit(model.graph, base)
+    nodes = [node for node in model.graph.node if node.op_type == "MultiHeadAttention"]
+    separated = sum(_separate(edit, node, widest) for node in nodes)
+    edit.clean()
+    return separated
+
+
+def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:
+    from onnx import helper
+
+    reshape: Any = edit.producers.get(attention.input[0]) if len(attention.input) == 1 else None
+    product: Any = (
+        edit.producers.get(reshape.input[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    )
+    if product is None or product.op_type != "MatMul" or product.input[1] not in edit.weights:
+        return False
+    heads = next(item.i for item in attention.attribute if item.name == "num_heads")
+    source, weight = product.input[0], edit.weights[product.input[1]]
+    channels, packed = weight.dims
+    if packed // 3 > widest:
+        return False
+    shape = (channels, heads, 3, packed // 3 // heads)
+    nodes = []
+    for index, which in enumerate(("query", "key", "value")):
+
+        def part(values: Any, index: int = index) -> Any:
+            return values.reshape(shape)[:, :, index].reshape(channels, packed // 3)
+
+        def part_of_recipe(recipe: Any, index: int = index) -> Any:
+            return _part(recipe, index, (channels, heads, packed // 3 // heads))
+
+        own = edit.moved(weight.name, f"{weight.name}/{which}", part, part_of_recipe)
+        name = f"{attention.name}/{which}"
+        nodes.append(helper.make_node("MatMul", [source, own], [name], f"{name}/MatMul"))
+    attention.input[:] = [node.output[0] for node in nodes]
+    edit.insert_before(attention, nodes)
+    return True
+
+
+def _part(recipe: Any, index: int, by_heads: tuple[int, int, int]) -> Any:
+    """One part of a packed weight's recipe: of a join along the axis inside the heads."""
+    from sdflow.weights.recipe import Float16, Join, Reshape
+
+    if isinstance(recipe, Float16):
+        return Float16(recipe.smallest, recipe.largest, _part(recipe.of, index, by_heads))
+    join = recipe.of if isinstance(recipe, Reshape) else None
+    if not isinstance(join, Join) or join.axis != 2 or [part.shape for part in join.parts] != [by_heads] * 3:
+        raise PassError(
+            "a packed weight whose recipe is no join of query, key and value",
+            where="SeparateQkv",
+            remedy="Set carry_weights: true.",
+        )
+    return Reshape((by_heads[0], by_heads[1] * by_heads[2]), join.parts[index])
