@@ -25,7 +25,7 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
     for result in results:
         print_verification(result)
         for each in fixes.get(result.name, ()):
-            print(f"{each.submodel} passes with {len(each.nodes)} nodes in fp32 (of {each.tried} builds tried):")
+            print(f"{each.submodel} passes with {len(each.nodes)} nodes in fp32 ({each.tried} builds tried):")
             print(each.yaml())
 
 

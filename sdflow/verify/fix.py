@@ -48,14 +48,14 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     Builds and verifies that submodel some 2 * k * log2(n) times for n suspects of which k are kept, see `smallest`.
     Raises VerificationError for a submodel that does not pass with all suspects in fp32 either.
     """
-    return [_fix(subject, spec, name, nodes, cache, listener) for name, nodes in verification.overflowing.items()]
+    return [_fix(subject, spec, verification, name, cache, listener) for name in verification.overflowing]
 
 
 def _fix(
-    subject: Subject, spec: VerifySpec, submodel: str, suspects: Sequence[str], cache: Cache, listener: Listener
+    subject: Subject, spec: VerifySpec, before: Verification, submodel: str, cache: Cache, listener: Listener
 ) -> Fix:
     workflow = workflow_of(subject.folder / MANIFEST_FILE, read_manifest(subject.folder), [], subject.name)
-    tried: dict[frozenset[str], Verification] = {}
+    tried = {frozenset[str](): before}
 
     def verified(nodes: Sequence[str]) -> Verification:
         if frozenset(nodes) not in tried:
@@ -63,7 +63,7 @@ def _fix(
             tried[frozenset(nodes)] = _rebuilt(subject, spec, workflow, submodel, nodes, cache, listener)
         return tried[frozenset(nodes)]
 
-    found = list(suspects)
+    found = list(before.overflowing[submodel])
     for _ in range(ROUNDS):
         result = verified(found)
         more = [name for name in result.overflowing.get(submodel, ()) if name not in found]
@@ -77,7 +77,7 @@ def _fix(
             where=subject.name,
             remedy="Keep the whole submodel in fp32 (take its OnnxFloatToFloat16 out), or take weights made for fp16.",
         )
-    return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried))
+    return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried) - 1)
 
 
 def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:

@@ -56,6 +56,7 @@ def _overflowing(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_overflows_is_fixed_by_the_lines_that_are_printed(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     content = {
