@@ -124,6 +124,9 @@ def verify(
         list[str] | None, typer.Option("--submodel", help="Only this submodel, and no picture. Repeatable.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="If float16 overflows: find the smallest set of nodes to keep in fp32.")
+    ] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
     cache: CacheDir = Path("cache"),
@@ -140,6 +143,7 @@ def verify(
         full=full,
         submodels=submodel,
         fresh=fresh,
+        propose=fix,
         html=html,
         out=out,
         as_json=json,
