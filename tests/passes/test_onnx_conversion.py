@@ -324,7 +324,7 @@ def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: P
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
     for option, value in (("class_embed_type", "timestep"), ("addition_embed_type", "text_time")):
         with pytest.raises(PassError, match=f"{option}='{value}'"):
-            convert("unet", load | {"config": load["config"] | {option: value}}, tmp_path / "out")
+            convert("unet", load | {"config": load["config"] | {option: value}}, tmp_path / option)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:
