@@ -313,10 +313,8 @@ UNET = (
     Case("norms, qkv 320, fuse_conv_bias", "norms_qkv320", FUSED),
     Case("norms, fuse_conv_bias", "norms", FUSED),
     Case("norms, qkv 640, fuse_conv_bias", "norms_qkv640", FUSED),
-    Case("norms, products, fuse_conv_bias", "norms_product", FUSED),
     Case("norms", "norms"),
     Case("resize, fuse_conv_bias", "resize", FUSED),
-    Case("norms, products, qkv 640, fuse_conv_bias", "norms_product_qkv640", FUSED),
     Case("biases, resize, fuse_conv_bias", "bias_resize", FUSED),
 )
 """Of the step, with guidance: the UNet's part that each step runs."""
@@ -331,7 +329,6 @@ DECODER = (
     Case("biases, resize", "bias_resize"),
     Case("biases, resize, fuse_conv_bias", "bias_resize", FUSED),
     Case("resize, fuse_conv_bias", "resize", FUSED),
-    Case("biases, products, resize, fuse_conv_bias", "bias_resize_product", FUSED),
 )
 
 

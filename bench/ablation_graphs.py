@@ -21,17 +21,14 @@ UNET = {
     "resize": ("resize",),
     "bias_resize": ("bias", "resize"),
     "norms": ("bias+norm", "resize"),
-    "norms_product": ("bias+norm", "resize", "product"),
     "norms_qkv320": ("bias+norm", "resize", "qkv320"),
     "norms_qkv640": ("bias+norm", "resize", "qkv640"),
-    "norms_product_qkv640": ("bias+norm", "resize", "product", "qkv640"),
 }
-"""Variant -> passes: bias is ConvBiasFusion without LayerNormalization, bias+norm with it; resize NhwcResize; product
-PointwiseMatMul; qkv640 SeparateQkv up to that width."""
+"""Variant -> passes: bias is ConvBiasFusion without LayerNormalization, bias+norm with it; resize NhwcResize;
+qkv640 SeparateQkv up to that width."""
 VAE_DECODER = {
     "resize": ("resize",),
     "bias_resize": ("bias", "resize"),
-    "bias_resize_product": ("bias", "resize", "product"),
 }
 VARIANTS: Mapping[str, Mapping[str, Sequence[str]]] = {"unet": UNET, "vae_decoder": VAE_DECODER, "text_encoder": {}}
 
@@ -40,14 +37,12 @@ def passes() -> dict[str, tuple[Any, Any]]:
     """The passes by the names that variants call them."""
     from sdflow.passes.conv_bias_fusion import ConvBiasFusion, ConvBiasFusionConfig
     from sdflow.passes.nhwc_resize import NhwcResize, NhwcResizeConfig
-    from sdflow.passes.pointwise_matmul import PointwiseMatMul, PointwiseMatMulConfig
     from sdflow.passes.separate_qkv import SeparateQkv, SeparateQkvConfig
 
     return {
         "bias": (ConvBiasFusion, ConvBiasFusionConfig(layer_norm=False)),
         "bias+norm": (ConvBiasFusion, ConvBiasFusionConfig()),
         "resize": (NhwcResize, NhwcResizeConfig()),
-        "product": (PointwiseMatMul, PointwiseMatMulConfig()),
         **{f"qkv{widest}": (SeparateQkv, SeparateQkvConfig(widest=widest)) for widest in (320, 640)},
     }
 
@@ -60,7 +55,7 @@ def main() -> None:
     parser.add_argument("--best", type=Path, help="write the structures for bench/image_latency.py here too")
     arguments = parser.parse_args()
     os.environ.update(SILENCE)  # before anything imports olive
-    best = {"unet": "norms_qkv320", "vae_decoder": "bias_resize", "text_encoder": "base"}
+    best = {"unet": "norms_qkv640", "vae_decoder": "bias_resize", "text_encoder": "base"}
     for submodel, variants in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:
             base = arguments.base / submodel if arguments.base else Path(folder) / "base"

@@ -43,7 +43,7 @@ def bake(
     if out.resolve() == base.resolve():
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
     manifest = read_manifest(base)
-    workflow = _workflow(base / MANIFEST_FILE, manifest, [parse_lora(text) for text in loras], out.name)
+    workflow = workflow_of(base / MANIFEST_FILE, manifest, [parse_lora(text) for text in loras], out.name)
     (plan,) = make_plan(workflow, cache, download=True).pipelines
     if plan.checkpoint is None or plan.checkpoint.provenance != manifest["checkpoint"]:
         raise UsageError(
@@ -100,8 +100,11 @@ def _is_there(reference: str) -> bool:
     return bool(_HUB.fullmatch(outer)) or any(Path(each).expanduser().exists() for each in (reference, outer) if each)
 
 
-def _workflow(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec], name: str) -> Workflow:
-    """The workflow of one pipeline that a manifest and further LoRAs amount to."""
+def workflow_of(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec], name: str) -> Workflow:
+    """The workflow of one pipeline that a manifest and further LoRAs amount to. path: of the manifest, for messages.
+
+    Raises UsageError when the manifest does not say how the pipeline was built.
+    """
     mark = Mark(str(path), 0, 0)
     try:
         own = [LoraSpec(lora["reference"], lora["scale"], lora["weight_name"], mark) for lora in manifest["loras"]]

@@ -16,7 +16,7 @@ FLOORS = {
     "store": 2, "passes": 2, "sources": 2, "weights": 2,
     "step": 3, "plan": 3,
     "execute": 4, "assemble": 4,
-    "runtime": 5, "evaluate": 5, "verify": 5, "run": 5, "bake": 5, "doctor": 5, "report": 5,
+    "runtime": 5, "evaluate": 5, "bench": 5, "verify": 5, "run": 5, "bake": 5, "doctor": 5, "report": 5,
     "cli": 6, "__main__": 6,
 }  # fmt: skip
 HEAVY = ("torch", "onnx", "onnxruntime", "olive", "diffusers", "transformers", "onnx_ir", "onnxscript")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sdflow import __version__
+from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.generate import generate
 
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
+app.command()(bench)
+app.command()(tune)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]
@@ -121,6 +124,9 @@ def verify(
         list[str] | None, typer.Option("--submodel", help="Only this submodel, and no picture. Repeatable.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="If float16 overflows: find the smallest set of nodes to keep in fp32.")
+    ] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
     cache: CacheDir = Path("cache"),
@@ -137,6 +143,7 @@ def verify(
         full=full,
         submodels=submodel,
         fresh=fresh,
+        propose=fix,
         html=html,
         out=out,
         as_json=json,

@@ -27,15 +27,21 @@ def verify_all(
     html: Path | None,
     out: Path,
     as_json: bool,
+    propose: bool = False,
 ) -> None:
-    """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass."""
+    """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
+
+    propose: for each that overflows, find and print the nodes that must stay in fp32.
+    """
     from sdflow.cli.progress import progress_view
     from sdflow.report import print_verifications
     from sdflow.verify import verify, write_html
+    from sdflow.verify.fix import Fix, fix
 
     if html is not None and html.is_dir():
         raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")
     done = []
+    fixes: dict[str, list[Fix]] = {}
     for path in paths:
         for subject, spec in _subjects(path, cache, load, targets, full, out):
             with progress_view() as view:
@@ -47,11 +53,13 @@ def verify_all(
                     fresh=fresh,
                     progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
                 )
+                if propose and verified.result.overflowing:
+                    fixes[subject.name] = fix(subject, spec, verified.result, cache, view)
             done.append(verified)
     if html is not None:
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
-    print_verifications([each.result for each in done], as_json=as_json)
+    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes)
     failed = [each for each in done if not each.result.passed]
     for each in failed:
         shutil.rmtree(each.pictures)

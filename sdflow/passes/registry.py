@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
 from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig
-from sdflow.passes.olive_pass import Unusable, olive_names, olive_pass
 from sdflow.passes.user_pass import is_user_pass, load_user_pass
 
 OWN = {
@@ -24,7 +23,6 @@ OWN = {
     "OrtTransformersOptimization": "sdflow.passes.ort_transformers_optimization",
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
     "NhwcResize": "sdflow.passes.nhwc_resize",
-    "PointwiseMatMul": "sdflow.passes.pointwise_matmul",
     "SeparateQkv": "sdflow.passes.separate_qkv",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
 }
@@ -58,6 +56,8 @@ class PassDescription:
 
 class _Catalog:
     def names(self) -> Sequence[str]:
+        from sdflow.passes.olive_pass import olive_names
+
         return [*OWN, *(name for name in olive_names() if name not in OWN)]
 
     def find(self, name: str, base: Path) -> PassInfo:
@@ -84,6 +84,8 @@ def find_pass(name: str, base: Path) -> type[Pass[Any]]:
             return load_user_pass(name, base)
         except PassError as cause:
             raise PassNotFound(str(cause)) from cause
+    from sdflow.passes.olive_pass import Unusable, olive_pass  # only where a workflow names one of Olive's
+
     try:
         return olive_pass(name)
     except Unusable as cause:

@@ -27,7 +27,7 @@ from sdflow.passes.onnx_files import store_proto
 class SeparateQkvConfig(PassConfig):
     """Which attentions are taken apart."""
 
-    widest: int = Field(default=320, gt=0, description="channels of the widest attention that is taken apart")
+    widest: int = Field(default=640, gt=0, description="channels of the widest attention that is taken apart")
 
 
 class SeparateQkv(Pass[SeparateQkvConfig]):

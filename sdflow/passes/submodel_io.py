@@ -158,7 +158,12 @@ def _added_conditions(config: Config) -> tuple[Port, ...]:
     """What the UNet of Stable Diffusion XL takes besides."""
     if config.get("addition_embed_type") is None:
         return ()
-    width, joined = config["addition_time_embed_dim"], config["projection_class_embeddings_input_dim"]
+    sizes = ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+    if missing := [name for name in sizes if config.get(name) is None]:
+        raise PassError(
+            f"config.json has addition_embed_type={config['addition_embed_type']!r} but no {missing[0]}", where="unet"
+        )
+    width, joined = (config[name] for name in sizes)
     if joined - 5 * width == config["cross_attention_dim"]:
         raise PassError("this is the refiner of Stable Diffusion XL, which takes other time_ids", where="unet")
     return (

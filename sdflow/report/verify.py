@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table
 from sdflow.report.units import seconds
 
 if TYPE_CHECKING:
+    from sdflow.verify.fix import Fix
     from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
 
 
-def print_verifications(results: Sequence[Verification], *, as_json: bool) -> None:
-    """The verdict of each pipeline."""
+def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes: Mapping[str, Sequence[Fix]]) -> None:
+    """The verdict of each pipeline. fixes: pipeline -> what to put into its workflow."""
     if as_json:
-        print_json("verification", {"pipelines": [result.to_json() for result in results]})
+        proposed = {
+            name: [{"submodel": each.submodel, "node_block_list": each.nodes} for each in found]
+            for name, found in fixes.items()
+        }
+        print_json("verification", {"pipelines": [result.to_json() for result in results], "fixes": proposed})
         return
     for result in results:
         print_verification(result)
+        for each in fixes.get(result.name, ()):
+            print(f"{each.submodel} passes with {len(each.nodes)} nodes in fp32 ({each.tried} builds tried):")
+            print(each.yaml())
 
 
 def print_verification(result: Verification) -> None:

@@ -19,6 +19,8 @@ from sdflow.runtime.folder import submodel_config
 from sdflow.runtime.inputs import granularity, require_size
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import require_known
+from sdflow.runtime.tuned import recorded_tuning
+from sdflow.runtime.tuning import Tuning
 from sdflow.targets import Target, find_target
 
 if TYPE_CHECKING:
@@ -114,9 +116,12 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         target = find_target(request.target, "--target")
     else:
         target = find_target(built["target"], str(request.folder / MANIFEST_FILE))
+    recorded = recorded_tuning(request.folder, target)
+    if recorded.note:
+        progress.phase(recorded.note)
     progress.phase(f"loading {request.folder} on {target.title}")
     begun = time.perf_counter()
-    pipeline = _load(request, target)
+    pipeline = _load(request, target, recorded.tuning)
     loaded = time.perf_counter()
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
@@ -206,7 +211,7 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
-def _load(request: GenerateRequest, target: Target) -> Pipeline:
+def _load(request: GenerateRequest, target: Target, tuning: Tuning) -> Pipeline:
     return Pipeline.load(
         request.folder,
         target,
@@ -214,6 +219,7 @@ def _load(request: GenerateRequest, target: Target) -> Pipeline:
         safety_checker=request.safety_checker,
         low_memory=request.low_memory,
         threads=request.threads,
+        tuning=tuning,
     )
 
 

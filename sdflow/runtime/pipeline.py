@@ -32,6 +32,7 @@ from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import choose_provider, import_onnxruntime
 from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
 from sdflow.runtime.vae import decode, encode, vae_scale
 from sdflow.targets import TARGETS, Target
@@ -102,10 +103,12 @@ class Pipeline:
         cuda_graphs: Container[str] = SUBMODELS,
         engine_cache: Path | None = None,
         threads: int | None = None,
+        tuning: Tuning = UNTUNED,
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         scheduler: one of `schedule.SCHEDULERS` instead of the folder's. cuda_graphs: the submodels that may be captured.
+        tuning: what `sdflow tune` chose for this machine: `tuned.recorded_tuning(folder, target).tuning`.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
@@ -119,9 +122,8 @@ class Pipeline:
             late = ("vae_encoder", "unet") if target.name in TAKEN_APART else ("vae_encoder",)
             lazy = low_memory or target.session.static_shapes or name in late
             graphs = () if low_memory else cuda_graphs
-            return load_submodel(
-                folder, name, target, cuda_graphs=graphs, lazy=lazy, engine_cache=engine_cache, threads=threads
-            )
+            options: dict[str, Any] = {"engine_cache": engine_cache, "threads": threads, "tuning": tuning}
+            return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, **options)
 
         with ThreadPoolExecutor(max_workers=len(SUBMODELS)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def create_session(
     profile: Path | None = None,
     stream: int | None = None,
     capture: bool = False,
+    tuning: Tuning = UNTUNED,
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
@@ -100,6 +102,7 @@ def create_session(
     stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
     session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
+    tuning: choices on top of the target's settings; `threads` goes before its own.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
     run this graph.
     """
@@ -111,8 +114,6 @@ def create_session(
     options.log_severity_level = 3  # errors; what matters of the warnings is checked below
     options.enable_mem_pattern = target.session.memory_pattern
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    if threads is not None:
-        options.intra_op_num_threads = threads
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
@@ -130,7 +131,10 @@ def create_session(
         if stream is not None:
             for each in with_options.values():
                 each["user_compute_stream"] = str(stream)
-    if capture and provider == CUDA_PROVIDER:
+    tuning.apply(options, with_options[provider], ort)
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if capture and tuning.cuda_graphs and provider == CUDA_PROVIDER:
         with_options[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
     def load() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.artifact import MODEL_FILE
@@ -14,8 +16,19 @@ NEAR = 0.5
 NAMED = 10
 
 
-def overflow_findings(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> list[Finding]:
-    """The nodes whose values leave float16's range, as errors, and those that come near, as warnings; the largest first.
+@dataclass(frozen=True)
+class Overflow:
+    """findings: nodes whose values leave float16's range, as errors, and that come near, as warnings; the largest first.
+
+    suspects: names of the nodes that put out a value that leaves the range, or read one, in the order of the graph.
+    """
+
+    findings: Sequence[Finding] = ()
+    suspects: Sequence[str] = ()
+
+
+def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> Overflow:
+    """Look for values of an artifact that float16 does not hold, or hardly.
 
     Values are measured without being rounded to float16, so that the first overflow does not hide behind the NaN that
     it leads to. Raises VerificationError for a graph that cannot be lowered.
@@ -23,8 +36,8 @@ def overflow_findings(submodel: str, folder: Path, cases: Cases, *, threads: int
     import onnx
 
     path = (folder / MODEL_FILE).resolve()
-    ports = onnx.load(str(path), load_external_data=False).graph.input
-    types = {port.name: onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type) for port in ports}
+    graph = onnx.load(str(path), load_external_data=False).graph
+    types = {port.name: onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type) for port in graph.input}
     chosen = [index for index, case in cases if case.group in ("trajectory", "prompt")]
     feeds = [
         {name: value.astype(types[name]) for name, value in cases.get(index, "inputs").items()} for index in chosen
@@ -35,8 +48,13 @@ def overflow_findings(submodel: str, folder: Path, cases: Cases, *, threads: int
         if each.float16 and (each.largest > NEAR * LARGEST_FLOAT16 or each.nan_step is not None)
     ]
     measured.sort(key=lambda each: -each.largest)
-    listed = ", ".join(each.node for each in measured if each.largest > LARGEST_FLOAT16)
-    return [_finding(submodel, each, cases.cases[chosen[each.largest_step]].name, listed) for each in measured[:NAMED]]
+    large = {each.value for each in measured if each.largest > LARGEST_FLOAT16 or each.nan_step is not None}
+    suspects = [node.name for node in graph.node if large.intersection((*node.input, *node.output))]
+    listed = ", ".join(suspects)
+    findings = [
+        _finding(submodel, each, cases.cases[chosen[each.largest_step]].name, listed) for each in measured[:NAMED]
+    ]
+    return Overflow(findings, suspects)
 
 
 def _finding(submodel: str, found: NodeRange, case: str, overflowing: str) -> Finding:
@@ -44,5 +62,8 @@ def _finding(submodel: str, found: NodeRange, case: str, overflowing: str) -> Fi
     if found.largest <= LARGEST_FLOAT16:
         remedy = f"If another seed overflows: OnnxFloatToFloat16 {{node_block_list: [{found.node}]}}"
         return Finding(submodel, "overflow", "warning", found.node, what, remedy)
-    remedy = f"Keep it in fp32, OnnxFloatToFloat16 {{node_block_list: [{overflowing}]}}, or take weights made for fp16"
+    remedy = (
+        f"Keep in fp32 what puts it out and what reads it, OnnxFloatToFloat16 {{node_block_list: [{overflowing}]}} "
+    )
+    remedy += "(sdflow verify --fix finds the smallest list that does), or take weights made for fp16"
     return Finding(submodel, "overflow", "error", found.node, what, remedy)

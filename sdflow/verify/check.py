@@ -1,4 +1,4 @@
-"""`sdflow verify` from the outside: who is verified against what, the keys, the cache, the two processes.
+"""`sdflow verify` from the outside: the keys, the cache, the process that does the work.
 
     reference = what the PyTorch model computes          key: checkpoint, LoRAs, tokenizer and scheduler, selection
     verification = artifacts against the reference       key: artifacts, what lies beside them, target, the reference
@@ -10,29 +10,29 @@ A verification that did not pass is never kept.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Action, Record
 from sdflow.assemble import MANIFEST_FILE, read_manifest
-from sdflow.config.workflow import ImageSpec, VerifySpec
+from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
-from sdflow.passes.base import SUBMODELS
+from sdflow.passes.base import SUBMODELS, LoraInput
 from sdflow.plan import distribution_version
-from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
-from sdflow.step import LoraFile
 from sdflow.store import Cache
-from sdflow.targets import find_target
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest
+from sdflow.verify.recipes import BoundModel, RecipeCheck, structure_of
 from sdflow.verify.reference import LoraMerge, ReferenceRequest
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
+from sdflow.verify.subject import Subject
 from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.verify.worker"
@@ -42,60 +42,11 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is verified: an assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
-
-    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider.
-    """
-
-    name: str
-    target: str
-    folder: Path
-    checkpoint: Checkpoint
-    loras: Sequence[LoraFile] = ()
-    image: ImageSpec = field(default_factory=ImageSpec)
-    allow_fallback: bool = False
-
-
-@dataclass(frozen=True)
 class Verified:
     """A verification, and the folder with its pictures."""
 
     result: Verification
     pictures: Path
-
-
-def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
-    """The subject that a pipeline folder's sdflow.json names.
-
-    Raises UsageError when the folder is no pipeline of sdflow, or the checkpoint or a LoRA is not what it was.
-    """
-    manifest = read_manifest(folder)
-    where, again = str(folder / MANIFEST_FILE), "Put back what it was built from, or run its workflow again."
-    try:
-        found = find_target(target, "--target") if target else find_target(manifest["target"], where)
-        model, provenance = manifest["model"], manifest["checkpoint"]
-        commit = provenance.get("commit")
-        pinned = f"{model.partition('@')[0]}@{commit}" if commit else model
-        checkpoint = open_checkpoint(pinned, digests=cache.stat, download=False, allow_pickle=manifest["allow_pickle"])
-        if checkpoint.provenance != provenance:
-            raise UsageError(f"the checkpoint {model} is not the one it was built from", where=where, remedy=again)
-        loras = []
-        for entry in manifest["loras"]:
-            path = find_lora(entry["reference"], entry["weight_name"], download=False)
-            if cache.stat.digest(path) != entry["sha256"]:
-                raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
-            loras.append(LoraFile(entry["reference"], path, entry["sha256"], entry["scale"], lora_submodels(path)))
-        return Subject(manifest["name"], found.name, folder, checkpoint, loras, own_image(model))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=again) from error
-
-
-def own_image(model: str) -> ImageSpec:
-    """What is drawn where no workflow says it; the sample knows the words of its own captions only."""
-    if model != "sample:shapes":
-        return ImageSpec()
-    return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=7.5)
 
 
 def verify(
@@ -129,10 +80,25 @@ def verify(
         loads["unet"].load["config"],
         loads["vae_decoder"].load["config"],
     )
-    with cache.lease():
-        exact = _reference(subject, selection, cache, progress)
-        digests = {name: _tree(subject.folder / name, cache) for name in present}
-        action = Action(
+    made_by = {name: structure_of(manifest["submodels"][name], cache.root) for name in present}
+    structures = {name: path for name, path in made_by.items() if path is not None}
+    digests = {name: _tree(subject.folder / name, cache) for name in present}
+    scratch = Path(tempfile.mkdtemp(prefix="sdflow-verify-"))
+    request = JudgeRequest(
+        folder=subject.folder.absolute(),
+        name=subject.name,
+        target=subject.target,
+        level=spec.level,
+        submodels=present,
+        reference=Path(),
+        out=scratch,
+        recipes=[_recipes(subject, name, path) for name, path in structures.items()],
+        allow_fallback=subject.allow_fallback,
+        threads=threads,
+    )
+
+    def key(exact: Record) -> Action:
+        return Action(
             {
                 "format": ACTION_FORMAT,
                 "pass": {"name": "Verify", "version": judge.VERSION},
@@ -145,6 +111,7 @@ def verify(
                 },
                 "inputs": {
                     "artifacts": digests,
+                    "structures": {name: _tree(path, cache) for name, path in structures.items()},
                     "beside": _companions(subject.folder, cache),
                     "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
                     "reference": exact.artifact.digest,
@@ -153,16 +120,39 @@ def verify(
                 "salt": cache.salt,
             }
         )
-        known = None if fresh else cache.lookup(action)
-        if known is not None:
-            stored = json.loads((known.artifact.path / RESULT_FILE).read_text(encoding="utf-8"))
-            result = Verification.from_json(stored)
-            return Verified(replace(result, name=subject.name, cached=True), known.artifact.path)
-        return _judge(subject, spec, present, digests, exact, action, cache, threads, started, progress)
+
+    with cache.lease():
+        exact, worker = _reference(subject, selection, request, cache, progress)
+        action = key(exact)
+        if worker is None:
+            known = None if fresh else cache.lookup(action)
+            if known is not None:
+                scratch.rmdir()
+                stored = json.loads((known.artifact.path / RESULT_FILE).read_text(encoding="utf-8"))
+                result = Verification.from_json(stored)
+                return Verified(replace(result, name=subject.name, cached=True), known.artifact.path)
+            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), progress)
+        result = replace(
+            Verification.from_json(worker.value["verification"]),
+            artifacts=dict(digests),
+            versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
+            seconds=round(time.perf_counter() - started, 1),
+        )
+        if not result.passed:
+            return Verified(result, scratch)
+        with cache.staging(action) as staging:
+            shutil.copytree(scratch, staging.files, dirs_exist_ok=True)
+            (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+            cache.forget(action)
+            record = staging.publish({"passed": True}, _built(worker))
+        shutil.rmtree(scratch)
+        return Verified(result, record.artifact.path)
 
 
-def _reference(subject: Subject, selection: Selection, cache: Cache, progress: Progress) -> Record:
-    """What PyTorch computes, from the cache or computed now by one of the processes that want it."""
+def _reference(
+    subject: Subject, selection: Selection, request: JudgeRequest, cache: Cache, progress: Progress
+) -> tuple[Record, WorkerResult | None]:
+    """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge."""
     needed = sorted({*selection.submodels, "text_encoder", "unet", "vae_decoder"})
     action = Action(
         {
@@ -181,68 +171,34 @@ def _reference(subject: Subject, selection: Selection, cache: Cache, progress: P
     )
     record = cache.lookup(action)
     if record is not None:
-        return record
+        return record, None
     with cache.lock(action, waiting=lambda: progress("another process computes the reference")):
         record = cache.lookup(action)
         if record is not None:
-            return record
+            return record, None
         with cache.staging(action) as staging:
-            request = ReferenceRequest(
+            wanted = ReferenceRequest(
                 loads={name: subject.checkpoint.submodels[name].load for name in needed},
                 companions={name: path.absolute() for name, path in subject.checkpoint.companions.items()},
                 loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
                 selection=selection,
                 out=staging.files.absolute(),
             )
-            worker = _work({"work": "reference", **request.to_json()}, progress)
-            return staging.publish(worker.value, _built(worker))
+            worker = _work(wanted, replace(request, reference=wanted.out), progress)
+            return staging.publish(worker.value["reference"], _built(worker)), worker
 
 
-def _judge(
-    subject: Subject,
-    spec: VerifySpec,
-    present: Sequence[str],
-    digests: Mapping[str, str],
-    exact: Record,
-    action: Action,
-    cache: Cache,
-    threads: int | None,
-    started: float,
-    progress: Progress,
-) -> Verified:
-    with cache.staging(action) as staging:
-        request = JudgeRequest(
-            folder=subject.folder.absolute(),
-            name=subject.name,
-            target=subject.target,
-            level=spec.level,
-            submodels=present,
-            reference=exact.artifact.path.absolute(),
-            out=staging.files.absolute(),
-            allow_fallback=subject.allow_fallback,
-            threads=threads,
-        )
-        worker = _work({"work": "judge", **request.to_json()}, progress)
-        result = replace(
-            Verification.from_json(worker.value),
-            artifacts=dict(digests),
-            versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
-            seconds=round(time.perf_counter() - started, 1),
-        )
-        if not result.passed:
-            kept = Path(tempfile.mkdtemp(prefix="sdflow-verify-"))
-            for picture in staging.files.glob("*.png"):
-                (kept / picture.name).write_bytes(picture.read_bytes())
-            return Verified(result, kept)
-        (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
-        cache.forget(action)
-        record = staging.publish({"passed": True}, _built(worker))
-        return Verified(result, record.artifact.path)
+def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
+    part = subject.checkpoint.submodels[submodel]
+    loras = [LoraInput(lora.path.absolute(), lora.scale) for lora in subject.loras]
+    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras)
+    return RecipeCheck(submodel, structure.absolute(), bound)
 
 
-def _work(request: Mapping[str, Any], progress: Progress) -> WorkerResult:
+def _work(wanted: ReferenceRequest | None, request: JudgeRequest, progress: Progress) -> WorkerResult:
+    content = {"reference": wanted.to_json() if wanted else None, "judge": request.to_json()}
     with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
-        return run_worker(WORKER, request, log=Path(folder) / "log.txt", on_phase=progress)
+        return run_worker(WORKER, content, log=Path(folder) / "log.txt", on_phase=progress)
 
 
 def _built(worker: WorkerResult) -> dict[str, Any]:

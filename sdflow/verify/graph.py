@@ -55,7 +55,7 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None) -> Runn
     else:
         lowered = lower(model, expose=exposed)
     try:
-        session = session_of(lowered, path.parent, threads=threads or 0)
+        session = session_of(lowered, path.parent, threads=threads or 0, fuse=target == "cpu")
     except onnxruntime_errors(ort) as error:
         raise VerificationError(f"ONNX Runtime cannot load it: {error}", where=str(path)) from error
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)

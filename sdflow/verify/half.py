@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 EXPENSIVE = (
     "convolution", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul",
@@ -23,14 +26,32 @@ EXPENSIVE = (
 
 
 @contextmanager
-def quick_halves() -> Iterator[None]:
-    """While this is open, expensive operators on halves compute in float32 and round their results to halves."""
+def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
+    """While this is open, expensive operators on halves compute in float32 and round their results to halves.
+
+    modules: in half precision; their weights are widened once, not at each use. They must not change meanwhile.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
 
+    weights = {
+        weight.data_ptr(): weight
+        for module in modules
+        for weight in module.parameters()
+        if weight.dtype == torch.float16 and weight.is_contiguous()
+    }
+    wide: dict[int, torch.Tensor] = {}
+
     def widened(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float16 else value
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float16:
+            return value
+        at = value.data_ptr()
+        if at not in weights or value.numel() != weights[at].numel():
+            return value.float()
+        if at not in wide:
+            wide[at] = weights[at].float()
+        return wide[at].as_strided(value.shape, value.stride())
 
     def rounded(value: Any) -> Any:
         return value.half() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value

@@ -15,18 +15,20 @@ from sdflow.errors import VerificationError
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
-from sdflow.verify.activations import overflow_findings
+from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.distance import relative_l2, root_mean_square
 from sdflow.verify.finding import Finding
 from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
 from sdflow.verify.promises import check_promises
+from sdflow.verify.recipes import RecipeCheck, check_recipes
 from sdflow.verify.result import (
     AT_MOST_UNCERTAIN,
     FLOAT16_RATIO,
     FLOAT32_LIMIT,
     ONE_CASE_RATIO,
+    WITHOUT_YARDSTICK,
     CaseDistance,
     OutputVerdict,
     SubmodelVerdict,
@@ -37,9 +39,11 @@ from sdflow.verify.selection import Selection
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1
+VERSION = 2
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
+RECIPES = 24
+"""Weights of each submodel that are bound again and compared at the quick level; at the full level all."""
 DRAWING = ("text_encoder", "unet", "vae_decoder")
 
 Progress = Callable[[str], None]
@@ -49,7 +53,7 @@ Progress = Callable[[str], None]
 class JudgeRequest:
     """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs.
 
-    allow_fallback: nodes that the target has no kernel for are warnings.
+    recipes: the structures that the weights were bound to. allow_fallback: nodes that the target has no kernel for are warnings.
     """
 
     folder: Path
@@ -59,16 +63,19 @@ class JudgeRequest:
     submodels: Sequence[str]
     reference: Path
     out: Path
+    recipes: Sequence[RecipeCheck] = ()
     allow_fallback: bool = False
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
-        return {**vars(self), **paths, "submodels": list(self.submodels)}
+        recipes = [each.to_json() for each in self.recipes]
+        return {**vars(self), **paths, "submodels": list(self.submodels), "recipes": recipes}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
-        return cls(**{**value, **{key: Path(value[key]) for key in ("folder", "reference", "out")}})
+        paths = {key: Path(value[key]) for key in ("folder", "reference", "out")}
+        return cls(**{**value, **paths, "recipes": [RecipeCheck.from_json(each) for each in value["recipes"]]})
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
@@ -89,6 +96,8 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         if name not in desk.verdicts:
             desk.open(name)
     desk.close()
+    overflows = _overflows(request, desk.verdicts, progress)
+    findings = [each for found in overflows.values() for each in found.findings]
     progress("whether the graphs fit the target, and the folder's promises")
     return Verification(
         name=request.name,
@@ -97,16 +106,14 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         picture=picture,
         meaning=meaning,
-        findings=tuple(asdict(finding) for finding in _findings(request, desk.verdicts, progress)),
+        findings=tuple(asdict(each) for each in (*findings, *_findings(request, desk.verdicts, progress))),
+        overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
         coverage=tuple(selection.coverage()),
     )
 
 
 def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress) -> list[Finding]:
-    """What the target has no kernel for, what overflows, and what the folder promises and does not keep.
-
-    Ranges of values cost another session: they are measured at the full level, and where a result is not finite.
-    """
+    """What the target has no kernel for, recipes that are damaged, and what the folder promises and does not keep."""
     import onnx
 
     target = TARGETS[request.target]
@@ -117,16 +124,30 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
-    for submodel, verdict in verdicts.items():
-        overflows = any(output.distance == inf for output in verdict.outputs)
-        if verdict.precision == "float16" and verdict.ran == "lowered" and (overflows or request.level == "full"):
-            progress(f"{submodel}: ranges of its values")
-            cases = read_cases(request.reference, submodel)
-            found += overflow_findings(submodel, request.folder / submodel, cases, threads=request.threads or 0)
+    for each in request.recipes:
+        if verdicts[each.submodel].outputs:
+            progress(f"{each.submodel}: recipes")
+            sample = None if request.level == "full" else RECIPES
+            found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
     whole = set(DRAWING) <= {*request.submodels}
     for finding in check_promises(request.folder, target):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
+    return found
+
+
+def _overflows(
+    request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
+) -> dict[str, Overflow]:
+    """Values that float16 does not hold. They cost another session: at the full level, and where a result is not finite."""
+    found = {}
+    for submodel, verdict in verdicts.items():
+        infinite = any(output.distance == inf for output in verdict.outputs)
+        if verdict.precision == "float16" and verdict.ran == "lowered" and (infinite or request.level == "full"):
+            progress(f"{submodel}: ranges of its values")
+            cases = read_cases(request.reference, submodel)
+            folder = request.folder / submodel
+            found[submodel] = overflow(submodel, folder, cases, threads=request.threads or 0)
     return found
 
 
@@ -250,7 +271,7 @@ def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> Ou
 
     The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
 
-    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to the cases where it does.
+    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
     """
     measured = [case for case in cases if case.yardstick != inf]
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
@@ -259,8 +280,11 @@ def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> Ou
         return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
     limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
     each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
-    finite = all(case.distance != inf for case in cases)
-    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each and finite)
+    if not measured:
+        distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
+    else:
+        each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
+    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each)
 
 
 def _uncertainty(cases: Sequence[CaseDistance]) -> float:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
+from sdflow.passes.base import LoraInput
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action
 from sdflow.verify.finding import Finding, Level
 
 if TYPE_CHECKING:
-    from sdflow.passes.base import LoraInput
     from sdflow.weights.recipe import Recipe
 
 REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
@@ -39,6 +39,27 @@ class BoundModel:
     folder: Path
     checkpoint: Mapping[str, Any]
     loras: Sequence[LoraInput] = ()
+
+
+@dataclass(frozen=True)
+class RecipeCheck:
+    """A structure of a submodel, and what was bound from it, for `check_recipes` in another process."""
+
+    submodel: str
+    structure: Path
+    bound: BoundModel
+
+    def to_json(self) -> dict[str, Any]:
+        loras = [{"path": str(lora.path), "scale": lora.scale} for lora in self.bound.loras]
+        bound = {"folder": str(self.bound.folder), "checkpoint": dict(self.bound.checkpoint), "loras": loras}
+        return {"submodel": self.submodel, "structure": str(self.structure), "bound": bound}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RecipeCheck:
+        bound = value["bound"]
+        loras = [LoraInput(Path(lora["path"]), lora["scale"]) for lora in bound["loras"]]
+        model = BoundModel(Path(bound["folder"]), bound["checkpoint"], loras)
+        return cls(value["submodel"], Path(value["structure"]), model)
 
 
 def structure_of(part: Mapping[str, Any], cache: Path) -> Path | None:

@@ -136,13 +136,13 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
         progress("reference: pictures of the sample")
         _sample_pictures(pipeline, selection, request.out)
     pipeline.text_encoder.set_attn_implementation("eager")
-    for name, module in modules.items():
-        progress(f"reference: {name} in fp16")
+    for module in modules.values():
         module.half()
-        with quick_halves():
+    with quick_halves(*modules.values()):
+        for name, module in modules.items():
+            progress(f"reference: {name} in fp16")
             _run(results[name], "float16", module, _FORWARD[name])
-    progress("reference: denoising in fp16")
-    with quick_halves():
+        progress("reference: denoising in fp16")
         half_image = _draw(pipeline, selection, latents)
     np.savez(request.out / PICTURE_FILE, latents=latents, float32=image, float16=half_image)
     return results
@@ -199,7 +199,7 @@ def _draw(pipeline: Any, selection: Selection, latents: np.ndarray) -> np.ndarra
 
 @contextmanager
 def _recorded(unet: Any, cases: Cases) -> Iterator[None]:
-    """Every run of the UNet becomes a case of the trajectory."""
+    """Every run of the UNet becomes a case of the trajectory, with its result."""
     import numpy as np
 
     def record(module: Any, arguments: Any, named: Any) -> None:
@@ -214,11 +214,15 @@ def _recorded(unet: Any, cases: Cases) -> Iterator[None]:
             },
         )
 
-    hook = unet.register_forward_pre_hook(record, with_kwargs=True)
+    def keep(module: Any, arguments: Any, output: Any) -> None:
+        cases.put(len(cases.cases) - 1, "float32", {"out_sample": output[0].numpy().copy()})
+
+    hooks = (unet.register_forward_pre_hook(record, with_kwargs=True), unet.register_forward_hook(keep))
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _further_unet_cases(cases: Cases, selection: Selection) -> None:
@@ -314,7 +318,7 @@ def _both(cases: Cases, module: Any, forward: Forward, between: Callable[[], Non
     _run(cases, "float32", module, forward)
     between()
     module.half()
-    with quick_halves():
+    with quick_halves(module):
         _run(cases, "float16", module, forward)
 
 
@@ -323,6 +327,8 @@ def _run(cases: Cases, kind: Any, module: Any, forward: Forward) -> None:
 
     dtype = torch.float16 if kind == "float16" else torch.float32
     for index, _ in cases:
+        if cases.get(index, kind):
+            continue  # recorded while drawing
         inputs = {
             name: torch.from_numpy(value).to(dtype)
             if value.dtype == "float32" and name != "timestep"

@@ -19,6 +19,9 @@ AT_MOST_UNCERTAIN = 1.25
 ONE_CASE_RATIO = 2.0
 """The same for any one case: few numbers, so a wider margin."""
 
+WITHOUT_YARDSTICK = 10 * 2**-11
+"""Where fp16 PyTorch itself overflows: ten times the rounding of a half, what a whole network of halves may lose."""
+
 
 @dataclass(frozen=True)
 class CaseDistance:
@@ -98,7 +101,10 @@ class MeaningVerdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest."""
+    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest.
+
+    overflowing: submodel -> the nodes that put out or read values that float16 does not hold.
+    """
 
     name: str
     target: str
@@ -107,6 +113,7 @@ class Verification:
     picture: PictureVerdict | None
     meaning: MeaningVerdict | None
     findings: tuple[Mapping[str, Any], ...] = ()
+    overflowing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coverage: tuple[str, ...] = ()
     artifacts: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -157,6 +164,7 @@ class Verification:
         for name, kind in (("picture", PictureVerdict), ("meaning", MeaningVerdict)):
             if content[name] is not None:
                 content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
+        content["overflowing"] = {name: tuple(nodes) for name, nodes in content["overflowing"].items()}
         for name in ("findings", "coverage"):
             content[name] = tuple(content[name])
         return cls(**content)

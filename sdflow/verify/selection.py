@@ -10,8 +10,13 @@ from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
 
 LARGE_CHANNELS = 512
-"""UNets with this many channels or more are verified at small latents; smaller ones at their own size."""
-EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.0)
+"""UNets with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
+EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.5, 0.0)
+QUICK_TIMESTEPS = (500.5, 0.5)
+"""Half a step changes most near 0: a timestep that is cut to a whole number shows there."""
+QUICK_LATENTS = 8
+"""Rows and columns of the latents at the quick level, where the UNet's levels allow it."""
+SAMPLE_CASES = 24
 PROMPTS = (
     "a photo of an astronaut riding a horse on mars",
     "portrait of an old fisherman, oil painting, warm light",
@@ -80,26 +85,29 @@ def select(
     scale = 2 ** (len(vae["block_out_channels"]) - 1)
     large = max(unet["block_out_channels"]) >= LARGE_CHANNELS
     own = int(unet["sample_size"])
-    small = granularity * (2 if full else 1) if large else own
+    small = max(QUICK_LATENTS, granularity)
+    if full:
+        small = 2 * granularity if large else own
     sizes = []
     for name, pixels in (("height", spec.height), ("width", spec.width)):
         if pixels is not None and pixels % (granularity * scale):
             raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {granularity * scale}.")
         sizes.append(small if pixels is None else pixels // scale)
     rows, columns = sizes
-    shapes = [(1, rows, columns * 2), (2, rows * 2 if not large else rows, columns)]
+    shapes = [(2, rows, columns * 2)]
     if full:
-        shapes += [(1, rows * 2, columns), (3, rows, columns), (1, own, own)]
-    prompts = list(dict.fromkeys([image.prompt, *image.prompts, *PROMPTS, LONG_PROMPT]))
-    sample = model == SAMPLE
+        shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
+    prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
+    drawing = {"text_encoder", "unet", "vae_decoder"} <= {*submodels}
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),
-        steps=spec.steps or (10 if full else 4),
+        steps=spec.steps or (10 if full else 3),
         guidance_scale=image.guidance_scale,
         seed=image.seed,
         rows=rows,
         columns=columns,
         shapes=tuple(shapes),
-        sample_cases=(24 if full else 4) if sample and {"text_encoder", "unet", "vae_decoder"} <= {*submodels} else 0,
+        timesteps=EDGE_TIMESTEPS if full else QUICK_TIMESTEPS,
+        sample_cases=SAMPLE_CASES if full and drawing and model == SAMPLE else 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,12 @@ from sdflow.workers import serve_request
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, Any]:
-    """Compute a reference, or hold artifacts to one; which it is stands in the request under "work"."""
-    content = {name: value for name, value in request.items() if name != "work"}
-    if request["work"] == "reference":
-        return compute(ReferenceRequest.from_json(content), phase)
-    return judge(JudgeRequest.from_json(content), phase).to_json()
+    """Compute the reference, where the request has one, then hold the artifacts to it."""
+    computed = None
+    if request["reference"] is not None:
+        computed = compute(ReferenceRequest.from_json(request["reference"]), phase)
+        gc.collect()  # the modules, before the graphs come
+    return {"reference": computed, "verification": judge(JudgeRequest.from_json(request["judge"]), phase).to_json()}
 
 
 if __name__ == "__main__":

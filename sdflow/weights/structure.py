@@ -33,7 +33,6 @@ CARRIED_ONLY_MOVED = (
     "OrtTransformersOptimization",
     "ConvBiasFusion",
     "NhwcResize",
-    "PointwiseMatMul",
     "SeparateQkv",
     "OnnxFloatToFloat16",
 )

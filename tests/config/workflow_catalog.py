@@ -61,6 +61,10 @@ class Resize(Options):
     """Upsample."""
 
 
+class Separate(Options):
+    """Take packed attentions apart."""
+
+
 class Half(Options):
     """To fp16."""
 
@@ -92,6 +96,7 @@ PASSES = {
         PassInfo("OrtTransformersOptimization", "onnx", False, Optimization),
         PassInfo("ConvBiasFusion", "onnx", False, ConvBias),
         PassInfo("NhwcResize", "onnx", False, Resize),
+        PassInfo("SeparateQkv", "onnx", False, Separate),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
     )
 }

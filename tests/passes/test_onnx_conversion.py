@@ -322,9 +322,9 @@ def test_options_that_it_does_not_follow_are_refused_with_the_reason(options: di
 
 def test_a_unet_with_other_inputs_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     load = json.loads(json.dumps(checkpoint.submodels["unet"].load))
-    load["config"]["addition_embed_type"] = "text_time"
-    with pytest.raises(PassError, match="addition_embed_type='text_time'"):
-        convert("unet", load, tmp_path / "out")
+    for option, value in (("class_embed_type", "timestep"), ("addition_embed_type", "text_time")):
+        with pytest.raises(PassError, match=f"{option}='{value}'"):
+            convert("unet", load | {"config": load["config"] | {option: value}}, tmp_path / option)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_reported_as_such(checkpoint: Checkpoint, tmp_path: Path) -> None:

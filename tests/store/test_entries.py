@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import statistics
-import time
 from pathlib import Path
 
 import pytest
@@ -177,7 +175,7 @@ def test_a_rebuild_after_forgetting_replaces_the_result(cache: Cache) -> None:
 
 
 def test_a_hit_does_not_read_the_weights_again(cache: Cache) -> None:
-    """A hit on five files takes about a millisecond, also just after publishing and in a new process."""
+    """Nor just after publishing, nor in a new process."""
     action = make_action()
     files = {f"part{number}.data": os.urandom(2_000_000) for number in range(5)}
     publish(cache, action, files)
@@ -186,14 +184,9 @@ def test_a_hit_does_not_read_the_weights_again(cache: Cache) -> None:
         reader = Cache(cache.root)
         reader.lookup(action)
         before = _bytes_read()
-        times = []
         for _ in range(30):
-            fresh = Cache(cache.root)
-            began = time.perf_counter()
-            assert fresh.lookup(action) is not None
-            times.append(time.perf_counter() - began)
+            assert Cache(cache.root).lookup(action) is not None
         assert _bytes_read() - before < 30 * 200_000
-        assert statistics.median(times) < 0.01  # 0.8 ms on an idle core; CI machines are not idle
 
     assert in_process(look)
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from sdflow.passes.base import LoraInput
 from sdflow.sources import Checkpoint
-from sdflow.verify.activations import overflow_findings
+from sdflow.verify.activations import overflow as overflow_of
 from sdflow.verify.cases import Cases
 from sdflow.verify.reference import LoraMerge
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
@@ -268,13 +268,15 @@ def test_an_overflow_is_named_with_node_step_and_remedy(
     cuda: Sample, sample_cases: dict[str, Cases], tmp_path: Path
 ) -> None:
     wrong = planted(cuda.artifact("unet"), tmp_path / "unet", overflow)
-    found = overflow_findings("unet", wrong, sample_cases["unet"])
+    found = overflow_of("unet", wrong, sample_cases["unet"])
     node = Graph(onnx.load(str(wrong / "model.onnx"))).nodes("NhwcConv")[1].name
-    (first, *_) = found
+    (first, *_) = found.findings
     assert (first.level, first.node) == ("error", node)
     assert "at step " in first.what
     assert f"node_block_list: [{node}" in first.remedy
-    assert overflow_findings("unet", cuda.artifact("unet"), sample_cases["unet"]) == []
+    assert node in found.suspects
+    good = overflow_of("unet", cuda.artifact("unet"), sample_cases["unet"])
+    assert (good.findings, good.suspects) == ([], [])
 
 
 @pytest.fixture(scope="module")

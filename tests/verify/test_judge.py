@@ -52,5 +52,8 @@ def test_nan_does_not_pass_even_where_fp16_pytorch_has_it_too() -> None:
     assert not judge_output("sample", "float16", cases([1e-3, math.inf], [1e-3, math.inf])).passed
 
 
-def test_where_fp16_pytorch_overflows_the_other_cases_decide() -> None:
-    assert judge_output("sample", "float16", cases([1e-3, 1e-2], [1e-3, math.inf])).passed
+def test_where_fp16_pytorch_overflows_ten_roundings_are_allowed() -> None:
+    assert judge_output("sample", "float16", cases([1e-3, 4e-3], [1e-3, math.inf])).passed
+    assert not judge_output("sample", "float16", cases([1e-3, 1e-2], [1e-3, math.inf])).passed
+    assert judge_output("sample", "float16", cases([4e-3, 4e-3], [math.inf] * 2)).passed
+    assert not judge_output("sample", "float16", cases([1e-2, 1e-2], [math.inf] * 2)).passed

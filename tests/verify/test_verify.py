@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+import onnx
 import pytest
 import yaml
 
@@ -22,6 +23,7 @@ from sdflow.sources import Checkpoint
 from sdflow.store import Cache
 from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
 from sdflow.verify.html import page
+from sdflow.verify.recipes import structure_of
 from tests.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT
 
@@ -197,6 +199,42 @@ def test_a_run_whose_verification_fails_assembles_nothing_and_leaves_what_was_th
 
     run(broken, verify=False)
     assert json.loads((folder / "sdflow.json").read_text())["verified"] is None
+
+
+def test_a_damaged_recipe_is_found(tmp_path: Path) -> None:
+    """The weights that are there are good; what the next checkpoint would be bound by is not."""
+    cache = Cache(tmp_path / "cache")
+    path = _workflow(tmp_path, [{"pass": "OnnxConversion", "target_opset": 17}])
+    options = RunOptions(out=tmp_path / "pipelines", results=tmp_path / "results")
+    loaded = load_workflow(path, catalog=registry.catalog())
+    (built,) = run_workflow(loaded, cache, options, Events()).pipelines
+    assert built.verification is not None
+    assert built.verification.passed
+
+    folder = options.out / "small"
+    structure = structure_of(json.loads((folder / "sdflow.json").read_text())["submodels"]["text_encoder"], cache.root)
+    assert structure is not None
+    graph = structure / "model.onnx"
+    good = graph.read_bytes()
+    name = b"layers.0.self_attn.q_proj.weight"
+    assert good.count(name) >= 1
+    graph.chmod(0o644)
+    model = onnx.load_from_string(good)
+    changed = [
+        entry
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "recipe" and name.decode() in entry.value
+    ]
+    for entry in changed:
+        entry.value = entry.value.replace("q_proj.weight", "k_proj.weight")
+    assert changed
+    graph.write_bytes(model.SerializeToString())
+
+    found = verify(subject_of_folder(folder, cache), SPEC, cache, submodels=["text_encoder"], threads=1).result
+    assert not found.passed
+    assert "k_proj.weight" in found.failure()
+    assert "build the structure again" in found.failure()
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from sdflow.passes.base import PassInputs
 from sdflow.passes.conv_bias_fusion import ConvBiasFusion
-from sdflow.passes.pointwise_matmul import PointwiseMatMul
 from sdflow.passes.separate_qkv import SeparateQkv
 from sdflow.passes.worker import run_pass
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.structure import ChainStep, why_weights_are_carried
 from tests.weights.conftest import Builder, chain, structure_request, synthetic
 
-STEPS = (ChainStep(ConvBiasFusion, {}), ChainStep(PointwiseMatMul, {}), ChainStep(SeparateQkv, {"widest": 32}))
-MOVED = ("/skip", "/matrix", "/query", "/key", "/value")
+STEPS = (ChainStep(ConvBiasFusion, {}), ChainStep(SeparateQkv, {"widest": 32}))
+MOVED = ("/skip", "/query", "/key", "/value")
 
 
 def test_a_unet_has_the_same_bytes_with_weights_and_without(

@@ -1,0 +1,86 @@
+"""No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
+
+    python bench/verify_all.py SCRATCH [--full] [--targets cuda cpu ...]
+
+The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. The sample's
+workflows are built as they are, with and without LoRAs. One line each; the exit status is 1 when one does not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sdflow.cli.progress import PlainLines
+from sdflow.config import load_workflow
+from sdflow.config.workflow import VerifySpec, Workflow
+from sdflow.errors import VerificationError
+from sdflow.passes import registry
+from sdflow.run import RunOptions, run_workflow
+from sdflow.store import Cache
+from sdflow.targets import TARGETS
+from sdflow.verify import Verification
+
+WORKFLOWS = Path(__file__).parents[1] / "workflows"
+
+
+class Quiet(PlainLines):
+    """Steps and phases are not told."""
+
+    def _say(self, text: str) -> None:
+        pass
+
+
+def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
+    """One workflow for each pipeline."""
+    for name in ("tiny_cpu", "shapes_cpu", "shapes_lora_cpu"):
+        for target in targets:
+            loaded = load_workflow(WORKFLOWS / f"{name}.yaml", catalog=registry.catalog(), targets=[target])
+            for pipeline in loaded.pipelines:
+                titled = f"{pipeline.name} for {target}"
+                yield replace(loaded, pipelines=(replace(pipeline, name=titled, verify=spec),))
+
+
+def line(result: Verification) -> str:
+    """The largest distance of each submodel in units of its limit, and the picture."""
+    parts = []
+    for name, part in result.submodels.items():
+        shares = [each.distance / each.limit for each in part.outputs if each.limit]
+        parts.append(f"{name} {max(shares, default=0):.2f}")
+    picture = f", picture {result.picture.psnr or float('inf'):.1f} dB" if result.picture else ""
+    return f"of the limit: {', '.join(parts)}{picture}"
+
+
+def main() -> int:
+    """Print a line for each pipeline."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scratch", type=Path, help="folder for the cache and the pipelines")
+    parser.add_argument("--full", action="store_true", help="the full level; by itself the quick one, as in a run")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    options = parser.parse_args()
+    scratch: Path = options.scratch
+    run = RunOptions(out=scratch / "pipelines", results=scratch / "results", evaluate=False)
+    alarms = 0
+    for workflow in workflows(options.targets, VerifySpec(level="full" if options.full else "quick")):
+        begun = time.perf_counter()
+        (pipeline,) = workflow.pipelines
+        try:
+            (built,) = run_workflow(workflow, Cache(scratch / "cache"), run, Quiet()).pipelines
+        except VerificationError as error:
+            alarms += 1
+            print(f"{pipeline.name}: ALARM after {time.perf_counter() - begun:.0f} s: {error}", flush=True)
+            continue
+        assert built.verification is not None
+        print(f"{pipeline.name}: passed in {built.verification.seconds:.0f} s; {line(built.verification)}", flush=True)
+    print(f"{alarms} alarms")
+    return int(alarms > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What every engine of a run draws alike: the sizes that are swept, and the settings that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the sweep. batch: pictures drawn at once. height, width: pixels."""
+
+    batch: int
+    height: int
+    width: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.width}x{self.height}, {self.steps} steps"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same for all cases. seed: of the latents. scheduler: a name of `SCHEDULERS`; None: the pipeline's own.
+
+    warmup: pictures drawn, after the first, before the counted ones. rounds: how often every engine has its turn.
+    threads: of the CPU, for every engine; None: as each engine has it. tuning: whether `sdflow tune`'s choice is used.
+    """
+
+    prompt: str = "a photo of an astronaut riding a horse on mars"
+    negative_prompt: str = ""
+    guidance_scale: float = 7.5
+    seed: int = 0
+    scheduler: str | None = None
+    warmup: int = 1
+    rounds: int = 5
+    threads: int | None = None
+    tuning: bool = True
+
+
+def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Iterator[Case]:
+    """Every combination; a size is of both sides."""
+    for batch, size, count in product(batches, sizes, steps):
+        yield Case(batch, size, size, count)
+
+
+def latents(case: Case, seed: int, channels: int, scale: int) -> torch.Tensor:
+    """Standard normal float32 (batch, channels, height / scale, width / scale), drawn on the CPU."""
+    import torch
+
+    shape = (case.batch, channels, case.height // scale, case.width // scale)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

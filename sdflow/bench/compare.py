@@ -1,0 +1,92 @@
+"""Two runs beside each other: only if they were made on the same machine with the same versions and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.bench.result import read_result
+from sdflow.errors import UsageError
+
+COMPARED = ("machine", "versions", "settings")
+"""What must be equal. The pipeline may differ: that is what one compares."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field, `machine.processor`, and what each run has there."""
+
+    field: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before} / {self.after}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An engine in a case of both runs: median milliseconds a call, and whether the picture was right."""
+
+    engine: str
+    case: str
+    before_ms: float
+    after_ms: float
+    before_verdict: str
+    after_verdict: str
+
+    @property
+    def ratio(self) -> float:
+        return self.after_ms / self.before_ms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """differences: of machine, versions and settings, there only when forced. pipeline: of what was measured."""
+
+    rows: tuple[Compared, ...]
+    differences: tuple[Difference, ...]
+    pipeline: tuple[Difference, ...]
+
+
+def compare(before: Path, after: Path, *, force: bool = False) -> Comparison:
+    """Raises UsageError naming every field that differs, unless forced, and when no engine and case is in both."""
+    first, second = read_result(before), read_result(after)
+    differences = tuple(
+        each for part in COMPARED for each in _differences(part, first.get(part, {}), second.get(part, {}))
+    )
+    if differences and not force:
+        listed = "\n".join(f"  {each}" for each in differences)
+        raise UsageError(
+            f"these runs cannot be compared, they differ in\n{listed}",
+            where=f"{before}, {after}",
+            remedy="Measure both on one machine, with one set of versions and settings; or --force.",
+        )
+    try:
+        one, other = _medians(first), _medians(second)
+    except (KeyError, TypeError, IndexError) as error:
+        raise UsageError(f"a result is damaged: {error!r}", where=f"{before}, {after}") from error
+    rows = tuple(Compared(*key, one[key][0], other[key][0], one[key][1], other[key][1]) for key in one if key in other)
+    if not rows:
+        raise UsageError("no engine was measured in the same case in both", where=f"{before}, {after}")
+    return Comparison(rows, differences, tuple(_differences("pipeline", first["pipeline"], second["pipeline"])))
+
+
+def _medians(result: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, str]]:
+    found = {}
+    for engine in result["engines"]:
+        for case, measured in zip(result["cases"], engine["cases"], strict=False):
+            if measured is not None:
+                name = f"{case['batch']} x {case['width']}x{case['height']}, {case['steps']} steps"
+                found[engine["name"], name] = (float(measured["image"]["median_ms"]), str(measured["verdict"]))
+    return found
+
+
+def _differences(where: str, before: Any, after: Any) -> list[Difference]:
+    """The leaves that differ."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        keys = dict.fromkeys([*before, *after])
+        return [each for key in keys for each in _differences(f"{where}.{key}", before.get(key), after.get(key))]
+    return [] if before == after else [Difference(where, before, after)]

@@ -1,0 +1,144 @@
+"""The device under the engines: waiting for it, its memory, its energy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+SAMPLE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use. host: resident, by this process. device: on the device, by everybody. process: on the device, by
+    this process. None: the driver does not tell, or there is no such device."""
+
+    host: int | None = None
+    device: int | None = None
+    process: int | None = None
+
+    def peak(self, other: Memory) -> Memory:
+        pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        return Memory(
+            **{name: max((value for value in pair if value is not None), default=None) for name, pair in pairs.items()}
+        )
+
+
+class Device:
+    """kind: "cuda" or "cpu". index: of torch."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @classmethod
+    def here(cls, built_for: str) -> Device:
+        """The CUDA device if there is one and the pipeline is not for the CPU."""
+        import torch
+
+        return cls("cuda" if torch.cuda.is_available() and built_for != "cpu" else "cpu")
+
+    def wait(self) -> None:
+        """Until all that is queued is done."""
+        import torch
+
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Give memory that PyTorch keeps for later back to the driver."""
+        import gc
+
+        import torch
+
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        import psutil
+
+        host = psutil.Process().memory_info().rss
+        if self.kind != "cuda":
+            return Memory(host)
+        if self._nvml is None:
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            return Memory(host, total - free)
+        nvml, handle = self._nvml
+        return Memory(host, int(nvml.nvmlDeviceGetMemoryInfo(handle).used), self._of_process(nvml, handle))
+
+    @contextmanager
+    def peak_memory(self) -> Iterator[list[Memory]]:
+        """The highest memory in here, as the one element of the list when the block is left.
+
+        Sampled every 10 ms, on the device too where NVML tells. Without it the device is asked at the end alone (a call
+        of CUDA from another thread would break the capture of a graph): allocators keep what they had at their peak.
+        """
+        found = [self.memory()]
+        done = threading.Event()
+        sampled = Device("cpu") if self.kind == "cuda" and self._nvml is None else self
+
+        def sample() -> None:
+            while not done.wait(SAMPLE_SECONDS):
+                found[0] = found[0].peak(sampled.memory())
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            done.set()
+            thread.join()
+            found[0] = found[0].peak(self.memory())
+
+    def free(self) -> int:
+        """Bytes that can still be had where the weights go."""
+        import psutil
+
+        if self.kind == "cuda":
+            import torch
+
+            return int(torch.cuda.mem_get_info()[0])
+        return int(psutil.virtual_memory().available)
+
+    def energy(self) -> float | None:
+        """Joules that the device has used since its driver was loaded; None when it does not tell."""
+        if self._nvml is None:
+            return None
+        nvml, handle = self._nvml
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except nvml.NVMLError_NotSupported:
+            return None
+
+    def driver(self) -> str | None:
+        """The version of NVIDIA's driver; None when it does not tell."""
+        return None if self._nvml is None else str(self._nvml[0].nvmlSystemGetDriverVersion())
+
+    @cached_property
+    def _nvml(self) -> tuple[Any, Any] | None:
+        """NVML and the device's handle, if the package nvidia-ml-py is there."""
+        if self.kind != "cuda":
+            return None
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        import torch
+
+        try:
+            pynvml.nvmlInit()
+            return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        except pynvml.NVMLError:
+            return None
+
+    @staticmethod
+    def _of_process(nvml: Any, handle: Any) -> int | None:
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)

@@ -1,0 +1,219 @@
+"""An engine made ready to draw: sdflow's runtime, or diffusers' pipeline on PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.bench.case import Case, Settings, latents
+from sdflow.bench.engines import Engine
+from sdflow.runtime.folder import load_companions, submodel_config
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.runtime.vae import vae_scale
+from sdflow.targets import TARGETS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Mark = Callable[[], None]
+"""Called when the text is encoded, and after every step."""
+
+Draw = Callable[[Case, Mark | None], "np.ndarray"]
+"""Pictures of a case, float32 (batch, height, width, 3) in [0, 1]."""
+
+
+def ignore() -> None:
+    return None
+
+
+def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
+    """sdflow's pipeline on one target, and a note on how it was tuned."""
+    from sdflow.runtime.pipeline import Pipeline
+    from sdflow.runtime.tuned import Recorded, recorded_tuning
+    from sdflow.runtime.tuning import UNTUNED
+
+    target = TARGETS[engine.target]
+    recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
+    pipeline = Pipeline.load(
+        folder,
+        target,
+        scheduler=settings.scheduler,
+        safety_checker=False,
+        threads=settings.threads,
+        tuning=recorded.tuning,
+    )
+    encode, marks = pipeline.encode, [ignore]
+
+    def encode_and_mark(prompts: Sequence[str]) -> torch.Tensor:
+        encoded = encode(prompts)
+        marks[0]()
+        return encoded
+
+    pipeline.encode = encode_and_mark  # type: ignore[method-assign]
+
+    def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
+        marks[0] = mark or ignore
+        noise = latents(case, settings.seed, pipeline.channels, pipeline.vae_scale)
+        drawn = pipeline(
+            [settings.prompt] * case.batch,
+            negative_prompt=settings.negative_prompt,
+            height=case.height,
+            width=case.width,
+            num_inference_steps=case.steps,
+            guidance_scale=settings.guidance_scale,
+            latents=noise,
+            output_type="np",
+            callback_on_step_end=(lambda *_: mark()) if mark else None,
+        )
+        images: np.ndarray = drawn.images  # type: ignore[assignment]
+        return images
+
+    return draw, recorded.note
+
+
+def torch_drawer(
+    folder: Path, modules: Mapping[str, torch.nn.Module], engine: Engine, settings: Settings, device: str, dtype: str
+) -> Draw:
+    """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder.
+
+    On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
+    """
+    import diffusers
+    import torch
+
+    element = getattr(torch, dtype)
+    # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
+    parts: dict[str, Any] = {
+        name: torch.nn.Module.to(_own(module), device, element) for name, module in modules.items()
+    }
+    if engine.compile_mode or (device == "cuda" and engine.attention != "plain"):
+        for name in ("unet", "vae"):
+            parts[name].to(memory_format=torch.channels_last)
+    companions = load_companions(folder)
+    scheduler = companions["scheduler"]
+    if settings.scheduler is not None:
+        scheduler = named_scheduler(settings.scheduler, scheduler.config)
+    pipeline: Any = diffusers.StableDiffusionPipeline(
+        **parts,
+        tokenizer=companions["tokenizer"],
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    _specialize(pipeline, engine)
+    encode, marks = pipeline.encode_prompt, [ignore]
+
+    def encode_and_mark(*arguments: Any, **options: Any) -> Any:
+        encoded = encode(*arguments, **options)
+        marks[0]()
+        return encoded
+
+    pipeline.encode_prompt = encode_and_mark
+    channels = int(submodel_config(folder, "vae_decoder")["latent_channels"])
+    scale = vae_scale(submodel_config(folder, "vae_decoder"))
+
+    def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
+        marks[0] = mark or ignore
+
+        def on_step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            marks[0]()
+            return tensors
+
+        with _full_float32():
+            drawn = pipeline(
+                [settings.prompt] * case.batch,
+                negative_prompt=[settings.negative_prompt] * case.batch,
+                height=case.height,
+                width=case.width,
+                num_inference_steps=case.steps,
+                guidance_scale=settings.guidance_scale,
+                latents=latents(case, settings.seed, channels, scale).to(device, element),
+                output_type="np",
+                callback_on_step_end=on_step if mark else None,
+            )
+        images: np.ndarray = drawn.images
+        return images
+
+    return draw
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def _own(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy that can be changed, its parameters in the memory of the first until something is written there."""
+    import torch
+
+    shared = {
+        id(parameter): torch.nn.Parameter(parameter.data, requires_grad=False) for parameter in module.parameters()
+    }
+    return copy.deepcopy(module, shared)
+
+
+def _specialize(pipeline: Any, engine: Engine) -> None:
+    """What the table says of the engine, done to diffusers' pipeline."""
+    import torch
+
+    if engine.attention == "plain":
+        pipeline.unet.set_default_attn_processor()
+        pipeline.vae.set_default_attn_processor()
+        pipeline.text_encoder.set_attn_implementation("eager")
+    if engine.attention == "xformers":
+        pipeline.enable_xformers_memory_efficient_attention()
+    if engine.fused_qkv:
+        pipeline.fuse_qkv_projections()
+    if engine.int8:
+        _quantize(pipeline)
+    if engine.compile_mode:
+        from torch._inductor import config, list_mode_options
+
+        known = {name: value for name, value in (engine.flags or {}).items() if hasattr(config, name)}
+        options = {**list_mode_options(engine.compile_mode), **known}
+        compiled = {"fullgraph": True, "dynamic": False, "options": options}
+        pipeline.unet = torch.compile(pipeline.unet, **compiled)
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, **compiled)
+
+
+# The linear layers that gain nothing: https://github.com/huggingface/diffusion-fast, utils/pipeline_utils.py
+_NOT_QUANTIZED = {
+    (1280, 640), (1920, 1280), (1920, 640), (2048, 1280), (2048, 2560), (2560, 1280), (256, 128), (2816, 1280),
+    (320, 640), (512, 1536), (512, 256), (512, 512), (640, 1280), (640, 1920), (640, 320), (640, 5120), (640, 640),
+    (960, 320), (960, 640),
+}  # fmt: skip
+
+
+def _quantize(pipeline: Any) -> None:
+    """Linear layers to int8 by torchao, and the 1x1 convolutions that can be one, as diffusion-fast does."""
+    import torch
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    from torchao.quantization.quant_api import swap_conv2d_1x1_to_linear
+
+    def convolution(module: Any, *_: Any) -> bool:
+        if not isinstance(module, torch.nn.Conv2d) or module.kernel_size != (1, 1):
+            return False
+        return 128 in (module.in_channels, module.out_channels)
+
+    def linear(module: Any, *_: Any) -> bool:
+        if not isinstance(module, torch.nn.Linear) or module.in_features <= 16:
+            return False
+        return (module.in_features, module.out_features) not in _NOT_QUANTIZED
+
+    for module in (pipeline.unet, pipeline.vae):
+        swap_conv2d_1x1_to_linear(module, convolution)
+        quantize_(module, Int8DynamicActivationInt8WeightConfig(), linear)

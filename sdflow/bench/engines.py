@@ -1,0 +1,138 @@
+"""The engines: one table of what each is, what it needs, and whether it takes part unless asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Literal
+
+from sdflow.errors import TargetUnavailableError, UsageError
+from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+from sdflow.targets import TARGETS
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to draw the picture.
+
+    target: of sdflow's runtime on ONNX Runtime; empty: diffusers' pipeline on PyTorch, of which the rest speaks.
+    attention: how diffusers computes it: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.
+    compile_mode: of torch.compile. flags: of its compiler, beyond the mode's. fused_qkv: projections as one product.
+    int8: linear layers in int8, their inputs quantized as they come. needs: packages. cuda: only with a CUDA device.
+    slow: compiles for minutes, so it takes part only when asked.
+    """
+
+    name: str
+    title: str
+    target: str = ""
+    attention: Literal["plain", "sdpa", "xformers"] = "sdpa"
+    compile_mode: str | None = None
+    flags: Mapping[str, bool] | None = None
+    fused_qkv: bool = False
+    int8: bool = False
+    needs: tuple[str, ...] = ()
+    cuda: bool = False
+    slow: bool = False
+
+
+# https://github.com/huggingface/diffusers/blob/main/docs/source/en/tutorials/fast_diffusion.md
+_FAST = {
+    "conv_1x1_as_mm": True,
+    "coordinate_descent_tuning": True,
+    "epilogue_fusion": False,
+    "coordinate_descent_check_all_directions": True,
+}
+_FAST_INT8 = {**_FAST, "force_fuse_int_mm_with_mul": True, "use_mixed_mm": True}
+
+_MAX = "max-autotune"
+
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        *(Engine(f"ort-{name}", f"sdflow, ONNX Runtime, {TARGETS[name].title}", target=name) for name in TARGETS),
+        Engine("torch-eager", "PyTorch eager, attention as matrix products", attention="plain"),
+        Engine("torch-sdpa", "PyTorch eager, scaled_dot_product_attention"),
+        Engine("torch-xformers", "PyTorch eager, xFormers", attention="xformers", needs=("xformers",), cuda=True),
+        Engine("torch-fused-qkv", "PyTorch eager, SDPA, fused QKV", fused_qkv=True),
+        Engine("torch-compile", "torch.compile, reduce-overhead", compile_mode="reduce-overhead"),
+        Engine("torch-compile-max", "torch.compile, max-autotune", compile_mode=_MAX, flags=_FAST, slow=True),
+        Engine(
+            "torch-compile-max-qkv",
+            "torch.compile, max-autotune, fused QKV",
+            compile_mode=_MAX,
+            flags=_FAST,
+            fused_qkv=True,
+            slow=True,
+        ),
+        Engine(
+            "torch-int8",
+            "torch.compile, max-autotune, fused QKV, int8 dynamic",
+            flags=_FAST_INT8,
+            fused_qkv=True,
+            int8=True,
+            needs=("torchao",),
+            compile_mode=_MAX,
+            slow=True,
+        ),
+    )
+}
+
+BASELINES = ("torch-sdpa", "torch-eager")
+"""What ratios are taken to: the first of them that ran, and right."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An engine of the table and why it does not take part; None when it does."""
+
+    engine: Engine
+    skipped: str | None = None
+
+
+def choose(names: Sequence[str], built_for: str, device: str) -> list[Chosen]:
+    """Every engine of the table, or those named, each with the reason to leave it out.
+
+    built_for: the pipeline's target. device: "cuda" or "cpu", where PyTorch runs.
+    Raises UsageError for a name that is not in the table.
+    """
+    for name in names:
+        if name not in ENGINES:
+            near = get_close_matches(name, ENGINES, n=1)
+            raise UsageError(
+                f"no engine is named {name}" + (f"; did you mean {near[0]}?" if near else ""),
+                where="--engine",
+                remedy=f"Known: {', '.join(ENGINES)}.",
+            )
+    wanted = [ENGINES[name] for name in dict.fromkeys(names)] or list(ENGINES.values())
+    return [
+        Chosen(engine, missing(engine, device) or (None if names else not_by_default(engine, built_for, device)))
+        for engine in wanted
+    ]
+
+
+def missing(engine: Engine, device: str) -> str | None:
+    """What this machine lacks for the engine: `needs torchao`."""
+    if engine.target:
+        target = TARGETS[engine.target]
+        try:
+            ort = import_onnxruntime(target)
+            choose_provider(target, ort.__version__, ort.get_available_providers())
+        except TargetUnavailableError as error:
+            return f"needs {target.title}: {error.what}"
+        return None
+    lacking = [name for name in engine.needs if find_spec(name) is None]
+    needs = [*lacking, *(["a CUDA device"] if engine.cuda and device != "cuda" else [])]
+    return f"needs {' and '.join(needs)}" if needs else None
+
+
+def not_by_default(engine: Engine, built_for: str, device: str) -> str | None:
+    """Why the engine takes part only when `--engine` names it."""
+    if engine.target and engine.target != built_for:
+        return f"the pipeline was built for {built_for}"
+    if engine.slow:
+        return "compiles for minutes"
+    if engine.compile_mode and device == "cpu":
+        return "compiles for minutes on a CPU"
+    return None

@@ -1,0 +1,219 @@
+"""The files of a run: bench.json, bench.csv, bench.md, bench.html."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sdflow.bench.html import page
+from sdflow.bench.result import BenchResult, EngineResult, Measurement
+from sdflow.bench.timing import STAGES
+from sdflow.errors import UsageError
+from sdflow.evaluate.statistics import Latency
+
+# Those of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and its units: seconds, MB.
+THEIR_COLUMNS = (
+    "model_name", "directory", "engine", "version", "provider", "disable_safety_checker", "height", "width", "steps",
+    "batch_size", "batch_count", "num_prompts", "average_latency", "median_latency", "first_run_memory_MB",
+    "second_run_memory_MB", "enable_cuda_graph",
+)  # fmt: skip
+
+_LATENCIES = ("mean_ms", "median_ms", "p90_ms", "p99_ms")
+_STAGE_COLUMNS = tuple(f"{stage}_{name}" for stage in STAGES for name in _LATENCIES)
+COLUMNS = (
+    *THEIR_COLUMNS, "status", "verdict", "reason", "dtype", "note", "p90_latency", "p99_latency", "min_latency", "runs",
+    "images_per_second", "ratio", "baseline", "first_run_s", "compile_s", "load_s", *_STAGE_COLUMNS, "host_MB",
+    "host_peak_MB", "device_MB", "device_peak_MB", "process_device_peak_MB", "energy_J", "distance", "psnr_dB",
+    "tolerance", "tolerance_source", "accelerator", "processor",
+)  # fmt: skip
+"""Times of whole calls are seconds, of stages milliseconds. device_MB, host_MB: what the engine added."""
+
+
+def write_files(result: BenchResult, out: Path) -> list[Path]:
+    """Write all four; each is whole or as it was. Raises UsageError when that is not possible."""
+    contents = {
+        "bench.json": json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n",
+        "bench.csv": to_csv(result),
+        "bench.md": to_markdown(result),
+        "bench.html": page(result),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (out / f".{name}.new").write_text(text, encoding="utf-8", newline="")
+            (out / f".{name}.new").replace(out / name)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written: {error.strerror or error}", where=str(error.filename or out), remedy="Name --out DIR."
+        ) from error
+    return [out / name for name in contents]
+
+
+def to_csv(result: BenchResult) -> str:
+    """A line for each engine and case; one for an engine that did not run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="")
+    writer.writeheader()
+    for engine in result.engines:
+        for index, found in enumerate(engine.cases or (None,) * len(result.cases)):
+            row = {**_about(result, engine, index), **(_figures(result, engine, index, found) if found else {})}
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+    return text.getvalue()
+
+
+def _about(result: BenchResult, engine: EngineResult, index: int) -> dict[str, Any]:
+    case = result.cases[index]
+    runtime = "onnxruntime" if engine.name.startswith("ort-") else "torch"
+    version = next((value for name, value in result.versions.items() if name.startswith(runtime)), None)
+    found = engine.cases[index] if engine.cases else None
+    return {
+        "model_name": result.pipeline["model"],
+        "directory": result.pipeline["folder"],
+        "engine": engine.name,
+        "version": version,
+        "provider": engine.provider,
+        "disable_safety_checker": True,
+        "height": case.height,
+        "width": case.width,
+        "steps": case.steps,
+        "batch_size": case.batch,
+        "status": engine.status if found is None else "measured",
+        "verdict": "" if found is None else found.verdict,
+        "reason": engine.reason if found is None else "",
+        "dtype": engine.dtype,
+        "note": engine.note,
+        "accelerator": result.machine.get("accelerator"),
+        "processor": result.machine.get("processor"),
+    }
+
+
+def _figures(result: BenchResult, engine: EngineResult, index: int, found: Measurement) -> dict[str, Any]:
+    image, check, baseline = found.image, found.check, result.baseline(index)
+    on_device = found.memory.device is not None
+    first, second = (memory.device if on_device else memory.host for memory in (found.memory, found.memory_second))
+    return {
+        "batch_count": image.runs,
+        "num_prompts": 1,
+        "average_latency": image.mean_ms / 1e3,
+        "median_latency": image.median_ms / 1e3,
+        "first_run_memory_MB": _mb(first),
+        "second_run_memory_MB": _mb(second),
+        "enable_cuda_graph": result.settings["device"] == "cuda" and engine.provider.startswith("CUDA"),
+        "p90_latency": image.p90_ms / 1e3,
+        "p99_latency": image.p99_ms / 1e3,
+        "min_latency": image.min_ms / 1e3,
+        "runs": image.runs,
+        "images_per_second": found.images_per_second,
+        "ratio": result.ratio(engine, index),
+        "baseline": baseline.name if baseline else "",
+        "first_run_s": found.first_ms / 1e3,
+        "compile_s": found.compile_ms / 1e3,
+        "load_s": engine.load_seconds,
+        **{f"{stage}_{name}": getattr(latency, name) for stage, latency in found.stages.items() for name in _LATENCIES},
+        "host_MB": _mb(engine.host_bytes),
+        "host_peak_MB": _mb(found.memory.host),
+        "device_MB": _mb(engine.device_bytes),
+        "device_peak_MB": _mb(found.memory.device),
+        "process_device_peak_MB": _mb(found.memory.process),
+        "energy_J": found.energy,
+        **(
+            {
+                "distance": check.distance,
+                "psnr_dB": check.psnr,
+                "tolerance": check.tolerance,
+                "tolerance_source": check.source,
+            }
+            if check
+            else {}
+        ),
+    }
+
+
+def _mb(value: int | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def to_markdown(result: BenchResult) -> str:
+    """A table for each case, the engines that did not run, and what it was measured on."""
+    lines = [f"# {result.pipeline['name']}: engines side by side", ""]
+    if result.wrong:
+        lines += [f"**WRONG pictures:** {', '.join(result.wrong)}.", ""]
+    for index, case in enumerate(result.cases):
+        baseline = result.baseline(index)
+        lines += [f"## {case}", "", f"Milliseconds a call; ratio to {baseline.name if baseline else 'nothing'}.", ""]
+        rows = list(table(result, index))
+        lines += [_row(TABLE), _row(["---"] * len(TABLE)), *(_row(row) for row in rows), ""]
+    lines += [f"- {each.name}: {each.status}: {each.reason}" for each in result.engines if each.reason]
+    lines += ["", *(f"- {name}: {value}" for name, value in about(result)), ""]
+    return "\n".join(lines)
+
+
+def _row(cells: Any) -> str:
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+TABLE = (
+    "engine", "type", "median", "mean", "p90", "p99", "images/s", "ratio", "text", "step", "decoder", "first",
+    "load s", "memory MB", "energy J", "distance", "picture",
+)  # fmt: skip
+
+
+def table(result: BenchResult, index: int) -> Iterator[list[str]]:
+    """A row of `TABLE` for every engine that was measured in this case, the fastest first.
+
+    memory: what the engine added, on the device if there is one, else of the host.
+    """
+    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
+    for engine, measured in sorted(found, key=lambda pair: pair[1].image.median_ms):
+        image, check, ratio = measured.image, measured.check, result.ratio(engine, index)
+        memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
+        yield [
+            engine.name,
+            engine.dtype,
+            *(_ms(value) for value in (image.median_ms, image.mean_ms, image.p90_ms, image.p99_ms)),
+            f"{measured.images_per_second:.3g}",
+            "" if ratio is None else f"{ratio:.3f}",
+            *(_median(measured.stages.get(stage)) for stage in STAGES),
+            _ms(measured.first_ms),
+            "" if engine.load_seconds is None else f"{engine.load_seconds:.2f}",
+            "" if memory is None else f"{memory / 1e6:.0f}",
+            "" if measured.energy is None else f"{measured.energy:.3g}",
+            "" if check is None else f"{check.distance:.1e}",
+            measured.verdict,
+        ]
+
+
+def about(result: BenchResult) -> Iterator[tuple[str, str]]:
+    """What the figures hold for, as lines."""
+    yield "device", ", ".join(f"{name} {value}" for name, value in result.machine.items() if value is not None)
+    yield "versions", ", ".join(f"{name} {value}" for name, value in result.versions.items())
+    told = {name: value for name, value in result.settings.items() if name != "cases"}
+    yield "settings", ", ".join(f"{name} {value!r}" for name, value in told.items())
+    tolerances = {
+        (engine.dtype, str(case)): found.check
+        for engine in result.measured
+        for case, found in zip(result.cases, engine.cases, strict=True)
+        if found is not None and found.check is not None
+    }
+    for (dtype, case), check in tolerances.items():
+        yield f"tolerance of {dtype}, {case}", f"{check.tolerance:.2e}: {check.source}"
+    yield from ((engine.name, engine.note) for engine in result.measured if engine.note)
+    yield "measured", result.time
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _median(latency: Latency | None) -> str:
+    return "" if latency is None else _ms(latency.median_ms)

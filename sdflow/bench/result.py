@@ -1,0 +1,163 @@
+"""What a run found: plain data, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sdflow.bench.case import Case
+from sdflow.bench.device import Memory
+from sdflow.bench.engines import BASELINES
+from sdflow.errors import UsageError
+from sdflow.evaluate.statistics import Latency
+
+FORMAT_VERSION = 1
+KIND = "bench"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A picture against PyTorch's in float32. distance: relative L2 of the pixels. psnr: dB; None: no difference at all.
+
+    tolerance: the largest distance that is right. source: where that figure comes from.
+    """
+
+    distance: float
+    psnr: float | None
+    tolerance: float
+    source: str
+
+    @property
+    def wrong(self) -> bool:
+        return not self.distance <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An engine in a case.
+
+    first_ms: the first picture of this case, whatever is compiled or loaded for its sizes included; compile_ms: how much
+    longer it took than the median. image: of one call, `batch` pictures. stages: "text": from the call to the encoded
+    prompt; "step": from one step's end to the next, scheduler included; "decoder": from the last step to pixels on the
+    host. On a GPU these are of runs of their own, which wait for the device at every mark. images_per_second: batch over the
+    median. memory, memory_second: the highest in the first and the second call. energy: joules a picture.
+    check: None when no reference was wanted.
+    """
+
+    first_ms: float
+    compile_ms: float
+    image: Latency
+    stages: Mapping[str, Latency]
+    images_per_second: float
+    memory: Memory
+    memory_second: Memory
+    energy: float | None
+    check: Check | None
+
+    @property
+    def verdict(self) -> Literal["right", "WRONG", "not checked"]:
+        if self.check is None:
+            return "not checked"
+        return "WRONG" if self.check.wrong else "right"
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """status: "failed" when it could not be loaded, or in one case at least; then `reason` says why.
+
+    provider: what computes. dtype: of weights and activations. load_seconds: until it could be called. host_bytes,
+    device_bytes: how much more memory was in use when it was loaded and had drawn its first picture than before.
+    cases: None where it failed. trace: the whole error of what failed.
+    """
+
+    name: str
+    title: str
+    status: Literal["measured", "skipped", "failed"]
+    reason: str | None = None
+    provider: str = ""
+    dtype: str = ""
+    note: str = ""
+    load_seconds: float | None = None
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    cases: tuple[Measurement | None, ...] = ()
+    trace: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A run. machine: device, driver. settings: what engines were told, the cases included. pipeline: name, model,
+    LoRAs, target, artifacts."""
+
+    pipeline: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    cases: tuple[Case, ...]
+    engines: tuple[EngineResult, ...]
+    time: str
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def measured(self) -> list[EngineResult]:
+        return [engine for engine in self.engines if any(engine.cases)]
+
+    def baseline(self, index: int) -> EngineResult | None:
+        """The engine that ratios of this case are taken to, if it ran and drew the right picture."""
+        found = {engine.name: engine for engine in self.measured if engine.cases[index] is not None}
+        for name in BASELINES:
+            measurement = found[name].cases[index] if name in found else None
+            if measurement is not None and measurement.verdict != "WRONG":
+                return found[name]
+        return None
+
+    def ratio(self, engine: EngineResult, index: int) -> float | None:
+        """Its median latency over the baseline's; below 1 is faster."""
+        base, own = self.baseline(index), engine.cases[index]
+        against = base.cases[index] if base is not None else None
+        return own.image.median_ms / against.image.median_ms if own is not None and against is not None else None
+
+    @property
+    def wrong(self) -> list[str]:
+        """`engine (case)` for each wrong picture."""
+        return [
+            f"{engine.name} ({case})"
+            for engine in self.measured
+            for case, found in zip(self.cases, engine.cases, strict=True)
+            if found is not None and found.verdict == "WRONG"
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        content = _plain(asdict(self))
+        for engine, described in zip(self.engines, content["engines"], strict=True):
+            for index, found in enumerate(engine.cases):
+                if found is not None:
+                    described["cases"][index] |= {"verdict": found.verdict, "ratio": self.ratio(engine, index)}
+        return {"format_version": FORMAT_VERSION, "kind": KIND, **content}
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON of a run. Raises UsageError when it is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = (content["format_version"], content["kind"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"not a result of `sdflow bench`: {error}", where=str(path), remedy="It writes bench.json into --out DIR."
+        ) from error
+    if found != (FORMAT_VERSION, KIND):
+        raise UsageError(f"a {found[1]} of format {found[0]}, not a {KIND} of format {FORMAT_VERSION}", where=str(path))
+    return dict(content)
+
+
+def _plain(value: Any) -> Any:
+    """Without what JSON does not have: a distance that is no number is a string."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

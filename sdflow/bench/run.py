@@ -1,0 +1,313 @@
+"""`sdflow bench`: load the engines, let them take turns, compare every picture with PyTorch's in float32.
+
+All engines are in one process at a time: turns that alternate are what makes a comparison fair on a machine that gets
+warm or busy. It costs memory; an engine that does not fit beside the others is reported as such, with what to do.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.assemble import read_manifest
+from sdflow.bench.case import Case, Settings
+from sdflow.bench.checkpoint import COMPONENTS, torch_modules
+from sdflow.bench.device import Device
+from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
+from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
+from sdflow.bench.result import BenchResult, EngineResult, Measurement
+from sdflow.bench.timing import Turns, distance
+from sdflow.errors import SdflowError, UsageError
+from sdflow.evaluate.device import device as describe_device
+from sdflow.evaluate.device import versions
+from sdflow.report.units import megabytes
+from sdflow.targets import TARGETS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+FLOAT32_TOLERANCE = 1e-3, "fixed, for float32"
+HALF_FACTOR = 1.2
+REFERENCE = Engine("reference", "PyTorch, float32")
+OPTIONAL_PACKAGES = ("torchao", "xformers", "triton")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """folder: of the pipeline. engines: names, none for what suits the machine. check: compare with PyTorch's float32."""
+
+    folder: Path
+    cases: Sequence[Case]
+    settings: Settings = field(default_factory=Settings)
+    engines: Sequence[str] = ()
+    check: bool = True
+
+
+@dataclass
+class _Running:
+    """An engine in the run; `result` is replaced as more is known."""
+
+    engine: Engine
+    result: EngineResult
+    draw: Draw | None = None
+    before: tuple[int | None, int | None] = (None, None)
+    cases: list[Measurement | None] = field(default_factory=list)
+
+
+def bench(request: BenchRequest, say: Say) -> BenchResult:
+    """Measure. Raises UsageError when the folder is no pipeline, no engine can run, or its checkpoint is not here."""
+    manifest = read_manifest(request.folder)
+    device = here(manifest["target"], request.engines)
+    chosen = choose(request.engines, manifest["target"], device.kind)
+    running = [_Running(each.engine, _skipped(each)) for each in chosen]
+    active = [each for each in running if each.result.status != "skipped"]
+    if not active:
+        reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
+        raise UsageError(f"no engine can run here: {reasons}", where="sdflow bench", remedy="See sdflow targets.")
+    for each in active:
+        dtype = dtype_of(request.folder, each.engine, device)
+        each.result = replace(each.result, dtype=dtype, provider=_provider(each.engine, device))
+    with _threads(request.settings.threads):
+        runner = _Runner(request, device, say)
+        runner.load_references(active)
+        for index, case in enumerate(request.cases):
+            runner.measure(index, case, active)
+    return BenchResult(
+        pipeline={
+            **{key: manifest.get(key) for key in ("name", "model", "target", "loras")},
+            "folder": request.folder.name,
+            "artifacts": {name: part["artifact"] for name, part in manifest["submodels"].items()},
+        },
+        machine={**describe_device(TARGETS[manifest["target"]]), **_accelerator(device)},
+        versions={**versions(), **_optional_versions()},
+        settings={**asdict(request.settings), "device": device.kind, "cases": [asdict(case) for case in request.cases]},
+        cases=tuple(request.cases),
+        engines=tuple(each.result for each in running),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=tuple(runner.notes),
+    )
+
+
+def here(built_for: str, names: Sequence[str]) -> Device:
+    """The GPU, if there is one and the pipeline or an engine asked for is for one."""
+    import torch
+
+    targets = {built_for, *(ENGINES[name].target for name in names if name in ENGINES)} - {"", "cpu"}
+    return Device("cuda" if targets and torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
+    """What the UNet's weights are in: PyTorch's float16 on a GPU; a graph's as built; TensorRT makes its own float16."""
+    if not engine.target:
+        return "float16" if device.kind == "cuda" else "float32"
+    if engine.target == "tensorrt":
+        return "float16"
+    import onnx
+
+    graph = onnx.load(folder / "unet" / MODEL_FILE, load_external_data=False).graph
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    return "float16" if half else "float32"
+
+
+class _Runner:
+    """What the engines of a run share."""
+
+    def __init__(self, request: BenchRequest, device: Device, say: Say) -> None:
+        self.request, self.device, self.say = request, device, say
+        self.notes: list[str] = []
+        self.modules: Mapping[str, torch.nn.Module] = {}
+        self.references: dict[Case, np.ndarray] = {}
+        self.tolerances: dict[tuple[str, Case], tuple[float, str]] = {}
+
+    def load_references(self, active: Sequence[_Running]) -> None:
+        """PyTorch's pictures in float32, and how far its own float16 is from them."""
+        if not self.request.check and all(each.engine.target for each in active):
+            return
+        self.say("loading the checkpoint")
+        self.modules = torch_modules(self.request.folder)
+        if not self.request.check:
+            return
+        self.say("drawing the reference: PyTorch, float32")
+        self.references = self._drawn("float32")
+        for case in self.request.cases:
+            self.tolerances["float32", case] = FLOAT32_TOLERANCE
+        if any(each.result.dtype == "float16" for each in active):
+            self.say("drawing with PyTorch in float16: what float16 costs")
+            for case, drawn in self._drawn("float16").items():
+                found = distance(drawn, self.references[case])[0]
+                tolerance = max(HALF_FACTOR * found, FLOAT32_TOLERANCE[0])
+                source = f"{HALF_FACTOR} x the distance of PyTorch's float16, {found:.2e}"
+                self.tolerances["float16", case] = tolerance, source
+
+    def _drawn(self, dtype: str) -> dict[Case, np.ndarray]:
+        draw = torch_drawer(
+            self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype
+        )
+        drawn = {case: draw(case, None) for case in self.request.cases}
+        del draw
+        self.device.release()
+        return drawn
+
+    def load(self, running: _Running, others: Sequence[_Running]) -> None:
+        """Make an engine ready; what it lacks goes into its result."""
+        engine, request = running.engine, self.request
+        self.say(f"loading {engine.name}")
+        beside = ", ".join(other.engine.name for other in others)
+        needed, free = self._weights(running), self.device.free()
+        if needed > free:
+            running.result = replace(
+                running.result,
+                status="failed",
+                reason=f"its weights take {megabytes(needed)}, {megabytes(free)} are free"
+                + (f" beside {beside}: measure it alone, with --engine {engine.name}" if beside else ""),
+            )
+            return
+        self.device.release()
+        memory = self.device.memory()
+        running.before = memory.host, memory.device
+        begun = time.perf_counter()
+        with self._reported(running, beside):
+            note = ""
+            if engine.target:
+                running.draw, note = onnxruntime_drawer(request.folder, engine, request.settings)
+            else:
+                dtype = running.result.dtype
+                running.draw = torch_drawer(
+                    request.folder, self.modules, engine, request.settings, self.device.kind, dtype
+                )
+            self.device.wait()
+            running.result = replace(running.result, load_seconds=time.perf_counter() - begun, note=note)
+
+    def measure(self, index: int, case: Case, active: Sequence[_Running]) -> None:
+        """One case with everyone who can: first pictures, warm-up, then turns. In the first case engines are loaded, each
+        right before its first picture, so that what it adds to the memory in use is its own."""
+        turns: list[tuple[_Running, Turns]] = []
+        for each in active:
+            each.cases.append(None)
+            if index == 0:
+                self.load(each, [other for other in active if other.draw is not None])
+            if each.draw is None:
+                continue
+            self.say(f"{case}: {each.engine.name}, first picture")
+            tolerance = self.tolerances.get((each.result.dtype, case), FLOAT32_TOLERANCE)
+            own = Turns(each.draw, case, self.device, self.references.get(case), tolerance)
+            with self._reported(each, ""):
+                own.first()
+                if index == 0:
+                    self._note_memory(each)
+                for _ in range(self.request.settings.warmup - 1):
+                    own.warm()
+                turns.append((each, own))
+        for turn in range(self.request.settings.rounds):
+            self.say(f"{case}: round {turn + 1} of {self.request.settings.rounds}")
+            shift = turn % max(1, len(turns))
+            for each, own in [*turns[shift:], *turns[:shift]]:
+                if each.draw is None:
+                    continue
+                with self._reported(each, ""):
+                    own.counted()
+        for each, own in turns:
+            if each.draw is not None:
+                each.cases[index] = own.result(self.request.settings.warmup)
+        for each in active:
+            each.result = replace(each.result, cases=tuple(each.cases))
+
+    @contextmanager
+    def _reported(self, running: _Running, beside: str) -> Iterator[None]:
+        """An engine's failure is a line of the result; the others go on. It takes no further part."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  whatever a library raises: kept in full, with the cause in a line
+            running.draw = None
+            what = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
+            reason = " ".join(what.split())[:400]
+            if beside and ("memory" in reason.lower() or "alloc" in reason.lower()):
+                reason += f"; {beside} were loaded: measure it alone, with --engine {running.engine.name}"
+            running.result = replace(
+                running.result, status="failed", reason=reason, trace="".join(traceback.format_exception(error))
+            )
+            self.say(f"{running.engine.name} failed: {reason}")
+            self.device.release()
+
+    def _note_memory(self, running: _Running) -> None:
+        after = self.device.memory()
+        found = [
+            None if now is None or before is None else max(0, now - before)
+            for now, before in zip((after.host, after.device), running.before, strict=True)
+        ]
+        running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
+
+    def _weights(self, running: _Running) -> int:
+        if running.engine.target:
+            folders = [self.request.folder / name for name in COMPONENTS]
+            return sum(path.stat().st_size for folder in folders for path in folder.resolve().rglob("*"))
+        if self.device.kind == "cpu":
+            return 0  # the modules' own memory is used
+        return sum(2 * parameter.numel() for module in self.modules.values() for parameter in module.parameters())
+
+
+def _skipped(chosen: Chosen) -> EngineResult:
+    engine = chosen.engine
+    status = {"status": "measured"} if chosen.skipped is None else {"status": "skipped", "reason": chosen.skipped}
+    return EngineResult(engine.name, engine.title, **status)  # type: ignore[arg-type]
+
+
+def _provider(engine: Engine, device: Device) -> str:
+    if engine.target:
+        from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+
+        target = TARGETS[engine.target]
+        ort = import_onnxruntime(target)
+        return choose_provider(target, ort.__version__, ort.get_available_providers())
+    return f"torch, {device.kind}"
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """PyTorch with so many threads in here."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _accelerator(device: Device) -> dict[str, Any]:
+    if device.kind != "cuda":
+        return {}
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "accelerator": properties.name,
+        "accelerator_bytes": properties.total_memory,
+        "driver": device.driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _optional_versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in OPTIONAL_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,133 @@
+"""One engine under the clock: whole pictures, their stages, memory and energy, every picture checked."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sdflow.bench.case import Case
+from sdflow.bench.device import Device, Memory
+from sdflow.bench.drawers import Draw
+from sdflow.bench.result import Check, Measurement
+from sdflow.evaluate.statistics import Latency, summarize
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SETTLE_SECONDS = 0.2
+"""Between two engines' turns on a CPU: the threads of the one before still wait for work by spinning."""
+
+STAGES = ("text", "step", "decoder")
+
+
+def distance(drawn: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
+    """Relative L2 distance and PSNR in dB (of a peak of 1); infinite and 0 where there are values that are no numbers."""
+    import numpy as np
+
+    difference = drawn.astype(np.float64) - reference
+    relative = float(np.linalg.norm(difference) / np.linalg.norm(reference.astype(np.float64)))
+    if not math.isfinite(relative):
+        return math.inf, 0.0
+    error = float(np.mean(difference**2))
+    return relative, -10 * math.log10(error) if error else None
+
+
+class Turns:
+    """An engine's turns in one case; the caller decides who is next."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        case: Case,
+        device: Device,
+        reference: np.ndarray | None,
+        tolerance: tuple[float, str],
+    ) -> None:
+        """tolerance: and where it comes from. reference: the right picture, None: check nothing."""
+        self._draw, self._case, self._device = draw, case, device
+        self._reference, self._tolerance = reference, tolerance
+        self._worst: tuple[float, float | None] | None = None
+        self._images: list[float] = []
+        self._stages: dict[str, list[float]] = {name: [] for name in STAGES}
+        self._memories: list[Memory] = []
+        self._energy: float | None = 0.0
+        self.first_ms = 0.0
+
+    def first(self) -> None:
+        """The first and the second picture, their memory watched."""
+        for index in range(2):
+            with self._device.peak_memory() as peak:
+                took = self._timed(lambda: self._draw(self._case, None))
+            self._memories.append(peak[0])
+            if index == 0:
+                self.first_ms = took
+
+    def warm(self) -> None:
+        self._timed(lambda: self._draw(self._case, None))
+
+    def counted(self) -> None:
+        """A turn that counts; on a GPU, the stages in a picture of their own."""
+        if self._device.kind == "cpu":
+            time.sleep(SETTLE_SECONDS)
+            self._images.append(self._staged())
+            return
+        before = self._device.energy()
+        self._images.append(self._timed(lambda: self._draw(self._case, None)))
+        after = self._device.energy()
+        used = None if before is None or after is None else after - before
+        self._energy = None if used is None or self._energy is None else self._energy + used
+        self._staged()
+
+    def result(self, warmup: int) -> Measurement:
+        """Raises ValueError when nothing was counted."""
+        image = summarize(self.first_ms, warmup, self._images)
+        stages = {name: _latency(times) for name, times in self._stages.items() if times}
+        pictures = len(self._images) * self._case.batch
+        known = self._device.kind != "cpu" and self._energy is not None
+        return Measurement(
+            first_ms=self.first_ms,
+            compile_ms=max(0.0, self.first_ms - image.median_ms),
+            image=image,
+            stages=stages,
+            images_per_second=1000 * self._case.batch / statistics.median(self._images),
+            memory=self._memories[0],
+            memory_second=self._memories[1],
+            energy=self._energy / pictures if known and self._energy is not None else None,
+            check=None if self._worst is None else Check(*self._worst, *self._tolerance),
+        )
+
+    def _timed(self, draw: Callable[[], np.ndarray]) -> float:
+        """Milliseconds until the pictures are there; they are compared after that."""
+        self._device.wait()
+        begun = time.perf_counter()
+        drawn = draw()
+        self._device.wait()
+        took = 1e3 * (time.perf_counter() - begun)
+        if self._reference is not None:
+            found = distance(drawn, self._reference)
+            self._worst = found if self._worst is None else max(self._worst, found, key=lambda each: each[0])
+        return took
+
+    def _staged(self) -> float:
+        marks: list[float] = []
+
+        def mark() -> None:
+            self._device.wait()
+            marks.append(time.perf_counter())
+
+        self._device.wait()
+        begun = time.perf_counter()
+        took = self._timed(lambda: self._draw(self._case, mark))
+        end = begun + took / 1e3
+        text, *steps = marks
+        self._stages["text"].append(1e3 * (text - begun))
+        self._stages["step"] += [1e3 * (after - before) for before, after in zip(marks, steps, strict=False)]
+        self._stages["decoder"].append(1e3 * (end - marks[-1]))
+        return took
+
+
+def _latency(times: list[float]) -> Latency:
+    return summarize(times[0], 0, times)

@@ -1,0 +1,294 @@
+"""`sdflow tune`: the options that suit this machine, one after the other, each measured against the best so far.
+
+An option is taken when pictures come at least 2 % faster, in turns with the best so far and in three quarters of the
+turns, and when every submodel still computes what it did untuned. On an H200, `sdpa_kernel=1` was fast and silently
+wrong: 0.069 from the right result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.assemble import read_manifest
+from sdflow.bench.case import Case, Settings, latents
+from sdflow.bench.device import Device
+from sdflow.bench.engines import Engine
+from sdflow.bench.run import dtype_of
+from sdflow.bench.timing import SETTLE_SECONDS
+from sdflow.errors import SdflowError, UsageError
+from sdflow.evaluate.statistics import percentile
+from sdflow.runtime.sessions import import_onnxruntime, onnxruntime_errors
+from sdflow.runtime.tuned import record_tuning
+from sdflow.runtime.tuning import UNTUNED, Tuning
+from sdflow.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    import torch
+
+    from sdflow.runtime.pipeline import Pipeline
+
+GAIN = 0.98
+"""A candidate is taken when it takes at most this part of the time."""
+
+NOISE = {"float16": 6e-3, "float32": 1e-4}
+"""Relative L2 distance between two sessions that compute the same. float16: each is some 1.7e-3 from float32 on an H200,
+in kernels of its own; a wrong one was 0.07."""
+
+Say = Callable[[str], None]
+Change = Callable[[Tuning], Tuning]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An option with one value to try, as a change of what was chosen so far."""
+
+    option: str
+    value: str
+    change: Change
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate that was tried. ratio: its time over that of the best so far; None when it did not run. distance: of the
+    submodel that differs most from the untuned one. verdict: taken, no gain, WRONG or failed; reason: of the last two."""
+
+    option: str
+    value: str
+    verdict: str
+    ratio: float | None = None
+    distance: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """tuning: what was chosen. ratio: its time over the untuned pipeline's. file: where it is kept."""
+
+    target: str
+    tuning: Tuning
+    described: str
+    trials: tuple[Trial, ...]
+    ratio: float
+    tolerance: float
+    file: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def candidates(target: Target, cores: int) -> list[Candidate]:
+    """What matters on a target, the most telling first.
+
+    https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html,
+    https://onnxruntime.ai/docs/performance/tune-performance/threading.html
+    """
+    if target.name in ("cuda", "tensorrt"):
+        cuda = target.name == "cuda"
+        options = [
+            ("cudnn_conv_algo_search", ("HEURISTIC",)),
+            ("sdpa_kernel", ("1", "2", "8", "16")),  # flash, memory efficient, cuDNN, plain
+            ("fuse_conv_bias", ("1",)),
+            ("cudnn_conv_use_max_workspace", ("0",)),
+            ("arena_extend_strategy", ("kNextPowerOfTwo",)),
+        ]
+        found = [_provider(name, value) for name, values in options for value in values] if cuda else []
+        return [*found, Candidate("cuda_graphs", "off", lambda tuning: replace(tuning, cuda_graphs=False))]
+    if target.name != "cpu":
+        return []
+    threads = sorted({1, max(1, cores // 2), cores, 2 * cores} - {0})
+    return [
+        *(_threads(count) for count in threads),
+        _session("session.intra_op.allow_spinning", "0"),
+        *(_optimization(level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
+        Candidate("memory_arena", "off", lambda tuning: replace(tuning, memory_arena=False)),
+        Candidate("memory_pattern", "off", lambda tuning: replace(tuning, memory_pattern=False)),
+        _session("session.set_denormal_as_zero", "1"),
+    ]
+
+
+def _provider(name: str, value: str) -> Candidate:
+    return Candidate(name, value, lambda tuning: replace(tuning, provider={**tuning.provider, name: value}))
+
+
+def _session(name: str, value: str) -> Candidate:
+    return Candidate(name, value, lambda tuning: replace(tuning, session={**tuning.session, name: value}))
+
+
+def _threads(count: int) -> Candidate:
+    return Candidate("threads", str(count), lambda tuning: replace(tuning, threads=count))
+
+
+def _optimization(level: str) -> Candidate:
+    return Candidate("optimization", level, lambda tuning: replace(tuning, optimization=level))
+
+
+def tune(
+    folder: Path,
+    say: Say,
+    *,
+    target: str | None = None,
+    case: Case | None = None,
+    rounds: int = 5,
+    only: Sequence[str] = (),
+    tried: Sequence[Candidate] | None = None,
+) -> TuneResult:
+    """Try the candidates and keep the choice for this device and these versions.
+
+    case: what is drawn; by default one picture of the model's own size in 4 steps. only: the names of options to try.
+    tried: in place of `candidates`.
+    Raises UsageError when the folder is no pipeline, an option is not there, or its target has nothing to choose;
+    TargetUnavailableError when its provider is not here.
+    """
+    wanted = TARGETS[target or read_manifest(folder)["target"]]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options = candidates(wanted, cores) if tried is None else tried
+    known = list(dict.fromkeys(each.option for each in options))
+    if unknown := [name for name in only if name not in known]:
+        raise UsageError(
+            f"no option is named {unknown[0]}", where=wanted.name, remedy=f"There are: {', '.join(known)}."
+        )
+    options = [each for each in options if not only or each.option in only]
+    if not options:
+        raise UsageError(f"there is nothing to choose for {wanted.title}", where=wanted.name)
+    tuner = _Tuner(folder, wanted, case, rounds)
+    say("loading the pipeline as it is")
+    best, chosen = tuner.load(UNTUNED), UNTUNED
+    expected = tuner.outputs(best)
+    trials: list[Trial] = []
+    for each in options:
+        say(f"trying {each.option}={each.value}")
+        trial, pipeline = tuner.attempt(each, chosen, best, expected)
+        trials.append(trial)
+        if pipeline is not None:
+            best, chosen = pipeline, each.change(chosen)
+        say(f"  {trial.verdict}" + ("" if trial.ratio is None else f", {trial.ratio:.3f} of the time"))
+    ratio = 1.0
+    if chosen != UNTUNED:
+        say("comparing with the pipeline as it is")
+        ratio = tuner.ratio(best, tuner.load(UNTUNED))[0]
+        if ratio > GAIN:
+            say(f"all in all no gain, {ratio:.3f} of the time: nothing is chosen")
+            chosen, ratio = UNTUNED, 1.0
+    evidence = {
+        "trials": [asdict(trial) for trial in trials],
+        "ratio": ratio,
+        "case": asdict(tuner.case),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    file = record_tuning(folder, wanted, chosen, evidence)
+    return TuneResult(wanted.name, chosen, str(chosen), tuple(trials), ratio, tuner.tolerance, str(file))
+
+
+class _Tuner:
+    """Loads, measures and checks pipelines of one folder on one target."""
+
+    def __init__(self, folder: Path, target: Target, case: Case | None, rounds: int) -> None:
+        self.folder, self.target, self.rounds = folder, target, rounds
+        self.device = Device("cuda" if target.session.needs_cuda else "cpu")
+        self.tolerance = NOISE[dtype_of(folder, Engine("", "", target=target.name), self.device)]
+        self.settings = Settings()
+        self._case = case
+
+    @property
+    def case(self) -> Case:
+        assert self._case is not None, "set when the first pipeline is loaded"
+        return self._case
+
+    def load(self, tuning: Tuning) -> Pipeline:
+        from sdflow.runtime.pipeline import Pipeline
+
+        pipeline = Pipeline.load(self.folder, self.target, safety_checker=False, tuning=tuning)
+        if self._case is None:
+            own = int(pipeline.submodels["unet"].config["sample_size"]) * pipeline.vae_scale
+            self._case = Case(1, own, own, 4)
+        self.draw(pipeline)
+        return pipeline
+
+    def draw(self, pipeline: Pipeline) -> float:
+        """Seconds for the case's pictures."""
+        case, settings = self.case, self.settings
+        if self.device.kind == "cpu":
+            time.sleep(SETTLE_SECONDS)
+        self.device.wait()
+        begun = time.perf_counter()
+        pipeline(
+            [settings.prompt] * case.batch,
+            height=case.height,
+            width=case.width,
+            num_inference_steps=case.steps,
+            guidance_scale=settings.guidance_scale,
+            latents=latents(case, settings.seed, pipeline.channels, pipeline.vae_scale),
+            output_type="np",
+        )
+        self.device.wait()
+        return time.perf_counter() - begun
+
+    def ratio(self, one: Pipeline, other: Pipeline) -> tuple[float, bool]:
+        """Time of the one over that of the other, the median over rounds in which both draw; whether that is no chance:
+        the one is the faster in three quarters of the rounds."""
+        for pipeline in (one, other):
+            self.draw(pipeline)
+        found = []
+        for turn in range(self.rounds):
+            if turn % 2:
+                second, first = self.draw(other), self.draw(one)
+            else:
+                first, second = self.draw(one), self.draw(other)
+            found.append(first / second)
+        return statistics.median(found), percentile(found, 75) < 1
+
+    def outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
+        """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
+        import torch
+
+        from sdflow.runtime.denoise import Start
+
+        case, settings = self.case, self.settings
+        with pipeline.place.current(), torch.no_grad():
+            noise = latents(case, settings.seed, pipeline.channels, pipeline.vae_scale).to(pipeline.place.device)
+            texts = [""] * case.batch + [settings.prompt] * case.batch
+            unet = pipeline._loaded(Start(noise, []), len(texts))
+            embeddings = pipeline.encode(texts)
+            schedule = pipeline._schedule(case.steps, guidance_scale=settings.guidance_scale)
+            unet.begin(embeddings, schedule)
+            found = {"text_encoder": embeddings.float().cpu().clone()}
+            for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):
+                unet.sample.copy_(noise.expand_as(unet.sample))
+                found[f"unet, step {index}"] = unet.step(index).float().cpu().clone()
+            found["vae_decoder"] = pipeline.decode(noise).float().cpu().clone()
+        return found
+
+    def attempt(
+        self, candidate: Candidate, chosen: Tuning, best: Pipeline, expected: Mapping[str, torch.Tensor]
+    ) -> tuple[Trial, Pipeline | None]:
+        """Try one; the pipeline with it, if it is taken."""
+        about, tuning = (candidate.option, candidate.value), candidate.change(chosen)
+        errors: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(self.target)))
+        try:
+            pipeline = self.load(tuning)
+            found = self.outputs(pipeline)
+            distance = max(_distance(found[name], expected[name]) for name in expected)
+            if not distance <= self.tolerance:
+                worst = max(expected, key=lambda name: _distance(found[name], expected[name]))
+                reason = f"{worst} differs by {distance:.1e}, more than {self.tolerance:.0e}"
+                return Trial(*about, "WRONG", distance=distance, reason=reason), None
+            ratio, steady = self.ratio(pipeline, best)
+        except errors as error:
+            what = error.what if isinstance(error, SdflowError) else str(error)
+            return Trial(*about, "failed", reason=" ".join(what.split())[:300]), None
+        taken = ratio <= GAIN and steady
+        return Trial(*about, "taken" if taken else "no gain", ratio, distance), pipeline if taken else None
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2; infinite where there are values that are no numbers."""
+    value = float((found - expected).norm() / expected.norm())
+    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,170 @@
+"""`sdflow bench` and `sdflow tune`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from sdflow.bench.case import Case
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+def bench(
+    pipeline: Annotated[Path | None, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", "-e", help="Only this engine. Repeatable. See --list.")
+    ] = None,
+    list_engines: Annotated[bool, typer.Option("--list", help="List the engines and stop.")] = False,
+    batch: Annotated[str, typer.Option(help="Pictures at once; 1,8 sweeps.", metavar="N,...")] = "1",
+    size: Annotated[
+        str | None,
+        typer.Option(help="Pixels of both sides. Default: the model's own.", metavar="N,...", show_default=False),
+    ] = None,
+    steps: Annotated[str, typer.Option(help="Steps a picture.", metavar="N,...")] = "50",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = (
+        "a photo of an astronaut riding a horse on mars"
+    ),
+    negative_prompt: Annotated[str, typer.Option(help="What not to draw.")] = "",
+    guidance_scale: Annotated[float, typer.Option(help="1 switches guidance off.")] = 7.5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the latents.")] = 0,
+    scheduler: Annotated[str | None, typer.Option(help="ddim, euler, dpm++_2m, unipc, pndm. Default: its own.")] = None,
+    warmup: Annotated[int, typer.Option(min=1, help="Calls after the first that are not counted.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the CPU, for every engine.", show_default=False)
+    ] = None,
+    tuning: Annotated[bool, typer.Option("--tuning/--no-tuning", help="Use what `sdflow tune` chose.")] = True,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare with PyTorch's float32.")] = True,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Compare two bench.json instead.", metavar="BEFORE AFTER")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compare although machine or settings differ.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, CSV, Markdown and HTML.", metavar="DIR", show_default=False)
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every picture is checked."""
+    _quiet()
+    from sdflow.bench.files import write_files
+    from sdflow.bench.run import BenchRequest
+    from sdflow.bench.run import bench as measure
+    from sdflow.errors import UsageError, VerificationError
+    from sdflow.report.bench import print_bench
+
+    if compare is not None:
+        _compare(compare, force, json)
+        return
+    if list_engines:
+        _list(pipeline, engine or [], json)
+        return
+    if pipeline is None:
+        raise UsageError("there is no pipeline to measure", where="sdflow bench", remedy="Give its folder, or --list.")
+    cases = _cases(pipeline, batch, size, steps, scheduler)
+    from sdflow.bench.case import Settings
+
+    settings = Settings(prompt, negative_prompt, guidance_scale, seed, scheduler, warmup, rounds, threads, tuning)
+    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check), _say)
+    files = write_files(result, out) if out is not None else []
+    print_bench(result, files, as_json=json)
+    if result.wrong:
+        raise VerificationError(
+            f"{', '.join(result.wrong)}: not the picture that PyTorch draws in float32",
+            where=str(pipeline),
+            remedy="Its figures are of no use. `sdflow verify` finds the operator; `--no-tuning` leaves tuned options out.",
+        )
+
+
+def tune(
+    pipeline: Annotated[Path, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")],
+    target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
+    size: Annotated[int | None, typer.Option(min=8, help="Pixels of both sides.", show_default=False)] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at once.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps a picture.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
+    option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Try the options that matter on this machine, keep what is faster and computes the same."""
+    _quiet()
+    from sdflow.bench.case import Case
+    from sdflow.bench.tune import tune as search
+    from sdflow.errors import UsageError
+    from sdflow.report.bench import print_tune
+    from sdflow.targets import TARGETS
+
+    if target is not None and target not in TARGETS:
+        raise UsageError(f"no target is named {target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}.")
+    pixels = size or _own_size(pipeline)
+    case = Case(batch, pixels, pixels, steps)
+    result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
+    print_tune(result, as_json=json)
+
+
+def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: str | None) -> list[Case]:
+    from sdflow.bench.case import sweep
+    from sdflow.errors import UsageError
+    from sdflow.runtime.schedule import require_known
+
+    if scheduler is not None:
+        require_known(scheduler)
+        if scheduler in ("euler_a", "lcm"):
+            raise UsageError(
+                f"{scheduler} draws noise at every step, in float16 another one than in float32: nothing to compare",
+                where="--scheduler",
+                remedy="Take ddim, euler, dpm++_2m, unipc or pndm.",
+            )
+    sizes = [_own_size(pipeline)] if size is None else _numbers("--size", size)
+    return list(sweep(_numbers("--batch", batch), sizes, _numbers("--steps", steps)))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    from sdflow.errors import UsageError
+
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if 0 in numbers:
+        raise UsageError(f"{text!r} is not a list of whole numbers", where=option, remedy=f"Write {option} 1,8.")
+    return list(dict.fromkeys(numbers))
+
+
+def _own_size(pipeline: Path) -> int:
+    """Pixels of the model's own pictures."""
+    from sdflow.assemble import read_manifest
+    from sdflow.runtime.folder import submodel_config
+    from sdflow.runtime.vae import vae_scale
+
+    read_manifest(pipeline)
+    return int(submodel_config(pipeline, "unet")["sample_size"]) * vae_scale(submodel_config(pipeline, "vae_decoder"))
+
+
+def _compare(files: tuple[Path, Path], force: bool, as_json: bool) -> None:
+    from sdflow.bench.compare import compare
+    from sdflow.report.bench import print_comparison
+
+    print_comparison(compare(*files, force=force), as_json=as_json)
+
+
+def _list(pipeline: Path | None, engines: list[str], as_json: bool) -> None:
+    from sdflow.assemble import read_manifest
+    from sdflow.bench.engines import choose
+    from sdflow.bench.run import here
+    from sdflow.report.bench import print_engines
+
+    built_for = "cuda" if pipeline is None else read_manifest(pipeline)["target"]
+    device = here(built_for, engines).kind
+    print_engines(choose(engines, device if pipeline is None else built_for, device), as_json=as_json)
+
+
+def _quiet() -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

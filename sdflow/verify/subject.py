@@ -1,0 +1,64 @@
+"""What is verified: a pipeline folder, and the checkpoint and LoRAs that its manifest names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sdflow.assemble import MANIFEST_FILE, read_manifest
+from sdflow.config.workflow import ImageSpec
+from sdflow.errors import UsageError
+from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
+from sdflow.step import LoraFile
+from sdflow.store import Cache
+from sdflow.targets import find_target
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: an assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
+
+    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider.
+    """
+
+    name: str
+    target: str
+    folder: Path
+    checkpoint: Checkpoint
+    loras: Sequence[LoraFile] = ()
+    image: ImageSpec = field(default_factory=ImageSpec)
+    allow_fallback: bool = False
+
+
+def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
+    """The subject that a pipeline folder's sdflow.json names.
+
+    Raises UsageError when the folder is no pipeline of sdflow, or the checkpoint or a LoRA is not what it was.
+    """
+    manifest = read_manifest(folder)
+    where, again = str(folder / MANIFEST_FILE), "Put back what it was built from, or run its workflow again."
+    try:
+        found = find_target(target, "--target") if target else find_target(manifest["target"], where)
+        model, provenance = manifest["model"], manifest["checkpoint"]
+        commit = provenance.get("commit")
+        pinned = f"{model.partition('@')[0]}@{commit}" if commit else model
+        checkpoint = open_checkpoint(pinned, digests=cache.stat, download=False, allow_pickle=manifest["allow_pickle"])
+        if checkpoint.provenance != provenance:
+            raise UsageError(f"the checkpoint {model} is not the one it was built from", where=where, remedy=again)
+        loras = []
+        for entry in manifest["loras"]:
+            path = find_lora(entry["reference"], entry["weight_name"], download=False)
+            if cache.stat.digest(path) != entry["sha256"]:
+                raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
+            loras.append(LoraFile(entry["reference"], path, entry["sha256"], entry["scale"], lora_submodels(path)))
+        return Subject(manifest["name"], found.name, folder, checkpoint, loras, own_image(model))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=again) from error
+
+
+def own_image(model: str) -> ImageSpec:
+    """What is drawn where no workflow says it; the sample knows the words of its own captions only."""
+    if model != "sample:shapes":
+        return ImageSpec()
+    return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=7.5)
