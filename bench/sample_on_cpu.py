@@ -46,7 +46,7 @@ def main() -> None:
     engines = {"sdflow": ours, "eager": theirs}
 
     def draw(engine: Any, steps: int) -> Any:
-        settings = {"guidance_scale": 12.0, "num_inference_steps": steps, "output_type": "np"}
+        settings = {"guidance_scale": 7.5, "num_inference_steps": steps, "output_type": "np"}
         return engine(PROMPT, latents=latents, **settings).images
 
     pictures = {name: draw(engine, PICTURE) for name, engine in engines.items()}
