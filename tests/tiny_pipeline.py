@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 import sdflow.passes
 import sdflow.sources
@@ -49,14 +49,15 @@ def tiny_artifacts(tiny_checkpoint: Checkpoint, request: pytest.FixtureRequest) 
     code = [path.read_text() for module in made_by for path in sorted(Path(module.__path__[0]).rglob("*.py"))]
     versions = [version(name) for name in OnnxConversion.uses]
     root = request.config.cache.mkdir("tiny-artifacts") / digest_json([code, versions])
-    if not root.exists():
-        shutil.rmtree(root.parent)
-        building = root.with_name(f"building-{os.getpid()}")
-        for submodel in SUBMODELS:
-            (building / submodel).mkdir(parents=True)
-            inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
-            OnnxConversion().run(inputs, building / submodel, OnnxConversionConfig())
-        building.rename(root)
+    with FileLock(request.config.cache.mkdir("locks") / "tiny-artifacts"):  # the other worker of pytest-xdist waits
+        if not root.exists():
+            shutil.rmtree(root.parent)
+            building = root.with_name("building")
+            for submodel in SUBMODELS:
+                (building / submodel).mkdir(parents=True)
+                inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
+                OnnxConversion().run(inputs, building / submodel, OnnxConversionConfig())
+            building.rename(root)
     return {submodel: artifact_of(root / submodel) for submodel in SUBMODELS}
 
 

@@ -36,12 +36,3 @@ def write_png(picture: Image, path: Path, settings: Mapping[str, Any]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a PNG file that `write_png` wrote. Raises KeyError when it has none."""
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        settings: dict[str, Any] = json.loads(picture.info[SETTINGS_CHUNK])
-    return settings

@@ -264,28 +264,3 @@ def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -
             )
         item.type.tensor_type.shape.dim[0].dim_param = STEPS
     return model
-
-
-def run_split(parts: SplitUNet, sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What the whole UNet gives for each of `feeds`, computed by the parts: a plain reference for faster loops.
-
-    sessions: ONNX Runtime sessions of the text, timestep and step part. feeds: the UNet's inputs as arrays, one entry
-    per step, `timestep` of shape [1]; the text's inputs are those of the first. With guidance, `sample` has `latents`
-    rows.
-    """
-    import numpy as np
-
-    text, timestep, step = sessions
-    known = {item.name for item in text.get_inputs()}
-    texts = text.run(list(parts.text_values), {k: v for k, v in feeds[0].items() if k in known})
-    timesteps = np.concatenate([feed[TIMESTEP] for feed in feeds])
-    times = timestep.run(list(parts.time_values), {TIMESTEP: timesteps})
-    shapes = {item.name: item.shape for item in step.get_inputs()}
-    results = []
-    for index, feed in enumerate(feeds):
-        given = dict(zip(parts.text_values, texts, strict=True))
-        for name, value in zip(parts.time_values, times, strict=True):
-            given[name] = np.repeat(value[index : index + 1], shapes[name][0], axis=0)
-        given |= {name: value for name, value in feed.items() if name in shapes}
-        results.append(step.run(["out_sample"], given)[0])
-    return results

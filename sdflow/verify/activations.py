@@ -43,23 +43,21 @@ def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> 
         {name: value.astype(types[name]) for name, value in cases.get(index, "inputs").items()} for index in chosen
     ]
     measured = [
-        each
-        for each in ranges(path, feeds, round_fp16=False, threads=threads)
-        if each.float16 and (each.largest > NEAR * LARGEST_FLOAT16 or each.nan_step is not None)
+        each for each in ranges(path, feeds, round_fp16=False, threads=threads) if each.float16 and each.exceeds(NEAR)
     ]
-    measured.sort(key=lambda each: -each.largest)
-    large = {each.value for each in measured if each.largest > LARGEST_FLOAT16 or each.nan_step is not None}
+    measured.sort(key=lambda each: (each.nan_step is None, -each.largest))
+    large = {each.value for each in measured if each.exceeds(1.0)}
     suspects = [node.name for node in graph.node if large.intersection((*node.input, *node.output))]
     listed = ", ".join(suspects)
-    findings = [
-        _finding(submodel, each, cases.cases[chosen[each.largest_step]].name, listed) for each in measured[:NAMED]
-    ]
+    names = [cases.cases[index].name for index in chosen]
+    findings = [_finding(submodel, each, names, listed) for each in measured[:NAMED]]
     return Overflow(findings, suspects)
 
 
-def _finding(submodel: str, found: NodeRange, case: str, overflowing: str) -> Finding:
-    what = f"{found.operator} gives {found.largest:.3g} at {case}; float16 ends at {LARGEST_FLOAT16:.0f}"
-    if found.largest <= LARGEST_FLOAT16:
+def _finding(submodel: str, found: NodeRange, cases: Sequence[str], overflowing: str) -> Finding:
+    value, step = (f"{found.largest:.3g}", found.largest_step) if found.nan_step is None else ("NaN", found.nan_step)
+    what = f"{found.operator} gives {value} at {cases[step]}; float16 ends at {LARGEST_FLOAT16:.0f}"
+    if not found.exceeds(1.0):
         remedy = f"If another seed overflows: OnnxFloatToFloat16 {{node_block_list: [{found.node}]}}"
         return Finding(submodel, "overflow", "warning", found.node, what, remedy)
     remedy = (

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.sources import load_module, lora_submodels, read_lora
 from sdflow.verify.cases import Case, Cases, write_cases
+from sdflow.verify.forwards import FORWARD, Forward
 from sdflow.verify.half import quick_halves
+from sdflow.verify.inputs import decoder_cases, first_latents, further_unet_cases, text_cases
 from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ PICTURE_FILE = "picture.npz"
 SAMPLE_FILE = "sample.npz"
 
 Progress = Callable[[str], None]
-Forward = Callable[..., dict[str, Any]]
-"""A module and its inputs to its outputs by name, torch tensors."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
     selection = request.selection
     progress("reference: loading")
     pipeline = _pipeline(request)
-    results = {"text_encoder": _text_cases(pipeline, selection)}
+    results = {"text_encoder": text_cases(pipeline, selection)}
     if {"unet", "vae_decoder", "vae_encoder", "safety_checker"}.isdisjoint(selection.submodels):
         between = partial(pipeline.text_encoder.set_attn_implementation, "eager")
-        _both(results["text_encoder"], pipeline.text_encoder, _text_forward, between)
+        _both(results["text_encoder"], pipeline.text_encoder, FORWARD["text_encoder"], between)
         return results
 
     progress("reference: denoising in fp32")
@@ -125,13 +125,13 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
     unet_cases = Cases()
     with _recorded(pipeline.unet, unet_cases):
         image = _draw(pipeline, selection, latents)
-    _further_unet_cases(unet_cases, selection)
-    vae_cases = _decoder_cases(pipeline, selection, unet_cases)
+    further_unet_cases(unet_cases, selection)
+    vae_cases = decoder_cases(pipeline, selection, unet_cases)
     results |= {"unet": unet_cases, "vae_decoder": vae_cases}
     modules = {"text_encoder": pipeline.text_encoder, "unet": pipeline.unet, "vae_decoder": pipeline.vae}
     for name, module in modules.items():
         progress(f"reference: {name} in fp32")
-        _run(results[name], "float32", module, _FORWARD[name])
+        _run(results[name], "float32", module, FORWARD[name])
     if selection.sample_cases:
         progress("reference: pictures of the sample")
         _sample_pictures(pipeline, selection, request.out)
@@ -141,7 +141,7 @@ def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, C
     with quick_halves(*modules.values()):
         for name, module in modules.items():
             progress(f"reference: {name} in fp16")
-            _run(results[name], "float16", module, _FORWARD[name])
+            _run(results[name], "float16", module, FORWARD[name])
         progress("reference: denoising in fp16")
         half_image = _draw(pipeline, selection, latents)
     np.savez(request.out / PICTURE_FILE, latents=latents, float32=image, float16=half_image)
@@ -168,14 +168,6 @@ def _pipeline(request: ReferenceRequest) -> Any:
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def first_latents(selection: Selection, channels: int) -> np.ndarray:
-    """Unit normal latents (1, channels, rows, columns) that every engine starts the picture from."""
-    import numpy as np
-
-    shape = (1, channels, selection.rows, selection.columns)
-    return np.random.default_rng(selection.seed).standard_normal(shape, dtype=np.float32)
 
 
 def _draw(pipeline: Any, selection: Selection, latents: np.ndarray) -> np.ndarray:
@@ -225,65 +217,6 @@ def _recorded(unet: Any, cases: Cases) -> Iterator[None]:
             hook.remove()
 
 
-def _further_unet_cases(cases: Cases, selection: Selection) -> None:
-    """Edge timesteps, at the first latents for the largest and at the last for the others; other shapes."""
-    import numpy as np
-
-    first, last = cases.get(0, "inputs"), cases.get(len(cases.cases) - 1, "inputs")
-    for timestep in selection.timesteps:
-        near = first if timestep > 500 else last
-        one = {name: value[-1:] for name, value in near.items()} | {"timestep": np.array([timestep], np.float32)}
-        cases.add(Case(f"timestep {timestep:g}", "edge timestep", None, timestep), one)
-    random = np.random.default_rng(selection.seed + 1)
-    text = first["encoder_hidden_states"]
-    for batch, rows, columns in selection.shapes:
-        sample = random.standard_normal((batch, first["sample"].shape[1], rows, columns), dtype=np.float32)
-        hidden = np.concatenate([text[index % len(text)][None] for index in range(batch)])
-        inputs = {"sample": sample, "timestep": np.array([501], np.float32), "encoder_hidden_states": hidden}
-        cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape", None, 501), inputs)
-
-
-def _text_cases(pipeline: Any, selection: Selection) -> Cases:
-    """Each prompt by itself, and all together as one batch."""
-    cases = Cases()
-    tokens = [_tokens(pipeline, [prompt]) for prompt in selection.prompts]
-    for prompt, ids in zip(selection.prompts, tokens, strict=True):
-        shown = prompt if len(prompt) <= 40 else prompt[:37] + "..."
-        cases.add(Case(f"prompt {shown!r}", "prompt"), {"input_ids": ids})
-    both = [selection.prompts[0], ""]
-    cases.add(Case("a batch of 2", "shape"), {"input_ids": _tokens(pipeline, both)})
-    return cases
-
-
-def _tokens(pipeline: Any, prompts: Sequence[str]) -> np.ndarray:
-    import numpy as np
-
-    tokenizer = pipeline.tokenizer
-    options = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
-    ids: np.ndarray = tokenizer(list(prompts), return_tensors="np", **options).input_ids.astype(np.int32)
-    return ids
-
-
-def _decoder_cases(pipeline: Any, selection: Selection, unet_cases: Cases) -> Cases:
-    """Latents of the trajectory's end, scaled as the pipeline scales them, and normal ones of other shapes."""
-    import numpy as np
-
-    cases = Cases()
-    trajectory = [index for index, case in unet_cases if case.group == "trajectory"]
-    for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
-        latents = unet_cases.get(index, "inputs")["sample"][-1:] / pipeline.vae.config.scaling_factor
-        step = unet_cases.cases[index].step
-        cases.add(
-            Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {"latent_sample": latents}
-        )
-    random = np.random.default_rng(selection.seed + 2)
-    channels = pipeline.vae.config.latent_channels
-    for batch, rows, columns in selection.shapes:
-        latents = random.standard_normal((batch, channels, rows, columns), dtype=np.float32)
-        cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape"), {"latent_sample": latents})
-    return cases
-
-
 def _alone(submodel: str, request: ReferenceRequest, progress: Progress) -> Cases:
     """The submodels that draw nothing: the picture is their input."""
     import numpy as np
@@ -310,7 +243,7 @@ def _alone(submodel: str, request: ReferenceRequest, progress: Progress) -> Case
         cases.add(Case("the picture drawn", "trajectory"), {"clip_input": clip, "images": picture})
         noise = random.standard_normal((2, *clip.shape[1:]), dtype=np.float32)
         cases.add(Case("noise, a batch of 2", "shape"), {"clip_input": noise, "images": np.repeat(picture, 2, axis=0)})
-    _both(cases, module, _FORWARD[submodel], lambda: progress(f"reference: {submodel} in fp16"))
+    _both(cases, module, FORWARD[submodel], lambda: progress(f"reference: {submodel} in fp16"))
     return cases
 
 
@@ -338,60 +271,17 @@ def _run(cases: Cases, kind: Any, module: Any, forward: Forward) -> None:
         cases.put(index, kind, {name: value.numpy() for name, value in forward(module, **inputs).items()})
 
 
-# What each submodel gives, under the names of `sdflow.passes.submodel_io`, from the module's own forward.
-
-
-def _text_forward(module: Any, input_ids: Any) -> dict[str, Any]:
-    output = module(input_ids=input_ids.long())
-    return {"last_hidden_state": output.last_hidden_state, "pooler_output": output.pooler_output}
-
-
-def _unet_forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any) -> dict[str, Any]:
-    return {"out_sample": module(sample, timestep[0], encoder_hidden_states=encoder_hidden_states).sample}
-
-
-def _decoder_forward(module: Any, latent_sample: Any) -> dict[str, Any]:
-    return {"sample": module.decode(latent_sample).sample}
-
-
-def _encoder_forward(module: Any, sample: Any) -> dict[str, Any]:
-    return {"latent_sample": module.encode(sample).latent_dist.mode()}
-
-
-def _checker_forward(module: Any, clip_input: Any, images: Any) -> dict[str, Any]:
-    """The flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, with the scores that they come from."""
-    import torch
-    from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
-
-    embeds = module.visual_projection(module.vision_model(clip_input)[1])
-    special = cosine_distance(embeds, module.special_care_embeds) - module.special_care_embeds_weights
-    adjustment = torch.any(special > 0, dim=1, keepdim=True) * 0.01
-    scores = cosine_distance(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
-    flagged = torch.any(scores > 0, dim=1)
-    blackened = torch.where(flagged[:, None, None, None], torch.zeros_like(images), images)
-    return {"out_images": blackened, "has_nsfw_concepts": flagged, "scores": scores}
-
-
-_FORWARD: Mapping[str, Forward] = {
-    "text_encoder": _text_forward,
-    "unet": _unet_forward,
-    "vae_decoder": _decoder_forward,
-    "vae_encoder": _encoder_forward,
-    "safety_checker": _checker_forward,
-}
-
-
 def _sample_pictures(pipeline: Any, selection: Selection, out: Path) -> None:
     """Pictures of the sample's own evaluation set, for its measure of meaning."""
     import numpy as np
     import torch
 
-    from sdflow.samples.prompts import evaluation_set, first_latents
+    from sdflow.samples import prompts
 
-    cases = evaluation_set()[: selection.sample_cases]
+    cases = prompts.evaluation_set()[: selection.sample_cases]
     pictures = pipeline(
         [case.prompt for case in cases],
-        latents=torch.from_numpy(np.stack([first_latents(case.seed) for case in cases])),
+        latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in cases])),
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",

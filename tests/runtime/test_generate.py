@@ -17,10 +17,17 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
-from sdflow.runtime.pictures import read_settings
+from sdflow.runtime.pictures import SETTINGS_CHUNK
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a PNG file of a picture."""
+    with Image.open(path) as picture:
+        settings: dict[str, Any] = json.loads(picture.info[SETTINGS_CHUNK])
+    return settings
 
 
 def sdflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import onnxruntime
 import pytest
 
 from sdflow.errors import PassError
-from sdflow.runtime.split import SplitUNet, run_split, split_unet
+from sdflow.runtime.split import SplitUNet, split_unet
 from sdflow.verify.lowering import lower
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
 
@@ -50,6 +51,29 @@ def steps(model: Any, parts: SplitUNet) -> tuple[list[dict[str, Any]], list[dict
         whole.append(dict(zip(names, values, strict=True)))
         split.append({**whole[-1], "sample": both[: parts.latents]})
     return whole, split
+
+
+def run_split(parts: SplitUNet, sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What the whole UNet gives for each of `feeds`, computed by the parts.
+
+    sessions: ONNX Runtime sessions of the text, timestep and step part. feeds: the UNet's inputs as arrays, one entry
+    per step, `timestep` of shape [1]; the text's inputs are those of the first. With guidance, `sample` has `latents`
+    rows.
+    """
+    text, timestep, step = sessions
+    known = {item.name for item in text.get_inputs()}
+    texts = text.run(list(parts.text_values), {k: v for k, v in feeds[0].items() if k in known})
+    timesteps = np.concatenate([feed["timestep"] for feed in feeds])
+    times = timestep.run(list(parts.time_values), {"timestep": timesteps})
+    shapes = {item.name: item.shape for item in step.get_inputs()}
+    results = []
+    for index, feed in enumerate(feeds):
+        given = dict(zip(parts.text_values, texts, strict=True))
+        for name, value in zip(parts.time_values, times, strict=True):
+            given[name] = np.repeat(value[index : index + 1], shapes[name][0], axis=0)
+        given |= {name: value for name, value in feed.items() if name in shapes}
+        results.append(step.run(["out_sample"], given)[0])
+    return results
 
 
 def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) -> SplitUNet:

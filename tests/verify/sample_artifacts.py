@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from filelock import FileLock
 from onnx import helper, numpy_helper
 
 import sdflow.passes
@@ -65,9 +66,11 @@ def code_cache(request: pytest.FixtureRequest) -> Cache:
     made_by = [sdflow.passes, sdflow.sources, sdflow.weights]
     code = [path.read_text() for module in made_by for path in sorted(Path(module.__path__[0]).rglob("*.py"))]
     root = request.config.cache.mkdir("verify-artifacts") / digest_json(code)[:16]
-    if not root.exists():
-        for stale in root.parent.iterdir():
-            Cache(stale).clean()
+    with FileLock(request.config.cache.mkdir("locks") / "verify-artifacts"):  # the other worker of pytest-xdist waits
+        if not root.exists():
+            for stale in root.parent.iterdir():
+                Cache(stale).clean()
+            root.mkdir()
     return Cache(root)
 
 

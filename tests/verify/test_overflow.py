@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from sdflow.verify.activations import overflow
+from sdflow.verify.cases import Case, Cases
 from sdflow.verify.overflow import NodeRange, ranges
 
 
@@ -64,3 +66,17 @@ def test_values_near_the_largest_exceed_a_fraction(model: Path) -> None:
     assert square.largest == 40000.0
     assert square.exceeds(0.5)
     assert not square.exceeds(0.7)
+
+
+def test_a_nan_is_an_error_that_names_its_step_whatever_the_magnitudes(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["n"]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Sqrt", ["x"], ["y"], "root")], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    cases = Cases()
+    for step, value in enumerate((4.0, -1.0)):
+        cases.add(Case(f"step {step + 1}", "trajectory", step), {"x": np.array([value], np.float32)})
+    found = overflow("unet", tmp_path, cases)
+    assert [(each.level, each.node) for each in found.findings] == [("error", "root")]
+    assert "Sqrt gives NaN at step 2" in found.findings[0].what
+    assert list(found.suspects) == ["root"]
