@@ -9,6 +9,7 @@ from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, SUBMODELS
 from sdflow.errors import UsageError
+from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
 from sdflow.targets import Target
@@ -53,9 +54,12 @@ def load_submodel(
     fixed = target.name == "cuda" and submodel in cuda_graphs
     if where.stream is not None:
         session_options["stream"] = where.stream.cuda_stream
+    weights = DeviceWeights(model, where.device) if fixed else None
 
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
         options = {**session_options, "capture": capture and fixed}
+        if weights is not None and graph is not None:
+            options["weights"] = weights.of(graph)
         return create_session(model, target, graph=graph, shapes=wanted or shapes, **options)
 
     loaded = Submodel(
@@ -66,6 +70,7 @@ def load_submodel(
         path=model if target.name in TAKEN_APART else None,
         fixed=fixed,
         outputs=_WANTED.get(submodel),
+        weights=weights,
     )
     if not lazy and not fixed:
         loaded.load(shapes)

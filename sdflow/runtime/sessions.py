@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
@@ -89,6 +90,7 @@ def create_session(
     threads: int | None = None,
     profile: Path | None = None,
     stream: int | None = None,
+    weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     capture: bool = False,
     tuning: Tuning = UNTUNED,
 ) -> onnxruntime.InferenceSession:
@@ -100,6 +102,7 @@ def create_session(
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
     profile: prefix of a profile that `end_profiling` writes.
     stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
+    weights: initializers that are there already and are taken instead of those in the model's data file.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
     session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
     tuning: choices on top of the target's settings; `threads` goes before its own.
@@ -125,12 +128,11 @@ def create_session(
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
     with_options = {name: provider_options(target, name, engine_cache) for name in wanted}
-    if target.session.needs_cuda:
-        # Weights do not come out of the arena, which then holds what a run needs and nothing else.
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-        if stream is not None:
-            for each in with_options.values():
-                each["user_compute_stream"] = str(stream)
+    if target.session.needs_cuda and stream is not None:
+        for each in with_options.values():
+            each["user_compute_stream"] = str(stream)
+    for name, value in (weights or {}).items():
+        options.add_initializer(name, value)
     tuning.apply(options, with_options[provider], ort)
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -140,7 +142,8 @@ def create_session(
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
-        return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
+        with small_workspaces():
+            return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
 
     try:
         try:
@@ -161,6 +164,7 @@ def create_session(
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
+    session.weights = weights  # they must outlive it
     return session
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, TargetUnavailableError, VerificationError
+from sdflow.runtime.cublas import small_workspaces
+from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class Bound:
         if place.stream is not None:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
+        self._unprepared = place.stream is not None
         self._io = session.io_binding()
         for name, tensor in inputs.items():
             self._io.bind_input(name, *self._described(tensor))
@@ -104,9 +107,23 @@ class Bound:
         import onnxruntime
 
         try:
+            if self._unprepared:
+                self._prepare()
             self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
             raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
+
+    def _prepare(self) -> None:
+        """A run before the first one on a device, in which cuDNN tries its algorithms. The workspaces that they took go
+        back to the device: what the arena holds when a run is captured stays."""
+        import onnxruntime
+
+        self._unprepared = False
+        trial = onnxruntime.RunOptions()
+        trial.add_run_config_entry("gpu_graph_id", "-1")
+        trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+        with small_workspaces():  # cuBLAS may make its handles only now
+            self._session.run_with_iobinding(self._io, trial)
 
     def _find_outputs(self) -> None:
         """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""
@@ -145,7 +162,7 @@ class Submodel:
 
     load: makes the session. static_shapes: the target wants one for each set of shapes. path: of the model; with it a
     session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which can be
-    captured. outputs: those that are wanted of it, None for all.
+    captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
     """
 
     def __init__(
@@ -158,12 +175,13 @@ class Submodel:
         path: Path | None = None,
         fixed: bool = False,
         outputs: Sequence[str] | None = None,
+        weights: DeviceWeights | None = None,
     ) -> None:
         self.config = config
         self.place = place
         self.path = path
         self.static_shapes = static_shapes
-        self._load, self._fixed, self._outputs = load, fixed, outputs
+        self._load, self._fixed, self._outputs, self._weights = load, fixed, outputs, weights
         self._session: Any = None
         self._session_shapes: Shapes | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
@@ -185,6 +203,8 @@ class Submodel:
         """Give the sessions' memory and all bound tensors back."""
         self._bound.clear()
         self._session = None
+        if self._weights is not None:
+            self._weights.release()
 
     def part(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
         """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
