@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from sdflow.verify.cases import Cases, Kind
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOGETHER = 2**15
+"""Numbers in the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
 Forward = Callable[..., dict[str, Any]]
 """A module and its inputs to its outputs by name, torch tensors."""
 
@@ -15,7 +22,7 @@ def _text_forward(module: Any, input_ids: Any) -> dict[str, Any]:
 
 
 def _unet_forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any) -> dict[str, Any]:
-    return {"out_sample": module(sample, timestep[0], encoder_hidden_states=encoder_hidden_states).sample}
+    return {"out_sample": module(sample, timestep, encoder_hidden_states=encoder_hidden_states).sample}
 
 
 def _decoder_forward(module: Any, latent_sample: Any) -> dict[str, Any]:
@@ -47,3 +54,59 @@ FORWARD: Mapping[str, Forward] = {
     "vae_encoder": _encoder_forward,
     "safety_checker": _checker_forward,
 }
+
+
+def run_cases(cases: Cases, kind: Kind, module: Any, forward: Forward) -> None:
+    """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is.
+
+    Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
+    module's weights does, however many rows there are.
+    """
+    import numpy as np
+    import torch
+
+    dtype = torch.float16 if kind == "float16" else torch.float32
+    for chosen in _batches(cases, kind):
+        rows = [_rows(cases.get(index, "inputs")) for index in chosen]
+        joined = {name: torch.from_numpy(np.concatenate([each[name] for each in rows])) for name in rows[0]}
+        inputs = {
+            name: value.to(dtype) if value.dtype == torch.float32 and name != "timestep" else value
+            for name, value in joined.items()
+        }
+        outputs = {name: value.numpy() for name, value in forward(module, **inputs).items()}
+        start = 0
+        for index, each in zip(chosen, rows, strict=True):
+            end = start + _size(each)
+            cases.put(index, kind, {name: value[start:end].copy() for name, value in outputs.items()})
+            start = end
+
+
+def _batches(cases: Cases, kind: Kind) -> Iterator[list[int]]:
+    """Indices of the cases without outputs of this kind, those that one run takes together."""
+    alike: dict[Any, list[int]] = {}
+    for index, _ in cases:
+        if not cases.get(index, kind):  # else recorded while drawing
+            inputs = _rows(cases.get(index, "inputs"))
+            alike.setdefault(tuple((name, value.shape[1:]) for name, value in inputs.items()), []).append(index)
+    for indices in alike.values():
+        chosen: list[int] = []
+        numbers = 0
+        for index in indices:
+            size = next(iter(cases.get(index, "inputs").values())).size
+            if chosen and numbers + size > TOGETHER:
+                yield chosen
+                chosen, numbers = [], 0
+            chosen.append(index)
+            numbers += size
+        yield chosen
+
+
+def _rows(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inputs with a timestep for each row of the batch, where there is one for all."""
+    size = _size(inputs)
+    return {name: value.repeat(size) if name == "timestep" else value for name, value in inputs.items()}
+
+
+def _size(inputs: Mapping[str, np.ndarray]) -> int:
+    """Rows of the batch: of the first input, which is never the timestep."""
+    return len(next(iter(inputs.values())))

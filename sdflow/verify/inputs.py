@@ -73,7 +73,7 @@ def decoder_cases(pipeline: Any, selection: Selection, unet_cases: Cases) -> Cas
         )
     random = np.random.default_rng(selection.seed + 2)
     channels = pipeline.vae.config.latent_channels
-    for batch, rows, columns in selection.shapes:
+    for batch, rows, columns in selection.vae_shapes:
         latents = random.standard_normal((batch, channels, rows, columns), dtype=np.float32)
         cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape"), {"latent_sample": latents})
     return cases

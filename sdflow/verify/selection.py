@@ -33,9 +33,9 @@ SAMPLE = "sample:shapes"
 class Selection:
     """Everything that the reference computes. It enters the key of the reference, so it says nothing of the target.
 
-    prompts: of the text encoder; the first one is drawn. rows, columns: of the trajectory's latents. shapes: (batch,
-    rows, columns) of further latents. own_size: whether one step is made at the model's own size. sample_cases: how
-    many pictures of the sample's own evaluation set are drawn and scored.
+    prompts: of the text encoder; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
+    vae_shapes: (batch, rows, columns) of further latents, for the UNet and for the VAE. sample_cases: how many pictures of
+    the sample's own evaluation set are drawn and scored.
     """
 
     submodels: tuple[str, ...]
@@ -46,6 +46,7 @@ class Selection:
     rows: int
     columns: int
     shapes: tuple[tuple[int, int, int], ...]
+    vae_shapes: tuple[tuple[int, int, int], ...]
     timesteps: tuple[float, ...] = EDGE_TIMESTEPS
     sample_cases: int = 0
     sample_steps: int = 20
@@ -56,11 +57,14 @@ class Selection:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Selection:
         lists = {name: tuple(value[name]) for name in ("submodels", "prompts", "timesteps")}
-        return cls(**{**value, **lists, "shapes": tuple((b, r, c) for b, r, c in value["shapes"])})
+        shapes = {name: tuple((b, r, c) for b, r, c in value[name]) for name in ("shapes", "vae_shapes")}
+        return cls(**{**value, **lists, **shapes})
 
     def coverage(self) -> list[str]:
         """What is verified, in words."""
-        sizes = ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in self.shapes)
+        sizes = _listed(self.shapes)
+        if self.vae_shapes != self.shapes:
+            sizes += f", of the VAE {_listed(self.vae_shapes)}"
         lines = [
             f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
             f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
@@ -69,6 +73,10 @@ class Selection:
         if self.sample_cases:
             lines.append(f"{self.sample_cases} pictures of the sample's evaluation set, {self.sample_steps} steps each")
         return lines
+
+
+def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:
+    return ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in shapes)
 
 
 def select(
@@ -95,8 +103,9 @@ def select(
         sizes.append(small if pixels is None else pixels // scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]
+    vae_shapes = [(2, max(1, rows // 2), columns)]  # it halves nothing; its work grows with the pixels alone
     if full:
-        shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
+        shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
     drawing = {"text_encoder", "unet", "vae_decoder"} <= {*submodels}
     return Selection(
@@ -108,6 +117,7 @@ def select(
         rows=rows,
         columns=columns,
         shapes=tuple(shapes),
+        vae_shapes=tuple(vae_shapes),
         timesteps=EDGE_TIMESTEPS if full else QUICK_TIMESTEPS,
         sample_cases=SAMPLE_CASES if full and drawing and model == SAMPLE else 0,
     )

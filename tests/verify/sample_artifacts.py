@@ -107,7 +107,7 @@ def few_cases(checkpoint: Checkpoint, submodels: Sequence[str]) -> Selection:
     loads = checkpoint.submodels
     configs = (loads["unet"].load["config"], loads["vae_decoder"].load["config"])
     chosen = select(VerifySpec(steps=2), IMAGE, submodels, "not the sample's own pictures", *configs)
-    return Selection(**{**vars(chosen), "shapes": ((1, 8, 16),)})
+    return Selection(**{**vars(chosen), "shapes": ((1, 8, 16),), "vae_shapes": ((1, 8, 16),)})
 
 
 def reference(folder: Path, checkpoint: Checkpoint, submodels: Sequence[str], *loras: LoraMerge) -> dict[str, Cases]:
