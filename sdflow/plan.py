@@ -139,6 +139,8 @@ def _plan_pipeline(
     opened: Mapping[tuple[str, str | None], LoraFile | None],
     cache: Cache,
 ) -> PipelinePlan:
+    if checkpoint is not None:
+        _require_sizes(pipeline, checkpoint)
     notes = []
     loras = []
     for spec in pipeline.loras:
@@ -198,6 +200,20 @@ def _chain(
     merges = len(kept) < len(carried)
     steps = (*symbolic, replace(bind, weights="bound", loras=bind.loras if merges else ()))
     return Chain(submodel, ready, steps, carried), None
+
+
+def _require_sizes(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
+    """Raises UsageError for a size of a picture that the model's graphs cannot have."""
+    multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
+    for key, spec in (("evaluate.image", pipeline.evaluate.image), ("verify", pipeline.verify)):
+        for name in ("height", "width"):
+            pixels = getattr(spec, name, None)
+            if pixels is not None and pixels % multiple:
+                raise UsageError(
+                    f"{key}.{name} is {pixels} pixels",
+                    where=pipeline.name,
+                    remedy=f"Take a multiple of {multiple}: the model {pipeline.model} halves its latents so often.",
+                )
 
 
 def _require_place(lora: LoraFile, spec: LoraSpec, pipeline: Pipeline) -> None:

@@ -65,13 +65,14 @@ def run_worker(
     request: Mapping[str, Any],
     *,
     log: Path,
+    environment: Mapping[str, str] | None = None,
     on_phase: Callable[[str], None] = lambda phrase: None,
     on_memory: Callable[[int], None] = lambda rss: None,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and wait for its result.
 
-    log: file that takes everything the worker prints.
+    log: file that takes everything the worker prints. environment: variables that this worker has besides.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
         from another thread. on_start: called with the process; what it raises ends the worker.
 
@@ -85,7 +86,7 @@ def run_worker(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sink,
-            env=clean_environment(Path(home)),
+            env=clean_environment(Path(home)) | dict(environment or {}),
             cwd=home,
             start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
         )

@@ -138,6 +138,13 @@ def test_another_target_reuses_the_conversions_and_says_that_it_was_not_measured
     assert required.returncode == 5
 
 
+def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(shell: Shell, first: Any) -> None:
+    done = shell.run("verify", "pipelines/tiny_cpu", "--quick", "--html", str(TINY / "report.html"))
+    assert done.returncode == 2
+    assert "cannot be written" in done.stderr
+    assert "tiny_cpu: verified for cpu, quick" in done.stdout
+
+
 def test_a_copied_pipeline_stands_alone(shell: Shell, first: Any) -> None:
     shell.json("run", str(TINY), "--copy", "--no-evaluate", "--out", "copies")
     copied = shell.folder / "copies/tiny_cpu"
@@ -225,6 +232,8 @@ def test_bake_without_a_pipeline_or_a_lora_ends_in_status_2(
         (("run", str(TINY), "--target", "cudda"), 2, "cuda"),
         (("run", str(TINY), "--set", "model=absent_folder"), 2, "absent_folder"),
         (("run",), 2, "WORKFLOW"),
+        (("plan", str(TINY), "--set", "evaluate.image.height=72"), 2, "evaluate.image.height is 72 pixels"),
+        (("plan", str(TINY), "--set", "verify.width=72"), 2, "verify.width is 72 pixels"),
         (("passes", "OnnxConvers"), 2, "OnnxConversion"),
         (("cache", "gc", "--max-size", "ten"), 2, "20GB"),
         (("cache", "gc", "--max-size", ""), 2, "20GB"),

@@ -84,6 +84,13 @@ def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert environment["ORT_DISABLE_TELEMETRY"] == environment["OLIVE_DISABLE_TELEMETRY"] == environment["CI"] == "1"
 
 
+def test_a_worker_can_be_given_variables_of_its_own(run: Run, tmp_path: Path) -> None:
+    own = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}
+    found = run_worker("worker_samples", {"do": "environment"}, log=tmp_path / "log", environment=own).value
+    assert found["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
+    assert "GLIBC_TUNABLES" not in run("environment").value
+
+
 def test_a_worker_writes_into_no_home_directory(run: Run) -> None:
     home = Path(run("write home").value)
     assert home != Path.home()

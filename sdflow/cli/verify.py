@@ -56,10 +56,10 @@ def verify_all(
                 if propose and verified.result.overflowing:
                     fixes[subject.name] = fix(subject, spec, verified.result, cache, view)
             done.append(verified)
-    if html is not None:
+    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes)
+    if html is not None:  # after the verdicts: they must not be lost where a report cannot be written
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
-    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes)
     failed = [each for each in done if not each.result.passed]
     for each in failed:
         shutil.rmtree(each.pictures)

@@ -116,7 +116,7 @@ class VerifyFields(_Fields):
         Literal["quick", "full"],
         Field(description="quick: few steps and shapes; full: more, one at the model's own size."),
     ] = VerifySpec.level
-    steps: Annotated[Positive | None, Field(description="Denoising steps; null: 4 for quick, 10 for full.")] = None
+    steps: Annotated[Positive | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
     height: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
     width: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
 

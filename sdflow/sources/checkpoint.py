@@ -83,8 +83,8 @@ class Checkpoint:
     provenance: JSON for the pipeline's manifest: kind, where it came from, digests of the files.
     submodels: by submodel name; no safety_checker when the checkpoint has none.
     companions: the folders "tokenizer", "scheduler" and, with a safety checker, "feature_extractor".
-    facts: JSON: image_size (pixels), latent_channels, vae_scale_factor, scaling_factor, cross_attention_dim,
-        scheduler (class name), requires_safety_checker.
+    facts: JSON: image_size (pixels), granularity (height and width are multiples of so many pixels), latent_channels,
+        vae_scale_factor, scaling_factor, cross_attention_dim, scheduler (class name), requires_safety_checker.
     notes: choices that the user should hear of, one sentence each.
     """
 
@@ -136,6 +136,7 @@ def pipeline_facts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     vae_scale_factor = 2 ** (len(vae["block_out_channels"]) - 1)
     return {
         "image_size": unet["sample_size"] * vae_scale_factor,
+        "granularity": vae_scale_factor * 2 ** (len(unet["block_out_channels"]) - 1),
         "latent_channels": vae["latent_channels"],
         "vae_scale_factor": vae_scale_factor,
         "scaling_factor": vae.get("scaling_factor", 0.18215),

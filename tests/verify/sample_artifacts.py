@@ -18,7 +18,7 @@ import sdflow.passes
 import sdflow.sources
 import sdflow.weights
 from sdflow.config import load_workflow
-from sdflow.config.workflow import ImageSpec, VerifySpec
+from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
 from sdflow.execute import Executor, FinishedStep
 from sdflow.passes import registry
@@ -32,12 +32,12 @@ from sdflow.verify.judge import judge_submodel
 from sdflow.verify.reference import LoraMerge, ReferenceRequest, compute
 from sdflow.verify.result import SubmodelVerdict
 from sdflow.verify.selection import Selection, select
+from sdflow.verify.subject import own_image
 from sdflow.weights.bind import BindRequest, bind
 from tests.small_workflows import Events
 
 ROOT = Path(__file__).parents[2]
 DRAWING = ("text_encoder", "unet", "vae_decoder")
-IMAGE = ImageSpec(prompt="a large red circle on a blue background", guidance_scale=12.0)
 
 
 @dataclass
@@ -106,7 +106,9 @@ def few_cases(checkpoint: Checkpoint, submodels: Sequence[str]) -> Selection:
     """A selection of two steps, for tests that only want to see a fault."""
     loads = checkpoint.submodels
     configs = (loads["unet"].load["config"], loads["vae_decoder"].load["config"])
-    chosen = select(VerifySpec(steps=2), IMAGE, submodels, "not the sample's own pictures", *configs)
+    chosen = select(
+        VerifySpec(steps=2), own_image("sample:shapes"), submodels, "not the sample's own pictures", *configs
+    )
     return Selection(**{**vars(chosen), "shapes": ((1, 8, 16),), "vae_shapes": ((1, 8, 16),)})
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from sdflow.sources import Checkpoint
+from sdflow.verify.cases import Case, Cases
 from sdflow.verify.distance import relative_l2
+from sdflow.verify.forwards import FORWARD, run_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.reference import LoraMerge, load_reference
 from tests.verify.sample_artifacts import ROOT
@@ -80,6 +82,65 @@ def test_overflow_stays_overflow() -> None:
     torch.nn.init.constant_(layer.weight, 200.0)
     with quick_halves():
         assert torch.isinf(layer(torch.full((1, 4), 200.0).half())).all()
+
+
+def test_modules_that_are_given_compute_what_modules_in_half_precision_do() -> None:
+    """Their weights are widened once; what comes out must be the same to the last bit."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(8, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.Flatten(), torch.nn.Linear(16 * 49, 32)]
+    module = torch.nn.Sequential(*layers, torch.nn.LayerNorm(32)).half()
+    values = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1)).half()
+    with quick_halves():
+        expected = module(values)
+    with quick_halves(module):
+        found = [module(values) for _ in range(2)]
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_checkpoint: Checkpoint) -> None:
+    module = load_reference("unet", sample_checkpoint.submodels["unet"].load, [])
+    random = np.random.default_rng(0)
+    width = module.config["cross_attention_dim"]
+
+    def inputs(batch: int, columns: int, timestep: float) -> dict[str, np.ndarray]:
+        return {
+            "sample": random.standard_normal((batch, 4, 8, columns), dtype=np.float32),
+            "timestep": np.array([timestep], np.float32),
+            "encoder_hidden_states": random.standard_normal((batch, 77, width), dtype=np.float32),
+        }
+
+    feeds = [inputs(2, 8, 901), inputs(1, 16, 501), inputs(1, 8, 0.5), inputs(2, 8, 1)]
+    cases = Cases()
+    for feed in feeds:
+        cases.add(Case("a case", "trajectory"), feed)
+    batches: list[int] = []
+    hook = module.register_forward_pre_hook(lambda _, arguments: batches.append(len(arguments[0])))
+    run_cases(cases, "float32", module, FORWARD["unet"])
+    hook.remove()
+    assert sorted(batches) == [1, 5]
+    for index, feed in enumerate(feeds):
+        alone = Cases()
+        alone.add(Case("alone", "trajectory"), feed)
+        run_cases(alone, "float32", module, FORWARD["unet"])
+        found, expected = (each.get(i, "float32")["out_sample"] for each, i in ((cases, index), (alone, 0)))
+        assert relative_l2(found, expected) < 1e-5
+
+
+def test_what_is_large_runs_in_several_batches() -> None:
+    cases = Cases()
+    for _ in range(5):
+        cases.add(Case("large", "shape"), {"latent_sample": np.zeros((1, 4, 64, 64), np.float32)})
+    batches: list[int] = []
+
+    def forward(module: Any, latent_sample: Any) -> dict[str, Any]:
+        batches.append(len(latent_sample))
+        return {"sample": latent_sample + 1}
+
+    run_cases(cases, "float32", None, forward)
+    assert batches == [2, 2, 1]
+    assert all((cases.get(index, "float32")["sample"] == 1).all() for index, _ in cases)
 
 
 @pytest.mark.parametrize("name", ["stripes", "outline"])
