@@ -38,9 +38,13 @@ from sdflow.workers import WorkerResult, run_worker
 WORKER = "sdflow.verify.worker"
 RESULT_FILE = "verification.json"
 ACTION_FORMAT = 1
-ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"}
-"""Of the process that verifies: glibc keeps what is freed. The modules and the graphs, gigabytes each, take one another's
-place, and memory that comes fresh from the system is slow: a seventh of the time went into clearing its pages."""
+ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Of the process that verifies. glibc keeps what is freed: modules and graphs, gigabytes each, take one another's place, and
+memory fresh from the system must be cleared page by page. torch's threads sleep while they wait: where another process
+has a core, those that spin take the other one from the thread that they wait for (a small UNet's run: 6 s, not 0.1)."""
 Progress = Callable[[str], None]
 
 
