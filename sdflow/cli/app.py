@@ -16,7 +16,7 @@ from sdflow.cli.generate import generate
 app = typer.Typer(
     name="sdflow",
     help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
-    epilog="Exit status: 0 done; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
+    epilog="Exit status: 0 done; 1 `doctor` found something; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
     "5 the target is not available and was required; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
