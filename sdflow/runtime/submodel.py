@@ -83,7 +83,8 @@ class Bound:
         fixed = all(isinstance(size, int) for size in axes)
         self.inputs = inputs
         self.outputs: dict[str, torch.Tensor] = {}
-        self._session, self._place = session, place
+        self._session: onnxruntime.InferenceSession = session
+        self._place = place
         self._options = onnxruntime.RunOptions()
         if place.stream is not None:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -94,6 +95,11 @@ class Bound:
             self._io.bind_input(name, *self._described(tensor))
         if fixed:
             self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session that runs."""
+        return self._session
 
     def run(self) -> dict[str, torch.Tensor]:
         """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
@@ -213,7 +219,13 @@ class Submodel:
     @property
     def input_types(self) -> dict[str, str]:
         """Input name -> numpy type name."""
-        return _input_types(self.session)
+        if self._session is not None or self.path is None:
+            return _input_types(self.session)
+        import onnx
+        from onnx.helper import tensor_dtype_to_np_dtype
+
+        inputs = onnx.load(self.path, load_external_data=False).graph.input
+        return {item.name: tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type).name for item in inputs}
 
     def bound(self, **shapes: tuple[int, ...]) -> Bound:
         """The tensors for inputs of these shapes, zero at first.
