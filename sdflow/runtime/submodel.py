@@ -6,12 +6,12 @@ a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,20 @@ class Place:
         outer.wait_stream(self.stream)
 
 
-@cache
+_places: dict[str, Place] = {}
+_placing = threading.Lock()
+
+
 def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process. Raises TargetUnavailableError without a device."""
+    """The place of this name; there is one of each in a process, also when several threads ask first: two streams would
+    not wait for each other. Raises TargetUnavailableError without a device."""
+    with _placing:
+        if device not in _places:
+            _places[device] = _make_place(device)
+        return _places[device]
+
+
+def _make_place(device: str) -> Place:
     import torch
 
     if device == "cpu":
