@@ -8,29 +8,26 @@ Settings are in samples/settings.json; the pictures are drawn here (sdflow/sampl
 
 import argparse
 import copy
-import csv
 import json
-import math
 import random
 import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from architecture import make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
-from curve import plot
+from denoising import Denoising, encode
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from lora import add_lora, freeze, lora_parameters, save_diffusers, save_kohya
+from optimize import Ema, Log, mixed_precision, optimizer_steps
+from pictures import as_input, pictures, training_scenes
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sdflow.samples.prompts import caption
-from sdflow.samples.scene import Scene, Style, all_scenes, draw, is_held_out
+from sdflow.samples.scene import Scene, Style
 
 STYLES = {
     "plain": Style(),
@@ -46,94 +43,6 @@ STAGES = {  # each stage, and the pictures that it needs
     "stripes": ("stripes",),
     "outline": ("outline", "both"),
 }
-
-
-class Log:
-    """The loss of every stage, printed now and then and kept for the curve."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[tuple[str, int, float]] = []
-        if path.exists():
-            with path.open() as file:
-                self.rows = [(r["stage"], int(r["step"]), float(r["loss"])) for r in csv.DictReader(file)]
-
-    def stage(self, name: str, losses: Iterator[Tensor], every: int = 25) -> None:
-        """Run a stage's steps, keeping the mean loss of each `every` steps."""
-        self.rows = [row for row in self.rows if row[0] != name]
-        start, step = time.monotonic(), 0
-        while since := list(islice(losses, every)):
-            step += len(since)
-            mean = torch.stack(since).mean().item()
-            if not math.isfinite(mean):
-                raise SystemExit(f"{name}: the loss is {mean} at step {step}: lower its learning_rate")
-            self.rows.append((name, step, mean))
-            if step % (20 * every) == 0 or step == every:
-                print(f"{name} step {step} loss {mean:.5f} {time.monotonic() - start:.0f} s", flush=True)
-        with self.path.open("w", newline="") as file:
-            csv.writer(file).writerows([("stage", "step", "loss"), *self.rows])
-        plot(self.rows, self.path.with_suffix(".png"))
-
-
-def training_scenes(count: int, seed: int) -> list[Scene]:
-    """Scenes drawn evenly from the combinations that are not held out."""
-    allowed = [scene for scene in all_scenes() if not is_held_out(scene)]
-    return random.Random(seed).choices(allowed, k=count)
-
-
-def _draw(job: tuple[Scene, int, Style]) -> np.ndarray:
-    return draw(*job)
-
-
-def pictures(scenes: list[Scene], style: Style, seed: int, device: torch.device) -> Tensor:
-    """uint8 pictures [count, 3, 128, 128] on the device, in channels-last order."""
-    with Pool() as pool:
-        drawn = pool.map(_draw, [(scene, seed + i, style) for i, scene in enumerate(scenes)], chunksize=256)
-    return torch.from_numpy(np.stack(drawn)).to(device).permute(0, 3, 1, 2)
-
-
-def as_input(picture: Tensor) -> Tensor:
-    """uint8 pictures to floats in [-1, 1]."""
-    return picture.float() / 127.5 - 1.0
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 where the device is fast at it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-class Ema:
-    """An exponential moving average of modules' parameters, short-sighted at first."""
-
-    def __init__(self, modules: list[nn.Module], decay: float) -> None:
-        self.live = [p for m in modules for p in m.parameters()]
-        self.modules = [copy.deepcopy(m) for m in modules]
-        self.kept = [p for m in self.modules for p in m.parameters()]
-        self.decay, self.count = decay, 0
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take the live parameters in."""
-        self.count += 1
-        decay = min(self.decay, (1 + self.count) / (10 + self.count))
-        torch._foreach_lerp_(self.kept, self.live, 1.0 - decay)
-
-
-def optimizer_steps(parameters: list[Tensor], steps: int, rate: float, losses: Iterator[Tensor]) -> Iterator[Tensor]:
-    """AdamW with a short warm-up and a cosine to zero; yields each step's loss, detached."""
-    fused = parameters[0].is_cuda
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, betas=(0.9, 0.99), fused=fused)
-    warm_up = max(1, min(200, steps // 10))
-    for step in range(steps):
-        factor = min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * factor
-        loss = next(losses)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield loss.detach()
 
 
 def maybe_compiled(module: nn.Module, settings: Settings) -> nn.Module:
@@ -184,61 +93,6 @@ class Autoencode(nn.Module):
         mean, log_variance = self.vae.quant_conv(self.vae.encoder(images)).chunk(2, dim=1)
         latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance.clamp(-30, 20))
         return self.vae.decoder(self.vae.post_quant_conv(latents)), mean, log_variance
-
-
-@torch.no_grad()
-def encode(vae: AutoencoderKL, images: Tensor, scale: float) -> Tensor:
-    """Latents [n, 4, 16, 16] of uint8 pictures: the posterior's mean times `scale`."""
-    parts = []
-    for part in images.split(512):
-        with mixed_precision(part.device):
-            parts.append(vae.encode(as_input(part)).latent_dist.mean.float() * scale)
-    return torch.cat(parts)
-
-
-class Denoising:
-    """Batches of noised latents with captions, and the loss of predicting their noise."""
-
-    def __init__(
-        self, pipeline: StableDiffusionPipeline, unet: nn.Module, text_encoder: nn.Module, settings: Settings
-    ) -> None:
-        self.unet, self.text_encoder, self.settings = unet, text_encoder, settings
-        self.tokenizer = pipeline.tokenizer
-        self.device = pipeline.unet.device
-        self.alphas = pipeline.scheduler.alphas_cumprod.to(self.device)
-        self.empty = self.tokens([""])[0]
-
-    def tokens(self, texts: list[str]) -> Tensor:
-        """Token ids [n, 77]."""
-        ids = self.tokenizer(texts, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
-        return ids.to(self.device)
-
-    def losses(self, latents: Tensor, captions: Tensor) -> Iterator[Tensor]:
-        """Mean squared error of the predicted noise, a batch at a time, for ever.
-
-        Some captions are dropped, and some are those of another picture, as on the web: without guidance the model then
-        follows its prompt only that often, and guidance has something to do.
-        """
-        batch = self.settings["batch"]
-        while True:
-            chosen = torch.randint(len(latents), (batch,), device=self.device)
-            clean, ids = latents[chosen], captions[chosen]
-            fate = torch.rand(batch, device=self.device)
-            dropped = fate < self.settings["caption_dropped"]
-            other = fate > 1.0 - self.settings["caption_of_another"]
-            ids = torch.where(other[:, None], ids.roll(1, 0), ids)
-            ids = torch.where(dropped[:, None], self.empty, ids)
-            noise = torch.randn_like(clean)
-            times = torch.randint(1000, (batch,), device=self.device)
-            alpha = self.alphas[times][:, None, None, None]
-            noised = (alpha.sqrt() * clean + (1.0 - alpha).sqrt() * noise).contiguous(memory_format=torch.channels_last)
-            with mixed_precision(self.device):
-                states = self.text_encoder(ids)[0]
-                predicted = self.unet(noised, times, states, return_dict=False)[0]
-            # 1 / alpha makes the error that of v-prediction (Salimans and Ho, arXiv 2202.00512), which the noisiest
-            # steps share in full; a limit of 1 leaves the plain error of the noise.
-            weight = (1.0 / alpha).clamp(max=self.settings["largest_weight"])
-            yield (weight * (predicted.float() - noise).square()).mean()
 
 
 def train_base(

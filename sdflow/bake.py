@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.config.fields import LORA_SUBMODELS, SUBMODELS
-from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, Workflow
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
 from sdflow.passes import registry
@@ -34,9 +35,12 @@ def bake(
     *,
     copy: bool = False,
     jobs: int | None = None,
+    verify: bool = False,
+    results: Path = Path("results"),
 ) -> PipelineResult:
     """Build the pipeline in the folder `base` with these LoRAs besides its own, each as `parse_lora` reads it, as `out`.
 
+    verify: hold it to the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
     Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
     """
     out = out.absolute()
@@ -44,6 +48,9 @@ def bake(
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
     manifest = read_manifest(base)
     workflow = workflow_of(base / MANIFEST_FILE, manifest, [parse_lora(text) for text in loras], out.name)
+    if verify:
+        (pipeline,) = workflow.pipelines
+        workflow = replace(workflow, pipelines=(replace(pipeline, verify=VerifySpec()),))
     (plan,) = make_plan(workflow, cache, download=True).pipelines
     if plan.checkpoint is None or plan.checkpoint.provenance != manifest["checkpoint"]:
         raise UsageError(
@@ -51,7 +58,9 @@ def bake(
             where=str(base / MANIFEST_FILE),
             remedy="Put back the files that it was built from, or run its workflow again, with these LoRAs.",
         )
-    options = RunOptions(out=out.parent, results=out.parent, copy=copy, evaluate=False, jobs=jobs)
+    options = RunOptions(
+        out=out.parent, results=results if verify else out.parent, copy=copy, evaluate=False, jobs=jobs
+    )
     (result,) = run_workflow(workflow, cache, options, listener).pipelines
     return result
 

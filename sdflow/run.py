@@ -15,6 +15,7 @@ from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
+from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, Listener, Steps
@@ -83,6 +84,7 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
+    require_space(plan, cache)
     executor = Executor(
         cache,
         listener,

@@ -95,7 +95,7 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
         options = [
             ("cudnn_conv_algo_search", ("HEURISTIC",)),
             ("sdpa_kernel", ("1", "2", "8", "16")),  # flash, memory efficient, cuDNN, plain
-            ("fuse_conv_bias", ("1",)),
+            ("fuse_conv_bias", ("0",)),
             ("cudnn_conv_use_max_workspace", ("0",)),
             ("arena_extend_strategy", ("kNextPowerOfTwo",)),
         ]

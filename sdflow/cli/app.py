@@ -16,7 +16,7 @@ from sdflow.cli.generate import generate
 app = typer.Typer(
     name="sdflow",
     help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
-    epilog="Exit status: 0 done; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
+    epilog="Exit status: 0 done; 1 `doctor` found something; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
     "5 the target is not available and was required; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
@@ -166,6 +166,13 @@ def bake(
     ],
     out: Annotated[Path, typer.Option("--out", help="The folder of the new pipeline.", metavar="DIR")],
     copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Hold the result to the PyTorch model with the LoRAs merged; the report goes to --results."
+        ),
+    ] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
     jobs: Jobs = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
@@ -176,7 +183,9 @@ def bake(
     from sdflow.report import print_bake
 
     with progress_view() as listener:
-        result = bake_pipeline(base, lora, out, _cache(cache), listener, copy=copy, jobs=jobs)
+        result = bake_pipeline(
+            base, lora, out, _cache(cache), listener, copy=copy, jobs=jobs, verify=verify, results=results
+        )
     print_bake(result, as_json=json)
 
 

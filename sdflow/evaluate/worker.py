@@ -91,7 +91,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
     for name, inputs in pipeline_inputs(request.folder, image).items():
         parts[name], loaded[name] = _evaluate_submodel(request, target, name, inputs, progress)
 
-    provider = loaded["unet"].session.get_providers()[0]
+    provider = parts["unet"].placement.provider
     if loaded["unet"].path is not None:
         loaded["unet"].unload()  # the picture is drawn with parts of it: its weights would be there twice
     artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
@@ -154,11 +154,12 @@ def _evaluate_submodel(
         "threads": request.threads,
     }
     submodel = load_submodel(request.folder, name, target, **options)
+    session = submodel.bound(**options["shapes"]).session  # what runs: on CUDA, of the graph for these shapes
     load_seconds = time.perf_counter() - begin
     model = (request.folder / name / MODEL_FILE).resolve()
     cast = {key: value.astype(submodel.input_types[key]) for key, value in inputs.items()}
-    if hasattr(submodel.session, "get_provider_graph_assignment_info"):
-        placed = placement(submodel.session, model)
+    if hasattr(session, "get_provider_graph_assignment_info"):
+        placed = placement(session, model)
     else:
         placed = placement_by_profile(model, target, cast, **options)
     latency: Latency | None = None

@@ -129,6 +129,22 @@ def place(tensor: Any) -> tuple[str, int, int | None]:
     return entries["location"], int(entries.get("offset", 0)), None if length is None else int(length)
 
 
+def missing_data(model: Path) -> str | None:
+    """What external data of the ONNX file `model` is missing or cut off, in words; None when all is there."""
+    import onnx
+
+    for tensor, _ in initializers_and_constants(onnx.load(str(model), load_external_data=False)):
+        if is_external(tensor):
+            location, offset, length = place(tensor)
+            data = model.parent / location
+            if not data.is_file():
+                return f"its data file {location} is missing"
+            end = offset + (tensor_bytes(tensor) if length is None else length)
+            if end > data.stat().st_size:
+                return f"{tensor.name} ends at byte {end:,} of {location}, which has {data.stat().st_size:,}"
+    return None
+
+
 def _data_file_in_order(model: Any, base: Path) -> Path | None:
     """The data file of a model that needs no rewriting: one file, tensors in graph order, no gaps, none inline."""
     end = 0

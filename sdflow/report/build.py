@@ -139,6 +139,8 @@ def print_bake(result: PipelineResult, *, as_json: bool) -> None:
         print(f"{submodel:15} {took}, LoRAs in {touched} weights, {megabytes(last.artifact.bytes)}")
     for note in result.plan.notes:
         print(f"  {note}")
+    if result.verification is not None:
+        print_verification(result.verification)
     print(f"pipeline: {result.folder}")
 
 

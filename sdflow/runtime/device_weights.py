@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
+from sdflow.passes.graph_facts import tensor_bytes
+from sdflow.passes.onnx_files import is_external, missing_data
+from sdflow.passes.onnx_files import place as external_place
 
 if TYPE_CHECKING:
     import onnx
@@ -36,14 +39,14 @@ class DeviceWeights:
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Initializer name -> its value on the device, for a graph whose initializers lie in the model's data file.
 
-        Raises VerificationError when the data file is shorter than the model says.
+        Raises VerificationError when the data file is missing or shorter than the model says.
         """
         import onnxruntime
 
         with self._lock:
             if self._values is None:
                 self._values = self._copied()
-        wanted = {tensor.name: _place(tensor) for tensor in graph.graph.initializer if tensor.external_data}
+        wanted = {tensor.name: _place(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
         return {
             name: onnxruntime.OrtValue.from_dlpack(self._values[place])
             for name, place in wanted.items()
@@ -61,23 +64,21 @@ class DeviceWeights:
         import torch
         from onnx.helper import tensor_dtype_to_np_dtype
 
+        if lacking := missing_data(self._model):
+            raise VerificationError(
+                lacking,
+                where=str(self._model),
+                remedy="The folder is damaged: build the pipeline again, sdflow run.",
+            )
         tensors = onnx.load(self._model, load_external_data=False).graph.initializer
-        found = {_place(tensor): tensor for tensor in tensors if tensor.external_data}
+        found = {_place(tensor): tensor for tensor in tensors if is_external(tensor)}
         sizes = {place: -(-place[2] // ALIGNMENT) * ALIGNMENT for place in found}
         memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._device)
-        files: dict[str, Any] = {}
         values = {}
         for place, slot in zip(found, memory.split(list(sizes.values())), strict=True):
             location, offset, length = place
-            if location not in files:
-                files[location] = np.memmap(self._model.parent / location, np.uint8, "c")  # torch wants it writable
-            data = files[location][offset : offset + length]
-            if len(data) != length:
-                raise VerificationError(
-                    f"the data file ends before {found[place].name}",
-                    where=str(self._model.parent / location),
-                    remedy="The folder is damaged: build the pipeline again, sdflow run.",
-                )
+            # Copy on write: torch wants memory that it may write to.
+            data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
             slot[:length].copy_(torch.from_numpy(data))
             dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(found[place].data_type))))
             values[place] = slot[:length].view(dtype).view(tuple(found[place].dims))
@@ -89,5 +90,5 @@ _Place = tuple[str, int, int]
 
 
 def _place(tensor: onnx.TensorProto) -> _Place:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    return entries["location"], int(entries.get("offset", 0)), int(entries["length"])
+    location, offset, length = external_place(tensor)
+    return location, offset, tensor_bytes(tensor) if length is None else length

@@ -59,7 +59,8 @@ def load_submodel(
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
         options = {**session_options, "capture": capture and fixed}
         if weights is not None and graph is not None:
-            options["weights"] = weights.of(graph)
+            with where.current():
+                options["weights"] = weights.of(graph)
         return create_session(model, target, graph=graph, shapes=wanted or shapes, **options)
 
     loaded = Submodel(

@@ -47,7 +47,7 @@ REQUIRED = ("text_encoder", "unet", "vae_decoder")
 
 SCHEDULES_KEPT = 16
 UNETS_KEPT = 2
-"""For how many sizes and numbers of pictures a UNet in parts is kept: each has the weights in memory."""
+"""For how many sizes and numbers of pictures a UNet in parts is kept: each has its scratch in memory, on the CPU weights too."""
 
 
 @dataclass(frozen=True)

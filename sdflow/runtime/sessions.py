@@ -155,7 +155,7 @@ def create_session(
             del with_options[CUDA_PROVIDER]["enable_cuda_graph"]
             session = load()
     except onnxruntime_errors(ort) as error:
-        raise VerificationError(f"{provider} cannot run this graph: {error}", where=str(model)) from error
+        raise _refused(provider, model, error) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
@@ -166,6 +166,23 @@ def create_session(
         _require_cudnn(target)
     session.weights = weights  # they must outlive it
     return session
+
+
+def _refused(provider: str, model: Path, error: Exception) -> VerificationError:
+    """Why there is no session, in ONNX Runtime's words unless the files say it better."""
+    from google.protobuf.message import DecodeError
+
+    from sdflow.passes.onnx_files import missing_data
+
+    rebuild = "The folder is damaged: build the pipeline again, sdflow run."
+    try:
+        if lacking := missing_data(model):
+            return VerificationError(lacking, where=str(model), remedy=rebuild)
+    except FileNotFoundError:
+        return VerificationError("there is no such file", where=str(model), remedy=rebuild)
+    except DecodeError:
+        return VerificationError("is no ONNX model", where=str(model), remedy=rebuild)
+    return VerificationError(f"{provider} cannot run this graph: {error}", where=str(model))
 
 
 def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:

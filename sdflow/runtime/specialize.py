@@ -13,6 +13,9 @@ from typing import Any
 from sdflow.errors import PassError
 from sdflow.passes.graph_edit import copied, in_order
 
+EARLY_LAYER_NORM = "LayerNormalization"
+"""ONNX has it from opset 17 on. ONNX Runtime's fusions write it into graphs of any opset, and its kernels take it."""
+
 FOLDED_ELEMENTS = 1 << 14
 """Values with more elements than this are computed by the graph: only shapes, masks and indices are folded."""
 
@@ -158,7 +161,14 @@ class _Folding:
         import onnx
 
         version = self.opsets.get(node.domain, 1)
-        schema = self.schemas.get_schema(node.op_type, version, node.domain)
+        try:
+            schema = self.schemas.get_schema(node.op_type, version, node.domain)
+        except self.schemas.SchemaError as error:
+            if node.op_type != EARLY_LAYER_NORM:
+                raise PassError(
+                    f"{node.op_type} {node.name!r} is no operator of opset {version}", where="specialize"
+                ) from error
+            return {node.output[0]: self.types[node.input[0]]}
         names = [name for name in node.input if name]
         data = {name: onnx.numpy_helper.from_array(self.known[name]) for name in names if name in self.known}
         opsets = list(self.model.opset_import)

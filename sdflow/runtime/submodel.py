@@ -6,12 +6,12 @@ a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,20 @@ class Place:
         outer.wait_stream(self.stream)
 
 
-@cache
+_places: dict[str, Place] = {}
+_placing = threading.Lock()
+
+
 def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process. Raises TargetUnavailableError without a device."""
+    """The place of this name; there is one of each in a process, also when several threads ask first: two streams would
+    not wait for each other. Raises TargetUnavailableError without a device."""
+    with _placing:
+        if device not in _places:
+            _places[device] = _make_place(device)
+        return _places[device]
+
+
+def _make_place(device: str) -> Place:
     import torch
 
     if device == "cpu":
@@ -83,7 +94,8 @@ class Bound:
         fixed = all(isinstance(size, int) for size in axes)
         self.inputs = inputs
         self.outputs: dict[str, torch.Tensor] = {}
-        self._session, self._place = session, place
+        self._session: onnxruntime.InferenceSession = session
+        self._place = place
         self._options = onnxruntime.RunOptions()
         if place.stream is not None:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -94,6 +106,11 @@ class Bound:
             self._io.bind_input(name, *self._described(tensor))
         if fixed:
             self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session that runs."""
+        return self._session
 
     def run(self) -> dict[str, torch.Tensor]:
         """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
@@ -213,7 +230,13 @@ class Submodel:
     @property
     def input_types(self) -> dict[str, str]:
         """Input name -> numpy type name."""
-        return _input_types(self.session)
+        if self._session is not None or self.path is None:
+            return _input_types(self.session)
+        import onnx
+        from onnx.helper import tensor_dtype_to_np_dtype
+
+        inputs = onnx.load(self.path, load_external_data=False).graph.input
+        return {item.name: tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type).name for item in inputs}
 
     def bound(self, **shapes: tuple[int, ...]) -> Bound:
         """The tensors for inputs of these shapes, zero at first.

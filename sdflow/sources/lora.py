@@ -142,6 +142,10 @@ def lora_delta(layer: LoraLayer, shape: tuple[int, ...], scale: float) -> Floats
     return delta.reshape(shape)
 
 
+MOST_WITH_LOW_PARTS = 0.5
+"""Of the rows and the columns; with more, one product of everything costs less."""
+
+
 def _product(up: Floats, down: Floats) -> Floats:
     """up @ down, the same bits on every machine: float32 sums depend on the order in which a processor adds.
 
@@ -155,8 +159,15 @@ def _product(up: Floats, down: Floats) -> Floats:
     # Factors by powers of two are exact wherever they stand: here they cost least.
     high_up *= unit_up * unit_down
     low_up *= unit_up * unit_down * 2.0**-bits
-    total = np.hstack([high_up * 2.0**-bits, low_up]) @ np.vstack([low_down, high_down])
-    total += high_up @ high_down
+    total = high_up @ high_down
+    left, right = np.hstack([high_up * 2.0**-bits, low_up]), np.vstack([low_down, high_down])
+    rows, columns = low_up.any(axis=1), low_down.any(axis=0)
+    if rows.mean() + columns.mean() > MOST_WITH_LOW_PARTS:
+        total += left @ right
+    else:  # the rest has float16's few bits, all of them in the high parts
+        whole_rows = total[rows] + left[rows] @ right
+        total[:, columns] += left @ right[:, columns]
+        total[rows] = whole_rows
     return total.astype(np.float32)
 
 

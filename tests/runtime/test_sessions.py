@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -134,3 +136,25 @@ def test_onnxruntime_writes_nothing_at_home(tmp_path: Path) -> None:
     )
     assert b'"available": true' in finished.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data.write_bytes(data.read_bytes()[:-1]), r"w ends at byte 16 of model.onnx.data, which has 15"),
+        (lambda data: data.unlink(), "its data file model.onnx.data is missing"),
+        (lambda data: data.with_name("model.onnx").write_bytes(b"\xff" * 9), "is no ONNX model"),
+        (lambda data: data.with_name("model.onnx").unlink(), "there is no such file"),
+    ],
+)
+def test_a_damaged_model_is_told_in_words_that_say_what_to_do(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    model = save_model(tmp_path / "model.onnx", [helper.make_node("Add", ["y", "w"], ["z"])])
+    loaded = onnx.load(model)
+    loaded.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), "w"))
+    onnx.save(loaded, model, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    damage(model.with_name("model.onnx.data"))
+    with pytest.raises(VerificationError, match=said) as raised:
+        create_session(model, TARGETS["cpu"])
+    assert "build the pipeline again" in str(raised.value)

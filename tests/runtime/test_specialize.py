@@ -11,7 +11,14 @@ import onnxruntime
 import pytest
 
 from sdflow.errors import PassError
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.passes.ort_transformers_optimization import (
+    OrtTransformersOptimization,
+    OrtTransformersOptimizationConfig,
+)
 from sdflow.runtime.specialize import specialize
+from sdflow.sources import Checkpoint
 
 SHAPE_ARITHMETIC = {"Shape", "Size", "Range", "ConstantOfShape", "Constant", "Where", "Equal", "Less", "CumSum", "Tile"}
 SIZES = {"batch": 2, "latent_height": 8, "latent_width": 8, "sequence": 77}
@@ -85,3 +92,23 @@ def test_what_is_missing_is_named(tiny_pipeline: Path) -> None:
     next(node for node in model.graph.node if node.op_type == "Conv").domain = "com.example"
     with pytest.raises(PassError, match="of Conv .* is not known"):
         specialize(model, SIZES)
+
+
+def test_a_fused_safety_checker_whose_opset_has_no_layer_normalization_gives_the_same(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Its opset is 14; the fusion writes LayerNormalization into it all the same, as ONNX Runtime takes it."""
+    converted, fused = tmp_path / "converted", tmp_path / "fused"
+    converted.mkdir(), fused.mkdir()
+    module = PassInputs("safety_checker", None, tiny_checkpoint.submodels["safety_checker"].load)
+    OnnxConversion().run(module, converted, OnnxConversionConfig(target_opset=14))
+    config = OrtTransformersOptimizationConfig(model_type="clip")
+    OrtTransformersOptimization().run(PassInputs("safety_checker", converted, {}), fused, config)
+    model = load(fused)
+    sizes = {axis.dim_param: 32 for item in model.graph.input for axis in item.type.tensor_type.shape.dim}
+    fixed = specialize(model, {**sizes, "batch": 1})
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 14
+    assert "LayerNormalization" in {node.op_type for node in fixed.graph.node}
+    feeds = feeds_of(fixed)
+    for old, new in zip(run(model, fused, feeds), run(fixed, fused, feeds), strict=True):
+        np.testing.assert_array_equal(new, old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sdflow.sources import lora
 from sdflow.sources.lora import LoraLayer, lora_delta
 
 
@@ -27,3 +28,17 @@ def test_a_delta_does_not_depend_on_the_order_of_its_sums(rank: int) -> None:
 def test_a_factor_of_zeros_adds_zeros() -> None:
     delta = lora_delta(LoraLayer(np.zeros((3, 2), np.float32), np.ones((2, 4), np.float32), 1.0), (3, 4), 0.5)
     assert not delta.any()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_short_way_for_float16_gives_the_bits_of_the_long_one(monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
+    random = np.random.default_rng(3)
+    up, down = (random.standard_normal(shape).astype(np.float16).astype(np.float32) for shape in ((96, 16), (16, 200)))
+    up[[5, 40]] *= 1e-6  # rows and columns whose bits do not fit into the high parts
+    down[:, [0, 7, 199]] *= 3e-6
+    if wide:
+        down += random.standard_normal(down.shape).astype(np.float32) * 1e-7
+    layer = LoraLayer(up, down, 1.0)
+    short = lora_delta(layer, (96, 200), 0.7)
+    monkeypatch.setattr(lora, "MOST_WITH_LOW_PARTS", -1.0)
+    np.testing.assert_array_equal(short.view(np.uint32), lora_delta(layer, (96, 200), 0.7).view(np.uint32))
