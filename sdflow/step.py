@@ -14,7 +14,7 @@ from sdflow.passes.base import Pass
 from sdflow.sources.checkpoint import config_digest
 from sdflow.weights.structure import hollow
 
-ACTION_FORMAT = 1
+ACTION_FORMAT = 2
 
 
 @dataclass(frozen=True)

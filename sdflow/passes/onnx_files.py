@@ -85,6 +85,9 @@ def strip_metadata(model: Any) -> None:
         for node in graph.node:
             for attribute in node.attribute:
                 attribute.ClearField("doc_string")
+                # Exporters give a Constant's tensor a name or none, by the size of the model.
+                for tensor in (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors:
+                    tensor.ClearField("name")
         known = sorted(graph.value_info, key=lambda info: str(info.name))
         del graph.value_info[:]
         graph.value_info.extend(known)
