@@ -200,7 +200,8 @@ def test_bake_gives_what_the_workflow_gives(shell: Shell, baked: Any) -> None:
 def test_bake_says_a_line_for_each_submodel(shell: Shell, baked: Any) -> None:
     done = shell.run("bake", "--base", "baked/ink", "--lora", "ink.safetensors:0", "--out", "baked/more", "--verify")
     assert done.returncode == 0, done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.split()}
+    built = done.stdout.partition("verified")[0]
+    lines = {line.split()[0]: line for line in built.splitlines()}
     assert "LoRAs in 32 weights" in lines["unet"], "the base's own LoRA stays"
     assert "from the cache" in lines["vae_decoder"]
     assert "more: verified for cpu" in done.stdout, "with its own LoRA and the new one, against PyTorch"
