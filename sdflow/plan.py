@@ -140,6 +140,7 @@ def _plan_pipeline(
     cache: Cache,
 ) -> PipelinePlan:
     if checkpoint is not None:
+        _require_reference(pipeline, checkpoint)
         _require_sizes(pipeline, checkpoint)
     notes = []
     loras = []
@@ -202,6 +203,17 @@ def _chain(
     return Chain(submodel, ready, steps, carried), None
 
 
+def _require_reference(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
+    """Raises UsageError when the artifacts are to be verified and the checkpoint has not all that a denoising run needs."""
+    missing = [name for name in ("text_encoder", "unet", "vae_decoder") if name not in checkpoint.submodels]
+    if pipeline.verify is not None and missing:
+        raise UsageError(
+            f"its artifacts cannot be verified: {pipeline.model} has no {' and no '.join(missing)}",
+            where=pipeline.name,
+            remedy="Inputs come from a denoising run. Write `verify: false`.",
+        )
+
+
 def _require_sizes(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
     """Raises UsageError for a size of a picture that the model's graphs cannot have."""
     multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
@@ -212,7 +224,7 @@ def _require_sizes(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
                 raise UsageError(
                     f"{key}.{name} is {pixels} pixels",
                     where=pipeline.name,
-                    remedy=f"Take a multiple of {multiple}: the model {pipeline.model} halves its latents so often.",
+                    remedy=f"Take a multiple of {multiple}: the VAE and the UNet of {pipeline.model} halve it again and again.",
                 )
 
 

@@ -84,7 +84,7 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
-    require_space(plan, cache)
+    require_space(plan, cache, rebuild=options.rebuild)
     executor = Executor(
         cache,
         listener,
@@ -176,7 +176,8 @@ def _verify(
         raise VerificationError(
             verified.result.failure(),
             where=pipeline.name,
-            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. `verify: off` builds it all the same.",
+            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. Without verification "
+            "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
         )
     return verified.result
 

@@ -35,7 +35,21 @@ _KEPT = frozenset((
     "TEMP", "TMP", "SYSTEMROOT", "WINDIR", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "NUMBER_OF_PROCESSORS",
     "PROCESSOR_ARCHITECTURE", "PROCESSOR_IDENTIFIER",
 ))  # fmt: skip
-_KEPT_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "ROCM_", "HSA_", "MIGRAPHX_", "OMP_", "MKL_")
+_KEPT_PREFIXES = (
+    "LC_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "CUBLAS_",
+    "CUDNN_",
+    "HIP_",
+    "ROCR_",
+    "ROCM_",
+    "HSA_",
+    "MIGRAPHX_",
+    "OMP_",
+    "MKL_",
+)
 _SILENCED = {
     "CI": "1",  # the one switch that stops all of olive-ai's telemetry
     "DO_NOT_TRACK": "1",
@@ -72,7 +86,8 @@ def run_worker(
 ) -> WorkerResult:
     """Run `python -m module` on a request and wait for its result.
 
-    log: file that takes everything the worker prints. environment: variables that this worker has besides.
+    log: file that takes everything the worker prints. environment: variables that this worker has
+    besides, unless the user set them.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
         from another thread. on_start: called with the process; what it raises ends the worker.
 
@@ -86,7 +101,7 @@ def run_worker(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sink,
-            env=clean_environment(Path(home)) | dict(environment or {}),
+            env=dict(environment or {}) | clean_environment(Path(home)),
             cwd=home,
             start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
         )

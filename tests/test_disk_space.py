@@ -9,7 +9,7 @@ from small_workflows import Bench
 
 from sdflow import disk_space
 from sdflow.config import load_workflow
-from sdflow.errors import UsageError
+from sdflow.errors import CacheError
 from sdflow.passes import registry
 from sdflow.plan import Plan, make_plan
 
@@ -35,11 +35,12 @@ def test_all_binds_of_a_matrix_are_counted_and_what_is_there_is_not(
     plan = planned(bench, [0, 1, 2])
     wanted = disk_space.bytes_to_bind(plan, bench.cache)
     assert len(wanted) == 2
+    assert len(disk_space.bytes_to_bind(plan, bench.cache, rebuild=True)) == 3
     assert size <= sum(wanted.values()) / 2 <= 1.2 * size
 
     monkeypatch.setattr(disk_space, "free_bytes", lambda root: disk_space.RESERVE + sum(wanted.values()))
     disk_space.require_space(plan, bench.cache)
     monkeypatch.setattr(disk_space, "free_bytes", lambda root: disk_space.RESERVE + sum(wanted.values()) - 1)
-    with pytest.raises(UsageError, match=r"2 models of .* together are to be written"):
+    with pytest.raises(CacheError, match=r"2 models of .* together are to be written"):
         disk_space.require_space(plan, bench.cache)
     assert Path(bench.cache.root).is_dir()

@@ -77,8 +77,9 @@ _PATHS = ("folder", "image", "engine_cache")
 def run(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the picture.
 
-    Each submodel is timed at the batch it has in the pipeline: the UNet and the text encoder 2 with guidance on (both
-    halves in one run) and 1 without; the VAE and the safety checker 1. Times include copies between host and device.
+    Each submodel is timed at the batch it has in the pipeline: the UNet 2 with guidance on (both halves in one run) and
+    1 without; the text encoder 2, a pair of prompts; the VAE and the safety checker 1. Times include
+    copies between host and device.
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]
@@ -130,7 +131,7 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
         name: dummy_inputs(
             name,
             config,
-            batch=_unet_batch(image) if name in ("unet", "text_encoder") else 1,
+            batch={"text_encoder": 2, "unet": _unet_batch(image)}.get(name, 1),
             vae_scale=vae_scale(configs["vae_decoder"]),
             sequence=configs["text_encoder"]["max_position_embeddings"],
             **sizes,

@@ -132,14 +132,12 @@ def place(tensor: Any) -> tuple[str, int, int | None]:
     return entries["location"], int(entries.get("offset", 0)), None if length is None else int(length)
 
 
-def missing_data(model: Path) -> str | None:
-    """What external data of the ONNX file `model` is missing or cut off, in words; None when all is there."""
-    import onnx
-
-    for tensor, _ in initializers_and_constants(onnx.load(str(model), load_external_data=False)):
+def missing_data(model: Any, folder: Path) -> str | None:
+    """What external data of a ModelProto is missing in its folder or cut off, in words; None when all is there."""
+    for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
             location, offset, length = place(tensor)
-            data = model.parent / location
+            data = folder / location
             if not data.is_file():
                 return f"its data file {location} is missing"
             end = offset + (tensor_bytes(tensor) if length is None else length)

@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import VerificationError
 from sdflow.passes.graph_facts import tensor_bytes
-from sdflow.passes.onnx_files import is_external, missing_data
+from sdflow.passes.onnx_files import is_external
 from sdflow.passes.onnx_files import place as external_place
+from sdflow.runtime.sessions import read_graph
 
 if TYPE_CHECKING:
     import onnx
@@ -46,11 +46,10 @@ class DeviceWeights:
         with self._lock:
             if self._values is None:
                 self._values = self._copied()
+            values = self._values
         wanted = {tensor.name: _place(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
         return {
-            name: onnxruntime.OrtValue.from_dlpack(self._values[place])
-            for name, place in wanted.items()
-            if place in self._values
+            name: onnxruntime.OrtValue.from_dlpack(values[place]) for name, place in wanted.items() if place in values
         }
 
     def release(self) -> None:
@@ -60,18 +59,11 @@ class DeviceWeights:
 
     def _copied(self) -> dict[_Place, Any]:
         import numpy as np
-        import onnx
         import torch
         from onnx.helper import tensor_dtype_to_np_dtype
 
-        if lacking := missing_data(self._model):
-            raise VerificationError(
-                lacking,
-                where=str(self._model),
-                remedy="The folder is damaged: build the pipeline again, sdflow run.",
-            )
-        tensors = onnx.load(self._model, load_external_data=False).graph.initializer
-        found = {_place(tensor): tensor for tensor in tensors if is_external(tensor)}
+        tensors = read_graph(self._model).graph.initializer
+        found = {_place(tensor): tensor for tensor in tensors if is_external(tensor) and _place(tensor)[2]}
         sizes = {place: -(-place[2] // ALIGNMENT) * ALIGNMENT for place in found}
         memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._device)
         values = {}

@@ -10,11 +10,9 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, SUBMODELS
 from sdflow.errors import UsageError
 from sdflow.runtime.device_weights import DeviceWeights
-from sdflow.runtime.sessions import Shapes, create_session
+from sdflow.runtime.sessions import DAMAGED, Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
 from sdflow.targets import Target
-
-_AGAIN = "The folder is damaged: build the pipeline again, sdflow run."
 
 TAKEN_APART = ("cpu", "cuda")
 """The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
@@ -99,11 +97,11 @@ def load_companions(folder: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = {"feature_extractor": None}
     for name, cls in classes.items():
         if not (folder / name).is_dir():
-            raise UsageError("there is no such folder", where=str(folder / name), remedy=_AGAIN)
+            raise UsageError("there is no such folder", where=str(folder / name), remedy=DAMAGED)
         try:
             loaded[name] = cls.from_pretrained(folder / name)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"cannot be loaded: {error}", where=str(folder / name), remedy=_AGAIN) from error
+            raise UsageError(f"cannot be loaded: {error}", where=str(folder / name), remedy=DAMAGED) from error
     return loaded
 
 
@@ -111,4 +109,4 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(path), remedy=_AGAIN) from error
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy=DAMAGED) from error

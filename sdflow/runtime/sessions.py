@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
 
 # What ONNX Runtime says when a node is not on the provider or the graph has control flow.
 _NOT_CAPTURED = "cannot use the graph capture feature"
+
+DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
@@ -114,7 +117,7 @@ def create_session(
     if target.session.needs_cuda:
         _load_cuda(ort)
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # errors; what matters of the warnings is checked below
+    options.log_severity_level = 4  # errors are raised; what matters of the warnings is checked below
     options.enable_mem_pattern = target.session.memory_pattern
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
@@ -142,7 +145,7 @@ def create_session(
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
-        with small_workspaces():
+        with small_workspaces() if target.session.needs_cuda else nullcontext():
             return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
 
     try:
@@ -155,7 +158,8 @@ def create_session(
             del with_options[CUDA_PROVIDER]["enable_cuda_graph"]
             session = load()
     except onnxruntime_errors(ort) as error:
-        raise _refused(provider, model, error) from error
+        read_graph(model)  # a damaged folder is told as that
+        raise VerificationError(f"{provider} cannot run this graph: {error}", where=str(model)) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
@@ -168,21 +172,23 @@ def create_session(
     return session
 
 
-def _refused(provider: str, model: Path, error: Exception) -> VerificationError:
-    """Why there is no session, in ONNX Runtime's words unless the files say it better."""
+def read_graph(model: Path) -> onnx.ModelProto:
+    """The model without its external data. Raises VerificationError when there is none, or not all of its data."""
+    import onnx
     from google.protobuf.message import DecodeError
 
     from sdflow.passes.onnx_files import missing_data
 
-    rebuild = "The folder is damaged: build the pipeline again, sdflow run."
     try:
-        if lacking := missing_data(model):
-            return VerificationError(lacking, where=str(model), remedy=rebuild)
+        read = onnx.load(str(model), load_external_data=False)
+        lacking = missing_data(read, model.parent)
     except FileNotFoundError:
-        return VerificationError("there is no such file", where=str(model), remedy=rebuild)
+        lacking = "there is no such file"
     except DecodeError:
-        return VerificationError("is no ONNX model", where=str(model), remedy=rebuild)
-    return VerificationError(f"{provider} cannot run this graph: {error}", where=str(model))
+        lacking = "is no ONNX model"
+    if lacking:
+        raise VerificationError(lacking, where=str(model), remedy=DAMAGED)
+    return read
 
 
 def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:
@@ -205,10 +211,8 @@ def free_dimensions(model: Path, shapes: Shapes) -> dict[str, int]:
 
     Raises VerificationError when a dimension stays free, or two inputs want different sizes of one dimension.
     """
-    import onnx
-
     sizes: dict[str, int] = {}
-    for value in onnx.load(model, load_external_data=False).graph.input:
+    for value in read_graph(model).graph.input:
         axes = value.type.tensor_type.shape.dim
         shape = shapes.get(value.name)
         if shape is None or len(shape) != len(axes):

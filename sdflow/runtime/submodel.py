@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import PassError, TargetUnavailableError, VerificationError
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
-from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors
+from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors, read_graph
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,8 +131,8 @@ class Bound:
             raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
 
     def _prepare(self) -> None:
-        """A run before the first one on a device, in which cuDNN tries its algorithms. The workspaces that they took go
-        back to the device: what the arena holds when a run is captured stays."""
+        """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces
+        that they took go back to the device: what the arena holds when a run is captured stays."""
         import onnxruntime
 
         self._unprepared = False
@@ -232,10 +232,9 @@ class Submodel:
         """Input name -> numpy type name."""
         if self._session is not None or self.path is None:
             return _input_types(self.session)
-        import onnx
         from onnx.helper import tensor_dtype_to_np_dtype
 
-        inputs = onnx.load(self.path, load_external_data=False).graph.input
+        inputs = read_graph(self.path).graph.input
         return {item.name: tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type).name for item in inputs}
 
     def bound(self, **shapes: tuple[int, ...]) -> Bound:
@@ -268,15 +267,13 @@ class Submodel:
 
     def _session_for(self, shapes: Shapes) -> Any:
         """A session of the graph for these shapes alone, or the one of the whole graph."""
-        import onnx
-
         from sdflow.runtime.specialize import specialize
 
         if not self._fixed or self.path is None:
             return self.load(shapes)
         try:
             sizes = free_dimensions(self.path, shapes)
-            return self.part(specialize(onnx.load(self.path, load_external_data=False), sizes, self._outputs))
+            return self.part(specialize(read_graph(self.path), sizes, self._outputs))
         except PassError as error:
             warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", stacklevel=2)
             return self.load(shapes)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdflow.runtime.schedule import Schedule
+from sdflow.runtime.sessions import read_graph
 from sdflow.runtime.submodel import Bound, Submodel
 
 if TYPE_CHECKING:
@@ -52,14 +53,12 @@ class SplitUNet:
 
     def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
         """As of `WholeUNet`. Raises PassError for a graph that cannot be taken apart."""
-        import onnx
-
         from sdflow.runtime.split import split_unet
 
         assert unet.path is not None, "only a submodel of a pipeline folder is taken apart"
         rows, tokens = embeddings[:2]
         sizes = {"batch": rows, "sequence": tokens, "latent_height": shape[2], "latent_width": shape[3]}
-        parts = split_unet(onnx.load(unet.path, load_external_data=False), sizes, guidance=rows == 2 * shape[0])
+        parts = split_unet(read_graph(unet.path), sizes, guidance=rows == 2 * shape[0])
         with ThreadPoolExecutor(max_workers=3) as pool:
             text = pool.submit(unet.part, parts.text)
             timestep = pool.submit(unet.part, parts.timestep, capture=False)  # for any number of steps

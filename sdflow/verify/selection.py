@@ -63,13 +63,14 @@ class Selection:
     def coverage(self) -> list[str]:
         """What is verified, in words."""
         sizes = _listed(self.shapes)
-        if self.vae_shapes != self.shapes:
+        if self.vae_shapes != self.shapes and {"vae_encoder", "vae_decoder"} & {*self.submodels}:
             sizes += f", of the VAE {_listed(self.vae_shapes)}"
         lines = [
             f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
             f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
-            f"{len(self.prompts)} prompts, an empty one and one that is too long among them",
         ]
+        if "text_encoder" in self.submodels:
+            lines.append(f"{len(self.prompts)} prompts, an empty one and one that is too long among them")
         if self.sample_cases:
             lines.append(f"{self.sample_cases} pictures of the sample's evaluation set, {self.sample_steps} steps each")
         return lines

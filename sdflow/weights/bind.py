@@ -19,6 +19,7 @@ from sdflow.errors import DamagedBase, PassError
 from sdflow.passes.base import LoraInput
 from sdflow.passes.graph_facts import graph_facts, tensor_bytes
 from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
+from sdflow.report.units import megabytes
 from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from sdflow.weights.half import AtLimit
     from sdflow.weights.lora import Merged
     from sdflow.weights.recipe import Recipe
+
+
+RESERVE = 64 << 20
+"""Bytes that stay free on the disk: for graphs, records, results."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +171,9 @@ def _lay_out(model: Any, parameters: Mapping[str, tuple[int, ...]], structure: P
 
 def _require_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(out).free
-    if free < size + (64 << 20):
+    if free < size + RESERVE:
         raise PassError(
-            f"{size / 1e9:.2f} GB are to be written and {free / 1e9:.2f} GB are free",
+            f"{megabytes(size)} are to be written, with a reserve of {megabytes(RESERVE)}, and {megabytes(free)} are free",
             where=str(out),
             remedy="Free some space, or put the cache on another disk.",
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import onnx
 import psutil
@@ -24,9 +25,12 @@ from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, VerificationError
 from sdflow.evaluate import EvaluationResult, append_result, evaluate
 from sdflow.evaluate.result import SubmodelResult
-from sdflow.evaluate.worker import Request
+from sdflow.evaluate.worker import Request, run
+from sdflow.runtime import folder
 from sdflow.runtime.placement import PlacedNode, judge
+from sdflow.runtime.sessions import create_session
 from sdflow.sources import Checkpoint
+from sdflow.targets import TARGETS, Target
 from sdflow.workers import clean_environment, python_command
 
 SPEC = EvaluateSpec(LatencySpec(warmup=1, runs=3), ImageSpec(prompt="a hørse", steps=2, seed=5, height=64, width=64))
@@ -207,3 +211,32 @@ def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipel
     assert found.pipeline is None
     assert found.submodels["unet"].latency is None
     assert list(tmp_path.iterdir()) == [], "and nothing is written at home"
+
+
+def test_a_target_with_static_shapes_makes_one_session_of_each_submodel(
+    tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = TARGETS["cpu"]
+    fixed = dataclasses.replace(cpu, session=dataclasses.replace(cpu.session, static_shapes=True))
+    monkeypatch.setitem(cast(dict[str, Target], TARGETS), "cpu", fixed)
+    made: list[str] = []
+
+    def counted(model: Path, *arguments: Any, **options: Any) -> Any:
+        made.append(model.parent.name)
+        return create_session(model, *arguments, **options)
+
+    monkeypatch.setattr(folder, "create_session", counted)
+    image = ImageSpec(prompt="a horse", steps=1, guidance_scale=1.0, height=64, width=64)
+    evaluated = run(
+        Request(
+            tiny_pipeline, "tiny", "cpu", EvaluateSpec(LatencySpec(0, 1), image), tmp_path / "image.png", threads=1
+        ),
+        lambda phrase: None,
+    )
+    assert evaluated.failure is None
+    assert all(part.placement.nodes for part in evaluated.submodels.values())
+    counts = {name: made.count(name) for name in evaluated.submodels}
+    assert counts.pop("unet") == 4, (
+        "timed as a whole; the picture is drawn with its three parts, on the CPU and on CUDA"
+    )
+    assert set(counts.values()) == {1}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,21 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
     with pytest.raises(UsageError, match="has no text_encoder, unet, vae_decoder"):
         Pipeline({}, None, None)
+
+
+@pytest.mark.parametrize("submodel", ["unet", "vae_decoder"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "is no ONNX model"),
+        (lambda path: path.unlink(), "there is no such file"),
+        (lambda path: path.with_name("model.onnx.data").write_bytes(b""), "of model.onnx.data, which has 0"),
+    ],
+)
+def test_a_damaged_submodel_is_told_in_words(
+    tiny_pipeline: Path, tmp_path: Path, submodel: str, damage: Callable[[Path], object], said: str
+) -> None:
+    shutil.copytree(tiny_pipeline, tmp_path / "copy")
+    damage(tmp_path / "copy" / submodel / "model.onnx")
+    with pytest.raises(VerificationError, match=said):
+        Pipeline.load(tmp_path / "copy", "cpu", safety_checker=False, threads=1)("a horse", num_inference_steps=1)
