@@ -39,7 +39,7 @@ from sdflow.verify.selection import Selection
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 2
+VERSION = 3
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
 RECIPES = 24

@@ -7,7 +7,7 @@ is not seen here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ class NodeRange:
     """The range of one value over all steps.
 
     node, operator: name and type of the artifact's node that puts it out. value: its name. float16: whether it is stored
-    so. largest: the largest magnitude that is not NaN, may be infinity. largest_step: the step where it is, from 0.
-    nan_step: the first step with a NaN, None when there is none.
+    so. largest: the largest magnitude that is not NaN, may be infinity; of what Softmax alone reads the largest positive
+    number: the other end is where attention is masked, and e to it is 0 with any of these numbers. largest_step: the
+    step where it is, from 0. nan_step: the first step with a NaN, None when there is none.
     """
 
     node: str
@@ -58,10 +59,11 @@ def ranges(
 
     model = onnx.load(str(model_path), load_external_data=False)
     operators = {name: node.op_type for node in model.graph.node for name in node.output}
+    scores = _read_by_softmax_alone(model.graph)
     stored = {name: kind == FLOAT16 for name, kind in lower(model).values.items()} if not round_fp16 else None
     lowered = lower(model, round_fp16=round_fp16)
     names = [name for name, kind in lowered.values.items() if kind in (FLOAT, FLOAT16)]
-    session = session_of(_measured(lowered, names), model_path.parent, threads=threads)
+    session = session_of(_measured(lowered, names, scores), model_path.parent, threads=threads)
     steps = [session.run(["largest", "nan"], dict(feed)) for feed in feeds]
     largest, nan = (np.stack([step[index] for step in steps]) for index in (0, 1))
     return [
@@ -78,8 +80,17 @@ def ranges(
     ]
 
 
-def _measured(lowered: Lowered, names: Sequence[str]) -> Lowered:
-    """The same graph with two outputs: of each value the largest magnitude, and whether there is a NaN.
+def _read_by_softmax_alone(graph: Any) -> set[str]:
+    readers: dict[str, set[str]] = {item.name: {"output"} for item in graph.output}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+    return {name for name, kinds in readers.items() if kinds == {"Softmax"}}
+
+
+def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -> Lowered:
+    """The same graph with two outputs: of each value the largest magnitude, of scores the largest positive number, and
+    whether there is a NaN.
 
     The measuring nodes stand right behind the node that puts the value out, so that no value is kept for longer than
     the graph itself needs it.
@@ -101,7 +112,7 @@ def _measured(lowered: Lowered, names: Sequence[str]) -> Lowered:
                     nodes.append(make("Cast", [name], [wide], f"{at}/Cast", to=FLOAT))
                 nodes += [
                     make("IsNaN", [wide], [f"{at}/is_nan"], f"{at}/IsNaN"),
-                    make("Abs", [wide], [f"{at}/size"], f"{at}/Abs"),
+                    make("Relu" if name in scores else "Abs", [wide], [f"{at}/size"], f"{at}/Size"),
                     make("Where", [f"{at}/is_nan", "range/zero", f"{at}/size"], [f"{at}/number"], f"{at}/Where"),
                     make("ReduceMax", [f"{at}/number"], [f"{at}/most"], f"{at}/ReduceMax", keepdims=0),
                     make("Reshape", [f"{at}/most", "range/flat"], [f"{at}/largest"], f"{at}/Reshape"),

@@ -80,3 +80,24 @@ def test_a_nan_is_an_error_that_names_its_step_whatever_the_magnitudes(tmp_path:
     assert [(each.level, each.node) for each in found.findings] == [("error", "root")]
     assert "Sqrt gives NaN at step 2" in found.findings[0].what
     assert list(found.suspects) == ["root"]
+
+
+def test_a_mask_may_go_past_the_lower_end_and_a_score_not_past_the_upper(tmp_path: Path) -> None:
+    """CLIP's mask without fusion: scores minus 65504, read by Softmax alone."""
+    nodes = [
+        helper.make_node("Add", ["x", "mask"], ["scores"], "add"),
+        helper.make_node("Softmax", ["scores"], ["y"], "softmax", axis=-1),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["n"]) for name in "xy"]
+    mask = onnx.numpy_helper.from_array(np.array([0, -65504], np.float16), "mask")
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [mask])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    scores, _ = ranges(path, steps([3, -40]), round_fp16=False)
+    assert (scores.largest, scores.exceeds(0.5)) == (3.0, False)
+    scores, _ = ranges(path, steps([65504, 3], [3, 0]), round_fp16=False)
+    assert scores.exceeds(0.9)
+    graph.output.append(helper.make_tensor_value_info("scores", TensorProto.FLOAT16, ["n"]))
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    scores, _ = ranges(path, steps([3, -40]), round_fp16=False)
+    assert scores.exceeds(1.0), "somebody else reads it"
