@@ -2,8 +2,9 @@
 
     python bench/verify_all.py SCRATCH [--full] [--targets cuda cpu ...]
 
-The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. The sample's
-workflows are built as they are, with and without LoRAs. One line each; the exit status is 1 when one does not pass.
+The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. Not for CUDA,
+whose BiasSplitGelu and BiasAdd take the widths of Stable Diffusion alone: there the alarm is right. The sample's workflows
+are built as they are, with and without LoRAs. One line each; the exit status is 1 when one does not pass.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sdflow.targets import TARGETS
 from sdflow.verify import Verification
 
 WORKFLOWS = Path(__file__).parents[1] / "workflows"
+RIGHTLY_REFUSED = {("tiny_cpu", "cuda")}
 
 
 class Quiet(PlainLines):
@@ -41,6 +43,8 @@ def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
     """One workflow for each pipeline."""
     for name in ("tiny_cpu", "shapes_cpu", "shapes_lora_cpu"):
         for target in targets:
+            if (name, target) in RIGHTLY_REFUSED:
+                continue
             loaded = load_workflow(WORKFLOWS / f"{name}.yaml", catalog=registry.catalog(), targets=[target])
             for pipeline in loaded.pipelines:
                 titled = f"{pipeline.name} for {target}"
