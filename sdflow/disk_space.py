@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sdflow.errors import CacheError
 from sdflow.plan import BIND_PASS, Plan
-from sdflow.report.units import megabytes
 from sdflow.store import Cache
 from sdflow.store.layout import free_bytes
+from sdflow.units import megabytes
 from sdflow.weights.bind import RESERVE
 
 

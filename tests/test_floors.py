@@ -11,12 +11,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "sdflow"
 FLOORS = {
-    "errors": 0, "digest": 0,
+    "errors": 0, "digest": 0, "units": 0,
     "config": 1, "artifact": 1, "targets": 1, "workers": 1, "worker_group": 1, "samples": 1, "replace_folder": 1,
     "store": 2, "passes": 2, "sources": 2, "weights": 2,
     "step": 3, "plan": 3,
     "execute": 4, "assemble": 4,
-    "runtime": 5, "evaluate": 5, "bench": 5, "verify": 5, "run": 5, "bake": 5, "doctor": 5, "report": 5,
+    "runtime": 5, "evaluate": 5, "bench": 5, "verify": 5, "run": 5, "disk_space": 5, "bake": 5, "doctor": 5, "report": 5,
     "cli": 6, "__main__": 6,
 }  # fmt: skip
 HEAVY = ("torch", "onnx", "onnxruntime", "olive", "diffusers", "transformers", "onnx_ir", "onnxscript")

@@ -27,8 +27,8 @@ from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.device import device as describe_device
 from sdflow.evaluate.device import versions
-from sdflow.report.units import megabytes
 from sdflow.targets import TARGETS
+from sdflow.units import megabytes
 
 if TYPE_CHECKING:
     import numpy as np

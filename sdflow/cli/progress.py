@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sdflow.execute import FinishedStep, Listener
-from sdflow.report.units import megabytes, seconds
 from sdflow.step import Step
+from sdflow.units import megabytes, seconds
 
 
 @contextmanager

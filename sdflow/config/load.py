@@ -141,12 +141,11 @@ class _Loader:
             chains = self.chains.submodels(submodels) if submodels is not None else {}
             evaluate = self._evaluate(document.entries.get("evaluate"))
             missing = [name for name in IMAGE_SUBMODELS if name not in chains]
-            wanted = [name for name in ("image", "latency") if getattr(evaluate, name) is not None]
-            if isinstance(submodels, YamlMap) and wanted and missing:
+            if isinstance(submodels, YamlMap) and evaluate.image and missing:
                 self.problems.add(
                     submodels.mark,
-                    f"no picture can be {'drawn' if 'image' in wanted else 'timed'} without {' and '.join(missing)}",
-                    f"add the submodel, or write `evaluate: {{{', '.join(f'{name}: null' for name in wanted)}}}`",
+                    f"no picture can be drawn without {' and '.join(missing)}",
+                    "add the submodel, or write `evaluate: {image: null}`",
                 )
             verify = self._verify(document.entries.get("verify"))
             self._targets[target] = _ForTarget(chains, evaluate, verify)

@@ -3,8 +3,8 @@
 from sdflow.report.build import print_bake, print_explanation, print_plan, print_run
 from sdflow.report.cache import print_cache_verification, print_collection, print_entries
 from sdflow.report.machine import print_findings, print_passes, print_targets
-from sdflow.report.units import parse_size
 from sdflow.report.verify import print_verifications
+from sdflow.units import parse_size
 
 __all__ = [
     "parse_size",

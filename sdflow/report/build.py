@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.report.output import print_json, print_table
-from sdflow.report.units import megabytes, milliseconds, seconds
 from sdflow.report.verify import print_verification
+from sdflow.units import megabytes, milliseconds, seconds
 
 if TYPE_CHECKING:
     from sdflow.evaluate.statistics import Latency

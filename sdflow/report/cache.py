@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from sdflow.report.output import print_json, print_table
-from sdflow.report.units import megabytes
 from sdflow.store import Entry, GcReport, VerifyReport
+from sdflow.units import megabytes
 
 
 def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sdflow.report.output import print_json, print_table
-from sdflow.report.units import seconds
 from sdflow.runtime.generate import GenerateResult
+from sdflow.units import seconds
 
 
 def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:

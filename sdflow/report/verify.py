@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table
-from sdflow.report.units import seconds
+from sdflow.units import seconds
 
 if TYPE_CHECKING:
     from sdflow.verify.fix import Fix

@@ -19,7 +19,7 @@ from sdflow.errors import DamagedBase, PassError
 from sdflow.passes.base import LoraInput
 from sdflow.passes.graph_facts import graph_facts, tensor_bytes
 from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
-from sdflow.report.units import megabytes
+from sdflow.units import megabytes
 from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 

@@ -404,7 +404,7 @@ def test_a_picture_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, text)
     assert (problem.line, problem.column) == (4, 3)
     assert "text_encoder and vae_decoder" in problem.message
-    (tmp_path / "w.yaml").write_text(text + "evaluate: {image: null, latency: null}")
+    (tmp_path / "w.yaml").write_text(text + "evaluate: {image: null}")
     assert load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines[0].evaluate.image is None
 
 

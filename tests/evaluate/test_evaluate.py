@@ -240,3 +240,12 @@ def test_a_target_with_static_shapes_makes_one_session_of_each_submodel(
         "timed as a whole; the picture is drawn with its three parts, on the CPU and on CUDA"
     )
     assert set(counts.values()) == {1}
+
+
+def test_a_pipeline_without_all_that_draws_is_refused_in_words(
+    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
+) -> None:
+    parts = {"text_encoder": tiny_artifacts["text_encoder"]}
+    assemble(tmp_path / "out", parts=parts, companions=tiny_checkpoint.companions, manifest={}, copy=True)
+    with pytest.raises(SdflowError, match="no picture can be timed without unet and vae_decoder"):
+        run(Request(tmp_path / "out", "part", "cpu", EvaluateSpec(LatencySpec(0, 1), None), threads=1), lambda _: None)
