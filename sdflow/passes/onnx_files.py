@@ -134,15 +134,17 @@ def place(tensor: Any) -> tuple[str, int, int | None]:
 
 def missing_data(model: Any, folder: Path) -> str | None:
     """What external data of a ModelProto is missing in its folder or cut off, in words; None when all is there."""
+    sizes: dict[str, int] = {}
     for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
             location, offset, length = place(tensor)
-            data = folder / location
-            if not data.is_file():
-                return f"its data file {location} is missing"
+            if location not in sizes:
+                if not (folder / location).is_file():
+                    return f"its data file {location} is missing"
+                sizes[location] = (folder / location).stat().st_size
             end = offset + (tensor_bytes(tensor) if length is None else length)
-            if end > data.stat().st_size:
-                return f"{tensor.name} ends at byte {end:,} of {location}, which has {data.stat().st_size:,}"
+            if end > sizes[location]:
+                return f"{tensor.name} ends at byte {end:,} of {location}, which has {sizes[location]:,}"
     return None
 
 

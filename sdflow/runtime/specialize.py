@@ -13,9 +13,6 @@ from typing import Any
 from sdflow.errors import PassError
 from sdflow.passes.graph_edit import copied, in_order
 
-EARLY_LAYER_NORM = "LayerNormalization"
-"""ONNX has it from opset 17 on. ONNX Runtime's fusions write it into graphs of any opset, and its kernels take it."""
-
 FOLDED_ELEMENTS = 1 << 14
 """Values with more elements than this are computed by the graph: only shapes, masks and indices are folded."""
 
@@ -138,7 +135,7 @@ class _Folding:
     def _infer(self, node: Any) -> None:
         import onnx
 
-        if node.domain in ("", "ai.onnx"):
+        if onnx.defs.has(node.op_type, self.opsets.get(node.domain, 1), node.domain):
             inferred = self._infer_standard(node)
         elif node.op_type in CONTRIB_SHAPES:
             shapes = CONTRIB_SHAPES[node.op_type](node, [self._shape(name) if name else () for name in node.input])
@@ -161,14 +158,7 @@ class _Folding:
         import onnx
 
         version = self.opsets.get(node.domain, 1)
-        try:
-            schema = self.schemas.get_schema(node.op_type, version, node.domain)
-        except self.schemas.SchemaError as error:
-            if node.op_type != EARLY_LAYER_NORM:
-                raise PassError(
-                    f"{node.op_type} {node.name!r} is no operator of opset {version}", where="specialize"
-                ) from error
-            return {node.output[0]: self.types[node.input[0]]}
+        schema = self.schemas.get_schema(node.op_type, version, node.domain)
         names = [name for name in node.input if name]
         data = {name: onnx.numpy_helper.from_array(self.known[name]) for name in names if name in self.known}
         opsets = list(self.model.opset_import)
@@ -248,10 +238,12 @@ CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "FastGelu": _same,
     "Gelu": _same,
     "GroupNorm": _same,
+    "LayerNormalization": _same,
     "MultiHeadAttention": _multi_head_attention,
     "NhwcConv": _nhwc_conv,
     "QuickGelu": _same,
     "SkipGroupNorm": _same,
     "SkipLayerNormalization": _same,
 }
-"""Operators of com.microsoft -> output shapes. SkipLayerNormalization's mean and deviation are never asked for."""
+"""Operators of com.microsoft -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX Runtime's
+fusions write into graphs of any opset. SkipLayerNormalization's mean and deviation are never asked for."""
