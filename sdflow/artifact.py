@@ -10,6 +10,8 @@ from typing import Any
 from sdflow.digest import FileEntry, digest_json
 
 SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
+IMAGE_SUBMODELS = ("text_encoder", "unet", "vae_decoder")
+"""Those that text to image cannot do without."""
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Literal
 
 from sdflow import sources
-from sdflow.artifact import Action, Record
+from sdflow.artifact import IMAGE_SUBMODELS, Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.passes import registry
@@ -205,7 +205,7 @@ def _chain(
 
 def _require_reference(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
     """Raises UsageError when the artifacts are to be verified and the checkpoint has not all that a denoising run needs."""
-    missing = [name for name in ("text_encoder", "unet", "vae_decoder") if name not in checkpoint.submodels]
+    missing = [name for name in IMAGE_SUBMODELS if name not in checkpoint.submodels]
     if pipeline.verify is not None and missing:
         raise UsageError(
             f"its artifacts cannot be verified: {pipeline.model} has no {' and no '.join(missing)}",

@@ -17,7 +17,6 @@ SUBMODELS: Mapping[str, str] = {
     "safety_checker": "The filter of pictures; `null` or `false` leaves it out.",
 }
 LORA_SUBMODELS = ("unet", "text_encoder")
-IMAGE_SUBMODELS = ("text_encoder", "unet", "vae_decoder")
 
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file. Maps merge, lists "

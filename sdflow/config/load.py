@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from sdflow.artifact import IMAGE_SUBMODELS
 from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, unknown_keys
 from sdflow.config.fields import (
-    IMAGE_SUBMODELS,
     LORA_SUBMODELS,
     WORKFLOW,
     EvaluateFields,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.artifact import MODEL_FILE
+from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
 from sdflow.assemble import read_manifest
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import UsageError, VerificationError
@@ -24,7 +24,7 @@ from sdflow.passes.submodel_io import dummy_inputs
 from sdflow.runtime.availability import try_target
 from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels, submodel_config
 from sdflow.runtime.pictures import write_png
-from sdflow.runtime.pipeline import REQUIRED, Images, Pipeline
+from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
 from sdflow.runtime.submodel import Submodel
 from sdflow.runtime.vae import vae_scale
@@ -86,7 +86,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
     manifest = read_manifest(request.folder)
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
-    if missing := [name for name in REQUIRED if name not in onnx_submodels(request.folder)]:
+    if missing := [name for name in IMAGE_SUBMODELS if name not in onnx_submodels(request.folder)]:
         raise UsageError(
             f"no picture can be timed without {' and '.join(missing)}",
             where=request.name,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sdflow.artifact import SUBMODELS
+from sdflow.artifact import IMAGE_SUBMODELS, SUBMODELS
 from sdflow.errors import PassError, UsageError
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
-
-REQUIRED = ("text_encoder", "unet", "vae_decoder")
-"""The submodels that text to image cannot do without."""
 
 SCHEDULES_KEPT = 16
 UNETS_KEPT = 2
@@ -75,7 +72,7 @@ class Pipeline:
         low_memory: bool = False,
         split: bool = True,
     ) -> None:
-        if missing := [name for name in REQUIRED if name not in submodels]:
+        if missing := [name for name in IMAGE_SUBMODELS if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
         self.submodels = submodels
         self.tokenizer = tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from sdflow.artifact import MODEL_FILE
+from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.runtime.sessions import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
@@ -44,7 +44,6 @@ VERSION = 3
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
 RECIPES = 24
 """Weights of each submodel that are bound again and compared at the quick level; at the full level all."""
-DRAWING = ("text_encoder", "unet", "vae_decoder")
 
 Progress = Callable[[str], None]
 
@@ -83,13 +82,15 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     desk = Desk(request, progress)
     selection = Selection.from_json(read_description(request.reference)["selection"])
     picture = meaning = None
-    if set(DRAWING) <= {*request.submodels}:
+    if set(IMAGE_SUBMODELS) <= {*request.submodels}:
         try:
             drawn = pictures.draw(desk.run, request.folder, selection, request.reference)
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
-            precision = "float16" if any(desk.verdicts[name].precision == "float16" for name in DRAWING) else "float32"
+            precision = (
+                "float16" if any(desk.verdicts[name].precision == "float16" for name in IMAGE_SUBMODELS) else "float32"
+            )
             picture = pictures.judge_picture(drawn.picture, selection, request.reference, precision, request.out)
             meaning = pictures.judge_meaning(drawn.sample, selection, request.reference)
     for name in request.submodels:
@@ -129,7 +130,7 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
             progress(f"{each.submodel}: recipes")
             sample = None if request.level == "full" else RECIPES
             found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
-    whole = set(DRAWING) <= {*request.submodels}
+    whole = set(IMAGE_SUBMODELS) <= {*request.submodels}
     for finding in check_promises(request.folder, target):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
