@@ -100,6 +100,8 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
             ("arena_extend_strategy", ("kNextPowerOfTwo",)),
         ]
         found = [_provider(name, value) for name, values in options for value in values] if cuda else []
+        if cuda:
+            found.append(Candidate("own_kernels", "off", lambda tuning: replace(tuning, own_kernels=False)))
         return [*found, Candidate("cuda_graphs", "off", lambda tuning: replace(tuning, cuda_graphs=False))]
     if target.name != "cpu":
         return []

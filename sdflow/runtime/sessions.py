@@ -139,6 +139,8 @@ def create_session(
     tuning.apply(options, with_options[provider], ort)
     if threads is not None:
         options.intra_op_num_threads = threads
+    if graph is not None and provider == CUDA_PROVIDER and tuning.own_kernels:
+        graph = _with_own_kernels(graph, options)
     if capture and tuning.cuda_graphs and provider == CUDA_PROVIDER:
         with_options[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
@@ -170,6 +172,18 @@ def create_session(
         _require_cudnn(target)
     session.weights = weights  # they must outlive it
     return session
+
+
+def _with_own_kernels(graph: onnx.ModelProto, options: Any) -> onnx.ModelProto:
+    from sdflow.runtime.kernels.library import kernel_library
+    from sdflow.runtime.kernels.replace import with_own_kernels
+
+    replaced = with_own_kernels(graph)
+    library = None if replaced is None else kernel_library()
+    if replaced is None or library is None:
+        return graph
+    options.register_custom_ops_library(str(library))
+    return replaced
 
 
 def read_graph(model: Path) -> onnx.ModelProto:

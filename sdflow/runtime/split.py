@@ -89,6 +89,7 @@ def split_unet(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Split
     if guidance:
         _set_types(step_model.graph, half.graph, [SAMPLE, *_read(latents, set(time_values), [])])
     time_model = _timestep_part(whole, kinds["time"], time_values)
+    step_model = specialize(step_model, {})  # with the shapes of all values again
     return SplitUNet(
         text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows
     )

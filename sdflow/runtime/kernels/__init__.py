@@ -1,0 +1,9 @@
+"""Kernels of our own for NVIDIA GPUs, in place of ONNX Runtime's where a profile shows that much is to be gained.
+
+Artifacts keep ONNX Runtime's operators and run anywhere. As a session is made for fixed sizes on the CUDA provider,
+`replace` puts our operators in; `library` compiles them on the machine at hand, once, and proves them there before they
+are used. Where they cannot be compiled, ONNX Runtime's kernels run, and a warning says why.
+
+    group_norm.cu   GroupNorm and SkipGroupNorm with SiLU, float16
+    custom_ops.c    the same as operators of ONNX Runtime
+"""

@@ -1,0 +1,164 @@
+"""The kernels' library for the GPU at hand: compiled when first wanted, proved, and kept per user.
+
+NVRTC, which comes with torch and with ONNX Runtime's CUDA packages, compiles the kernels; a C compiler, as Triton wants
+one for torch.compile, the operator around them. It depends on the sources, the GPU's compute capability, NVRTC's version
+and ONNX Runtime's, and lies in $XDG_CACHE_HOME/sdflow/kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from sdflow.digest import digest_json
+from sdflow.errors import TargetUnavailableError
+
+_FOLDER = Path(__file__).parent
+KERNELS, OPERATORS = _FOLDER / "group_norm.cu", _FOLDER / "custom_ops.c"
+THREADS, SUMS_PER_PROCESSOR, APPLY_PER_PROCESSOR = 512, 2, 4
+"""Of a block; and blocks of the two kernels for each of the GPU's multiprocessors: measured on an H200."""
+
+
+@functools.cache
+def kernel_library() -> Path | None:
+    """The library, ready for `SessionOptions.register_custom_ops_library`; None, with a warning, where there can be none.
+
+    The process keeps it loaded: sessions call into it as long as they live.
+    """
+    try:
+        library = build()
+        ctypes.CDLL(str(library))
+    except (TargetUnavailableError, OSError) as error:
+        reason = error.what if isinstance(error, TargetUnavailableError) else str(error)
+        warnings.warn(f"GroupNorm runs in ONNX Runtime's kernel, which is slower than ours: {reason}", stacklevel=2)
+        return None
+    return library
+
+
+def build() -> Path:
+    """Compile and prove the library unless that was done before. Takes some seconds.
+
+    Raises TargetUnavailableError where something is missing that it takes, or where the kernels are wrong.
+    """
+    import onnxruntime
+    import torch
+
+    if not sys.platform.startswith("linux"):
+        raise TargetUnavailableError("our kernels are for Linux")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
+    nvrtc = Nvrtc()
+    capability = "{}{}".format(*torch.cuda.get_device_capability())
+    defines = {
+        "THREADS": THREADS,
+        "SUMS_PER_PROCESSOR": SUMS_PER_PROCESSOR,
+        "APPLY_PER_PROCESSOR": APPLY_PER_PROCESSOR,
+    }
+    content = {
+        "sources": [path.read_text(encoding="utf-8") for path in (KERNELS, OPERATORS)],
+        "defines": defines,
+        "capability": capability,
+        "nvrtc": nvrtc.version,
+        "onnxruntime": onnxruntime.__version__,
+    }
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = base / "sdflow" / "kernels" / digest_json(content) / "libsdflow_kernels.so"
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(library.with_suffix(".lock")):
+            if not library.exists():
+                _make(library, nvrtc, compiler, capability, defines)
+    except OSError as error:
+        raise TargetUnavailableError(f"{library.parent} cannot be written: {error}") from error
+    return library
+
+
+def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str, defines: dict[str, int]) -> None:
+    from sdflow.runtime.kernels.proof import prove
+
+    flags = [f"-D{name}={value}" for name, value in defines.items()]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        cubin, made = Path(folder) / "group_norm.cubin", Path(folder) / library.name
+        options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *flags]
+        cubin.write_bytes(nvrtc.compile(KERNELS.read_text(encoding="utf-8"), options))
+        quoted = f'-DCUBIN="{cubin}"'
+        command = [compiler, "-O2", "-shared", "-fPIC", quoted, *flags, "-o", str(made), str(OPERATORS)]
+        finished = subprocess.run([*command, "-ldl", "-lpthread"], capture_output=True, text=True, check=False)
+        if finished.returncode:
+            raise TargetUnavailableError(f"{compiler} cannot compile the operator: {finished.stderr.strip()[-400:]}")
+        prove(made)
+        made.replace(library)
+
+
+class Nvrtc:
+    """NVIDIA's compiler of CUDA C++ at run time: https://docs.nvidia.com/cuda/nvrtc/
+
+    Raises TargetUnavailableError when it is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._library = _load_nvrtc()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"{major.value}.{minor.value}"
+
+    def compile(self, source: str, options: list[str]) -> bytes:
+        """Machine code (cubin) for the architecture that the options name.
+
+        Raises TargetUnavailableError with the compiler's messages.
+        """
+        program, none = ctypes.c_void_p(), ctypes.c_char_p()
+        created = self._library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), KERNELS.name.encode(), 0, none, none
+        )
+        self._check(created)
+        try:
+            given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+            if self._library.nvrtcCompileProgram(program, len(options), given):
+                log = self._read(program, "ProgramLog").decode(errors="replace").strip("\0 \n")
+                raise TargetUnavailableError(f"NVRTC {self.version} cannot compile: {log[-400:]}")
+            return self._read(program, "CUBIN")
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        content = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, content))
+        return content.raw
+
+    def _check(self, result: int) -> None:
+        if result:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise TargetUnavailableError(f"NVRTC: {self._library.nvrtcGetErrorString(result).decode()}")
+
+
+def _load_nvrtc() -> Any:
+    """From NVIDIA's Python packages, or the system's. The newest first: it knows the newest GPUs."""
+    try:
+        import nvidia
+
+        roots = [Path(root) for root in nvidia.__path__]
+    except ImportError:
+        roots = []
+    pattern = "*/lib/libnvrtc.so.*[0-9]"
+    packaged = sorted((path for root in roots for path in root.glob(pattern)), key=lambda path: path.name, reverse=True)
+    names = [*map(str, packaged), *(f"libnvrtc.so.{major}" for major in (13, 12))]
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise TargetUnavailableError("NVRTC is not installed", remedy="pip install nvidia-cuda-nvrtc")

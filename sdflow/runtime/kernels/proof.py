@@ -1,0 +1,124 @@
+"""Our operator on the device at hand against the definition, computed with numpy in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import TargetUnavailableError
+from sdflow.runtime.kernels.replace import DOMAIN, VERSION
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOLERANCE = 5e-4
+"""Relative L2: what rounding to float16 once makes of a result is 2e-4."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too."""
+
+    shape: tuple[int, int, int, int]
+    skip: str = "none"
+    bias: bool = False
+    kept: bool = False
+    silu: bool = True
+
+
+CASES = (
+    Case((1, 128, 96, 128)),  # groups of 4
+    Case((2, 32, 32, 320), silu=False),  # groups of 10, across vectors
+    Case((2, 16, 17, 640), skip="row", bias=True),
+    Case((3, 5, 3, 1280), skip="full", bias=True, kept=True),
+    Case((2, 8, 8, 2560), skip="full", kept=True),
+    Case((1, 1, 7, 960), skip="full", bias=True),
+    Case((1, 33, 31, 256), bias=True, skip="row", kept=True),
+)
+
+
+def prove(library: Path) -> None:
+    """Raises TargetUnavailableError when a result is not what it should be."""
+    for case in CASES:
+        for name, distance in differences(library, case).items():
+            if not distance <= TOLERANCE:
+                raise TargetUnavailableError(f"our GroupNorm is wrong on this device: {name} by {distance:.1e}, {case}")
+
+
+def differences(library: Path, case: Case) -> dict[str, float]:
+    """Output -> relative L2 distance to numpy's, for random values with a mean and a spread of their own per channel."""
+    import numpy as np
+    import onnxruntime as ort
+
+    random = np.random.default_rng(0)
+    channels = case.shape[3]
+
+    def halves(*shape: int) -> np.ndarray:
+        spread, mean = random.uniform(0.5, 2, shape[-1]), random.normal(size=shape[-1])
+        return (random.normal(size=shape) * spread + mean).astype(np.float16)
+
+    feeds = {"x": halves(*case.shape)}
+    for name in ("gamma", "beta"):
+        feeds[name] = random.normal(size=channels).astype(np.float32)
+    if case.skip != "none":
+        feeds["skip"] = halves(*(case.shape if case.skip == "full" else (case.shape[0], channels)))
+    if case.bias:
+        feeds["bias"] = halves(channels)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(library))
+    providers = ["CUDAExecutionProvider"]
+    session = ort.InferenceSession(_model(feeds, case).SerializeToString(), options, providers=providers)
+    names = ["y", "sum"] if case.kept else ["y"]
+    found = dict(zip(names, session.run(names, feeds), strict=True))
+    expected = _expected(feeds, case)
+    return {name: _distance(found[name].astype(np.float32), expected[name]) for name in names}
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    import numpy as np
+
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+EPSILON, GROUPS = 1e-5, 32
+
+
+def _expected(feeds: dict[str, Any], case: Case) -> dict[str, np.ndarray]:
+    import numpy as np
+
+    images, height, width, channels = case.shape
+    total = feeds["x"].astype(np.float32)
+    if "bias" in feeds:
+        total = total + feeds["bias"].astype(np.float32)
+    if "skip" in feeds:
+        skip = feeds["skip"].astype(np.float32)
+        total = total + (skip if skip.ndim == 4 else skip[:, None, None, :])
+    grouped = total.reshape(images, height * width, GROUPS, channels // GROUPS).astype(np.float64)
+    mean, variance = (np.mean(grouped, (1, 3), keepdims=True), np.var(grouped, (1, 3), keepdims=True))
+    normal = ((grouped - mean) / np.sqrt(variance + EPSILON)).reshape(case.shape)
+    y = normal * feeds["gamma"] + feeds["beta"]
+    return {"y": y / (1 + np.exp(-y)) if case.silu else y, "sum": total}
+
+
+def _model(feeds: dict[str, Any], case: Case) -> Any:
+    from onnx import helper
+
+    types = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in feeds.items()}
+    order = ["x", "gamma", "beta", "skip", "bias"]
+    inputs = [name if name in feeds else "" for name in order]
+    while not inputs[-1]:
+        inputs.pop()
+    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
+    node = helper.make_node(
+        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=GROUPS, epsilon=EPSILON, activation=int(case.silu)
+    )
+    graph = helper.make_graph(
+        [node],
+        "group_norm",
+        [helper.make_tensor_value_info(name, types[name], value.shape) for name, value in feeds.items()],
+        [helper.make_tensor_value_info(name, types["x"], case.shape) for name in outputs if name != "sums"],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
