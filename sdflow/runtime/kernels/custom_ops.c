@@ -59,12 +59,31 @@ static Status *failure(Api api, const char *what, const char *why) {
 __asm__(".section .rodata\n.balign 64\nsdflow_cubin:\n.incbin \"" CUBIN "\"\n.byte 0\n.previous");
 extern const char sdflow_cubin[] __attribute__((visibility("hidden")));
 
+/* CUlaunchConfig and CUlaunchAttribute of cuda.h. */
+typedef struct {
+    int id, padding;
+    union {
+        char size[64];
+        unsigned dimensions[3];
+    } value;
+} Attribute;
+
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    Attribute *attributes;
+    unsigned attribute_count;
+} Launch;
+
+enum { CLUSTER_DIMENSION = 4 };
+
 static struct {
     pthread_mutex_t lock;
     void *context, *sums, *apply;
+    void *held_4, *held_8; /* null before compute capability 9.0 */
     int processors;
-    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
-} gpu = {PTHREAD_MUTEX_INITIALIZER, 0, 0, 0, 0, 0};
+    int (*launch)(const Launch *, void *, void **, void **);
+} gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static const char *load_locked(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = 0, *module = 0;
@@ -75,7 +94,7 @@ static const char *load_locked(void) {
     int (*attribute)(int *, int, int) = dlsym(driver, "cuDeviceGetAttribute");
     int (*load)(void **, const void *) = dlsym(driver, "cuModuleLoadData");
     int (*function)(void **, void *, const char *) = dlsym(driver, "cuModuleGetFunction");
-    gpu.launch = dlsym(driver, "cuLaunchKernel");
+    gpu.launch = dlsym(driver, "cuLaunchKernelEx");
     if (!current || !device_of || !attribute || !load || !function || !gpu.launch) return "the driver is too old";
     if (current(&context) || !context) return "there is no CUDA context";
     if (gpu.context) return gpu.context == context ? 0 : "the kernels are in use on another device of this process";
@@ -83,6 +102,8 @@ static const char *load_locked(void) {
     if (load(&module, sdflow_cubin)) return "the kernels were compiled for another device";
     if (function(&gpu.sums, module, "group_norm_sums") || function(&gpu.apply, module, "group_norm_apply"))
         return "the kernels are not complete";
+    if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
+        gpu.held_4 = gpu.held_8 = 0;
     gpu.context = context;
     return 0;
 }
@@ -98,6 +119,11 @@ static const char *load_kernels(void) {
 typedef struct {
     int rows, lanes, channels_per_group, groups, rows_per_block, skip_rows;
 } Layout;
+
+typedef struct {
+    int rows, row_lanes, lanes, channels_per_group, groups, rows_per_block, skip_rows, silu;
+    float epsilon;
+} Slice;
 
 typedef struct {
     Api api;
@@ -150,67 +176,134 @@ static Status *data(Api api, const void *value, void **pointer) {
 
 static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+enum { X, GAMMA, BETA, SKIP, BIAS, INPUTS };
+
+/* What is to be done. rows: positions of an image; skip_rows: 0 without, 1 when it holds for all positions. */
+typedef struct {
+    const Kernel *kernel;
+    void *context, *stream, *at[INPUTS], *y, *sum;
+    int images, rows, channels, skip_rows;
+} Work;
+
+static int round_up(int value, int unit) { return ceil_div(value, unit) * unit; }
+
+static int launch(void *function, Launch config, void **arguments) {
+    config.attribute_count = config.attributes ? 1 : 0;
+    return gpu.launch(&config, function, arguments, 0);
+}
+
+/* How a slice of whole groups is held by a cluster of blocks. Returns 0 where images are too large. */
+static int plan_held(const Work *work, Slice *slice, int *cluster, int *threads) {
+    const int width = work->channels / (int)work->kernel->groups, row_lanes = work->channels / VECTOR;
+    int lanes = 1; /* whole groups, whole vectors, and 64 bytes in a row if there are */
+    while (lanes * VECTOR % width) ++lanes;
+    while (lanes < 4 && row_lanes % (2 * lanes) == 0) lanes *= 2;
+    *slice = (Slice){work->rows, row_lanes, lanes, width, lanes * VECTOR / width, 0, work->skip_rows,
+                     work->kernel->activation == 1, work->kernel->epsilon};
+    if (!gpu.held_4 || slice->groups > 32) return 0;
+    int unit = 32; /* threads come in warps, and in rows */
+    while (unit % lanes) unit += 32;
+    const int slices = row_lanes / lanes, most = THREADS / unit * unit;
+    if (!most) return 0;
+    for (*cluster = 1;; *cluster *= 2) {
+        slice->rows_per_block = ceil_div(work->rows, *cluster);
+        const int vectors = slice->rows_per_block * lanes, more = 2 * *cluster;
+        const int can_grow = more <= 8 && more * slice->groups <= 32 && more <= work->rows;
+        if (can_grow && (vectors > 8 * most || work->images * slices * more * 4 <= gpu.processors * 5)) continue;
+        *threads = round_up(ceil_div(vectors, 4), unit);
+        if (*threads > most) *threads = most;
+        return vectors <= 8 * most;
+    }
+}
+
+static Status *hold(const Work *work, Slice slice, int cluster, int threads) {
+    Attribute attribute = {.id = CLUSTER_DIMENSION, .value.dimensions = {cluster, 1, 1}};
+    Launch config = {{cluster, slice.row_lanes / slice.lanes, work->images}, {threads, 1, 1}, 0, work->stream, &attribute, 0};
+    Work copy = *work;
+    void *arguments[] = {&copy.at[X], &copy.at[SKIP], &copy.at[BIAS], &copy.at[GAMMA], &copy.at[BETA], &copy.y, &copy.sum,
+                         &slice};
+    void *function = slice.rows_per_block <= 4 * (threads / slice.lanes) ? gpu.held_4 : gpu.held_8;
+    return launch(function, config, arguments) ? failure(work->kernel->api, "the kernel cannot be launched", 0) : 0;
+}
+
 /* As many blocks for an image as keep all multiprocessors busy, each with at least one row for each of its threads. */
-static int blocks(int images, int rows, int step, int per_processor) {
-    int wanted = ceil_div(gpu.processors * per_processor, images), most = ceil_div(rows, step);
-    return wanted < most ? wanted : most;
+static int rows_per_block(const Work *work, int step, int per_processor) {
+    const int wanted = ceil_div(gpu.processors * per_processor, work->images), most = ceil_div(work->rows, step);
+    return ceil_div(work->rows, wanted < most ? wanted : most);
+}
+
+static Status *sum_and_apply(const Work *work) {
+    Work from = *work;
+    Api api = work->kernel->api;
+    const int lanes = work->channels / VECTOR, groups = (int)work->kernel->groups;
+    const int step = THREADS / lanes, threads = round_up(lanes * step, 32);
+    Layout layout = {work->rows, lanes, work->channels / groups, groups, rows_per_block(work, step, SUMS_PER_PROCESSOR),
+                     work->skip_rows};
+    int parts = ceil_div(work->rows, layout.rows_per_block), silu = work->kernel->activation == 1;
+    float epsilon = work->kernel->epsilon;
+    const int64_t scratch_dims[4] = {work->images, parts, groups, 2};
+    void *value, *scratch;
+    TRY(OUTPUT(api)(work->context, 1, scratch_dims, 4, &value));
+    TRY(data(api, value, &scratch));
+
+    void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
+    Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
+    if (launch(gpu.sums, config, sums_arguments)) return failure(api, "the kernel of the sums cannot be launched", 0);
+
+    if (work->sum) {
+        from.at[X] = work->sum;
+        from.at[SKIP] = from.at[BIAS] = 0;
+        layout.skip_rows = 0;
+    }
+    layout.rows_per_block = rows_per_block(work, step, APPLY_PER_PROCESSOR);
+    config.grid[0] = ceil_div(work->rows, layout.rows_per_block);
+    void *arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.at[GAMMA], &from.at[BETA], &scratch, &from.y,
+                         &layout, &parts, &epsilon, &silu};
+    return launch(gpu.apply, config, arguments) ? failure(api, "the kernel that normalizes cannot be launched", 0) : 0;
 }
 
 static Status *compute(void *op_kernel, void *context) {
     const Kernel *kernel = op_kernel;
     Api api = kernel->api;
-    const void *inputs[5];
-    void *at[5], *y, *scratch, *sum = 0, *stream, *value;
+    Work work = {.kernel = kernel, .context = context};
+    const void *inputs[INPUTS];
+    void *value;
     int64_t dims[4], skip_dims[4];
     size_t rank = 0, skip_rank = 0, outputs = 0;
-    for (size_t i = 0; i < 5; ++i) {
+    for (size_t i = 0; i < INPUTS; ++i) {
         TRY(optional_input(api, context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
+        TRY(data(api, inputs[i], &work.at[i]));
     }
-    TRY(shape_of(api, inputs[0], dims, &rank));
+    TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank != 4) return failure(api, "x must have four axes", 0);
-    const int images = (int)dims[0], rows = (int)(dims[1] * dims[2]), channels = (int)dims[3];
-    const int width = channels / (int)kernel->groups;
-    if (channels % VECTOR || channels % kernel->groups || channels / VECTOR > THREADS || (width < VECTOR && width != 4))
+    work.images = (int)dims[0], work.rows = (int)(dims[1] * dims[2]), work.channels = (int)dims[3];
+    const int width = work.channels / (int)kernel->groups;
+    if (work.channels % VECTOR || work.channels % kernel->groups || work.channels / VECTOR > THREADS ||
+        (width < VECTOR && width != 4))
         return failure(api, "not for this number of channels", 0);
-    Layout layout = {rows, channels / VECTOR, width, (int)kernel->groups, 0, 0};
-    if (inputs[3]) {
-        TRY(shape_of(api, inputs[3], skip_dims, &skip_rank));
+    if (inputs[SKIP]) {
+        TRY(shape_of(api, inputs[SKIP], skip_dims, &skip_rank));
         int64_t elements = 1;
         for (size_t i = 0; i < skip_rank; ++i) elements *= skip_dims[i];
-        if (elements == (int64_t)images * rows * channels) layout.skip_rows = rows;
-        else if (elements == (int64_t)images * channels) layout.skip_rows = 1;
+        if (elements == (int64_t)work.images * work.rows * work.channels) work.skip_rows = work.rows;
+        else if (elements == (int64_t)work.images * work.channels) work.skip_rows = 1;
         else return failure(api, "skip has another shape than x", 0);
     }
-    const int step = THREADS / layout.lanes, threads = ceil_div(layout.lanes * step, 32) * 32;
-    layout.rows_per_block = ceil_div(rows, blocks(images, rows, step, SUMS_PER_PROCESSOR));
-    int parts = ceil_div(rows, layout.rows_per_block);
-
-    const int64_t scratch_dims[4] = {images, parts, kernel->groups, 2};
     TRY(OUTPUT(api)(context, 0, dims, 4, &value));
-    TRY(data(api, value, &y));
-    TRY(OUTPUT(api)(context, 1, scratch_dims, 4, &value));
-    TRY(data(api, value, &scratch));
+    TRY(data(api, value, &work.y));
     TRY(OUTPUT_COUNT(api)(context, &outputs));
     if (outputs > 2) {
         TRY(OUTPUT(api)(context, 2, dims, 4, &value));
-        TRY(data(api, value, &sum));
+        TRY(data(api, value, &work.sum));
     }
-    TRY(GPU_STREAM(api)(context, &stream));
-    if (images == 0 || rows == 0) return 0;
-
-    void *sums_arguments[] = {&at[0], &at[3], &at[4], &sum, &scratch, &layout};
-    int error = gpu.launch(gpu.sums, parts, images, 1, threads, 1, 1, 0, stream, sums_arguments, 0);
-    if (error) return failure(api, "the kernel of the sums cannot be launched", 0);
-
-    void *source = sum ? sum : at[0], *skip = sum ? 0 : at[3], *bias = sum ? 0 : at[4];
-    if (sum) layout.skip_rows = 0;
-    layout.rows_per_block = ceil_div(rows, blocks(images, rows, step, APPLY_PER_PROCESSOR));
-    float epsilon = kernel->epsilon;
-    int silu = kernel->activation == 1;
-    void *arguments[] = {&source, &skip, &bias, &at[1], &at[2], &scratch, &y, &layout, &parts, &epsilon, &silu};
-    error = gpu.launch(gpu.apply, ceil_div(rows, layout.rows_per_block), images, 1, threads, 1, 1, 0, stream, arguments, 0);
-    return error ? failure(api, "the kernel that normalizes cannot be launched", 0) : 0;
+    TRY(GPU_STREAM(api)(context, &work.stream));
+    const int64_t nothing = 0;
+    if (work.images == 0 || work.rows == 0) return OUTPUT(api)(context, 1, &nothing, 1, &value);
+    Slice slice;
+    int cluster, threads;
+    if (!plan_held(&work, &slice, &cluster, &threads)) return sum_and_apply(&work);
+    TRY(OUTPUT(api)(context, 1, &nothing, 1, &value));
+    return hold(&work, slice, cluster, threads);
 }
 
 /* OrtCustomOp, as far as version 16 of the interface reads it. */

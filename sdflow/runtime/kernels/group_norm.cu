@@ -3,10 +3,16 @@
 // y = act(gamma * (s - mean) / sqrt(var + epsilon) + beta) with s = x + skip + bias, mean and var over a group's channels
 // and all positions of an image; statistics in float32, s and y float16.
 //
-// Two kernels. The first reads the images and writes, for each of its blocks, the sums and the sums of squares of each
-// group; the second adds them up, in the same order every time, and normalizes. A thread has eight neighbouring channels
-// (16 bytes) and several positions in flight, so that memory is busy; ONNX Runtime's kernels take two channels and one
-// position at a time. No headers: NVRTC compiles this where no CUDA toolkit is installed.
+// A thread has eight neighbouring channels (16 bytes) and several positions in flight, so that memory is busy; ONNX
+// Runtime's kernels take two channels and one position at a time. There are two ways:
+//
+// Images that fit into the registers of all multiprocessors, as all of the UNet's do, are read once (group_norm_held). A
+// cluster of blocks has some whole groups of an image; its blocks tell each other their sums.
+//
+// Of larger ones, and before compute capability 9.0, a kernel reads the images and writes, for each of its blocks, the
+// sums and the sums of squares of each group (group_norm_sums); another adds them up and normalizes (group_norm_apply).
+//
+// Sums are taken in the same order every time. No headers: NVRTC compiles this where no CUDA toolkit is installed.
 
 #define VECTOR 8
 #define IN_FLIGHT 4
@@ -79,6 +85,43 @@ static __device__ __forceinline__ int in_first_group(int lane, int channels_per_
     return min(VECTOR, (first / channels_per_group + 1) * channels_per_group - first);
 }
 
+// A warp's sum over what the block's threads found of one of its groups: a thread has (sum, squares) of the group that its
+// first channel is in, and of the next one.
+static __device__ __forceinline__ float2 of_group(const float4* found, int group, int width, int row_lanes, int rows) {
+    const int first = group * width / VECTOR, lanes = (group * width + width - 1) / VECTOR - first + 1;
+    float2 total = make_float2(0, 0);
+    for (int i = threadIdx.x % 32; i < lanes * rows; i += 32) {
+        const int from = first + i % lanes;
+        const float4 theirs = found[i / lanes * row_lanes + from];
+        const bool begins_here = from * VECTOR / width == group;
+        total.x += begins_here ? theirs.x : theirs.z;
+        total.y += begins_here ? theirs.y : theirs.w;
+    }
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2) {
+        total.x += __shfl_xor_sync(0xffffffffu, total.x, distance);
+        total.y += __shfl_xor_sync(0xffffffffu, total.y, distance);
+    }
+    return total;
+}
+
+// From a group's sum and sum of squares: its mean, and 1 / its deviation.
+static __device__ __forceinline__ float2 mean_and_scale(float2 total, float count, float epsilon) {
+    const float mean = total.x / count;
+    return make_float2(mean, rsqrtf(fmaxf(total.y / count - mean * mean, 0.0f) + epsilon));
+}
+
+static __device__ __forceinline__ Floats normalized(const Floats& values, const Floats& scale, const Floats& shift,
+                                                    int silu) {
+    Floats result;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+        const float value = values.at[j] * scale.at[j] + shift.at[j];
+        result.at[j] = silu ? __fdividef(value, 1.0f + __expf(-value)) : value;
+    }
+    return result;
+}
+
 // Grid (blocks, images), block: a multiple of 32, at least `lanes` threads. partials: (images, blocks, groups, 2).
 // sum: where s is kept, or null.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -135,22 +178,9 @@ group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, con
     __syncthreads();
     const int width = layout.channels_per_group;
     for (int group = threadIdx.x / 32; group < layout.groups; group += blockDim.x / 32) {
-        const int first = group * width / VECTOR, lanes = (group * width + width - 1) / VECTOR - first + 1;
-        float total = 0, squares = 0;
-        for (int i = threadIdx.x % 32; i < lanes * step; i += 32) {
-            const int from = first + i % lanes;
-            const float4 theirs = found[i / lanes * layout.lanes + from];
-            const bool begins_here = from * VECTOR / width == group;
-            total += begins_here ? theirs.x : theirs.z;
-            squares += begins_here ? theirs.y : theirs.w;
-        }
-#pragma unroll
-        for (int distance = 16; distance; distance /= 2) {
-            total += __shfl_xor_sync(0xffffffffu, total, distance);
-            squares += __shfl_xor_sync(0xffffffffu, squares, distance);
-        }
+        const float2 total = of_group(found, group, width, layout.lanes, step);
         if (threadIdx.x % 32 == 0)
-            partials[((size_t)image * gridDim.x + blockIdx.x) * layout.groups + group] = make_float2(total, squares);
+            partials[((size_t)image * gridDim.x + blockIdx.x) * layout.groups + group] = total;
     }
 }
 
@@ -180,9 +210,7 @@ group_norm_apply(const uint4* __restrict__ x, const uint4* __restrict__ skip, co
                 total.x += found[i * groups + group].x;
                 total.y += found[i * groups + group].y;
             }
-            const float count = (float)layout.rows * layout.channels_per_group;
-            const float mean = total.x / count;
-            statistics[group] = make_float2(mean, rsqrtf(fmaxf(total.y / count - mean * mean, 0.0f) + epsilon));
+            statistics[group] = mean_and_scale(total, (float)layout.rows * layout.channels_per_group, epsilon);
         }
         __syncthreads();
     }
@@ -215,12 +243,129 @@ group_norm_apply(const uint4* __restrict__ x, const uint4* __restrict__ skip, co
             if (at >= end) break;
             Floats values = floats(read[i]);
             if (with_skip) add(values, floats(read_skip[i]));
-#pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-                const float value = values.at[j] * scale.at[j] + shift.at[j];
-                values.at[j] = silu ? __fdividef(value, 1.0f + __expf(-value)) : value;
-            }
-            y[start + (size_t)at * layout.lanes] = halves(values);
+            y[start + (size_t)at * layout.lanes] = halves(normalized(values, scale, shift, silu));
         }
     }
 }
+
+#if __CUDA_ARCH__ >= 900
+
+// Some whole groups of the images: `lanes` of a row's `row_lanes`, for each blockIdx.y.
+struct Slice {
+    int rows, row_lanes, lanes, channels_per_group, groups;
+    int rows_per_block, skip_rows, silu;
+    float epsilon;
+};
+
+static __device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ float2 of_block(const float2* shared, int rank) {
+    unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+    float2 value;
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+    return value;
+}
+
+// Grid (cluster, slices, images), cluster (1, 2, 4 or 8, 1, 1), block: a multiple of 32 and of slice.lanes. A thread holds
+// HELD positions: rows_per_block <= HELD * blockDim.x / lanes. groups * cluster <= 32.
+template <int HELD>
+static __device__ __forceinline__ void normalize_held(const uint4* x, const uint4* skip, const uint4* bias,
+                                                      const float* gamma, const float* beta, uint4* y, uint4* sum,
+                                                      const Slice& slice) {
+    __shared__ float4 found[THREADS];
+    __shared__ float2 of_this_block[32], statistics[32];
+    const int image = blockIdx.z, in_slice = threadIdx.x % slice.lanes, step = blockDim.x / slice.lanes;
+    const int lane = blockIdx.y * slice.lanes + in_slice;
+    const int first = blockIdx.x * slice.rows_per_block + threadIdx.x / slice.lanes;
+    const int end = min((int)(blockIdx.x + 1) * slice.rows_per_block, slice.rows);
+    const size_t start = (size_t)image * slice.rows * slice.row_lanes + lane;
+    const int split = in_first_group(in_slice, slice.channels_per_group);
+    uint4 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int row = first + i * step;
+        if (row < end) held[i] = x[start + (size_t)row * slice.row_lanes];
+    }
+    if (skip || bias) {
+        Floats constant = {};
+        if (bias) constant = floats(bias[lane]);
+        if (slice.skip_rows == 1) add(constant, floats(skip[(size_t)image * slice.row_lanes + lane]));
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int row = first + i * step;
+            if (row < end) {
+                const size_t at = start + (size_t)row * slice.row_lanes;
+                Floats values = floats(held[i]);
+                if (slice.skip_rows > 1) add(values, floats(skip[at]));
+                add(values, constant);
+                held[i] = halves(values);
+                if (sum) sum[at] = held[i];
+            }
+        }
+    }
+    float4 mine = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        if (first + i * step < end) {
+            const Floats values = floats(held[i]);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                const float here = j < split ? values.at[j] : 0.0f, there = j < split ? 0.0f : values.at[j];
+                mine.x += here;
+                mine.y += here * here;
+                mine.z += there;
+                mine.w += there * there;
+            }
+        }
+    }
+    found[threadIdx.x] = mine;
+    __syncthreads();
+    const int width = slice.channels_per_group;
+    for (int group = threadIdx.x / 32; group < slice.groups; group += blockDim.x / 32) {
+        const float2 total = of_group(found, group, width, slice.lanes, step);
+        if (threadIdx.x % 32 == 0) of_this_block[group] = total;
+    }
+    wait_for_cluster();
+    if (threadIdx.x < 32) {
+        const int cluster = gridDim.x, group = threadIdx.x / cluster;
+        float2 total = make_float2(0, 0);
+        if (group < slice.groups) total = of_block(&of_this_block[group], threadIdx.x % cluster);
+        for (int distance = cluster / 2; distance; distance /= 2) {
+            total.x += __shfl_xor_sync(0xffffffffu, total.x, distance);
+            total.y += __shfl_xor_sync(0xffffffffu, total.y, distance);
+        }
+        if (group < slice.groups && threadIdx.x % cluster == 0)
+            statistics[group] = mean_and_scale(total, (float)slice.rows * width, slice.epsilon);
+    }
+    __syncthreads();
+    const int group = in_slice * VECTOR / width;
+    Floats scale, shift;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+        const float2 own = statistics[j < split ? group : group + 1];
+        scale.at[j] = own.y * gamma[lane * VECTOR + j];
+        shift.at[j] = beta[lane * VECTOR + j] - own.x * scale.at[j];
+    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int row = first + i * step;
+        if (row < end) y[start + (size_t)row * slice.row_lanes] = halves(normalized(floats(held[i]), scale, shift, slice.silu));
+    }
+    wait_for_cluster();  // a block's sums stay until the others have read them
+}
+
+#define NORMALIZE_HELD(HELD, LIMIT)                                                                              \
+    extern "C" __global__ void __launch_bounds__(LIMIT) group_norm_held_##HELD(                                  \
+        const uint4* __restrict__ x, const uint4* __restrict__ skip, const uint4* __restrict__ bias,             \
+        const float* __restrict__ gamma, const float* __restrict__ beta, uint4* __restrict__ y,                  \
+        uint4* __restrict__ sum, const Slice slice) {                                                            \
+        normalize_held<HELD>(x, skip, bias, gamma, beta, y, sum, slice);                                         \
+    }
+
+NORMALIZE_HELD(4, THREADS)
+NORMALIZE_HELD(8, THREADS)
+
+#endif

@@ -25,7 +25,7 @@ from sdflow.errors import TargetUnavailableError
 
 _FOLDER = Path(__file__).parent
 KERNELS, OPERATORS = _FOLDER / "group_norm.cu", _FOLDER / "custom_ops.c"
-THREADS, SUMS_PER_PROCESSOR, APPLY_PER_PROCESSOR = 512, 2, 4
+THREADS, SUMS_PER_PROCESSOR, APPLY_PER_PROCESSOR = 1024, 1, 1
 """Of a block; and blocks of the two kernels for each of the GPU's multiprocessors: measured on an H200."""
 
 
