@@ -12,9 +12,8 @@
 // Of larger ones, and before compute capability 9.0, a kernel reads the images and writes, for each of its blocks, the
 // sums and the sums of squares of each group (group_norm_sums); another adds them up and normalizes (group_norm_apply).
 //
-// Sums are taken in the same order every time. No headers: NVRTC compiles this where no CUDA toolkit is installed.
+// Sums are taken in the same order every time.
 
-#define VECTOR 8
 #define IN_FLIGHT 4
 
 // The eight channels' images are (images, rows, lanes): rows are positions, lanes channels / VECTOR.
@@ -23,45 +22,6 @@ struct Layout {
     int rows_per_block;  // of this kernel
     int skip_rows;       // rows of skip: as many as of x, 1 when it holds for all positions, 0 when there is none
 };
-
-struct Floats {
-    float at[VECTOR];
-};
-
-static __device__ __forceinline__ float2 unpacked(unsigned pair) {
-    float2 result;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(result.x), "=f"(result.y) : "r"(pair));
-    return result;
-}
-
-static __device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-static __device__ __forceinline__ Floats floats(uint4 halves) {
-    const unsigned pairs[4] = {halves.x, halves.y, halves.z, halves.w};
-    Floats result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 both = unpacked(pairs[i]);
-        result.at[2 * i] = both.x;
-        result.at[2 * i + 1] = both.y;
-    }
-    return result;
-}
-
-static __device__ __forceinline__ uint4 halves(const Floats& values) {
-    return make_uint4(packed(values.at[0], values.at[1]), packed(values.at[2], values.at[3]),
-                      packed(values.at[4], values.at[5]), packed(values.at[6], values.at[7]));
-}
-
-static __device__ __forceinline__ void add(Floats& to, const Floats& value) {
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) to.at[i] += value.at[i];
-}
 
 // What is the same at all positions: the bias, and a skip of one row.
 static __device__ __forceinline__ Floats constant_part(const uint4* skip, const uint4* bias, const Layout& layout,
@@ -85,8 +45,31 @@ static __device__ __forceinline__ int in_first_group(int lane, int channels_per_
     return min(VECTOR, (first / channels_per_group + 1) * channels_per_group - first);
 }
 
-// A warp's sum over what the block's threads found of one of its groups: a thread has (sum, squares) of the group that its
-// first channel is in, and of the next one.
+static __device__ __forceinline__ void add_to(Floats& sums, Floats& squares, const Floats& values) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+        sums.at[j] += values.at[j];
+        squares.at[j] += values.at[j] * values.at[j];
+    }
+}
+
+// (sum, squares) of the first channel's group, and of the next one.
+static __device__ __forceinline__ float4 by_group(const Floats& sums, const Floats& squares, int split) {
+    float4 found = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+        if (j < split) {
+            found.x += sums.at[j];
+            found.y += squares.at[j];
+        } else {
+            found.z += sums.at[j];
+            found.w += squares.at[j];
+        }
+    }
+    return found;
+}
+
+// A warp's sum over what the block's threads found of one of its groups, `by_group`.
 static __device__ __forceinline__ float2 of_group(const float4* found, int group, int width, int row_lanes, int rows) {
     const int first = group * width / VECTOR, lanes = (group * width + width - 1) / VECTOR - first + 1;
     float2 total = make_float2(0, 0);
@@ -154,26 +137,11 @@ group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, con
                     sum[start + (size_t)at * layout.lanes] = rounded;
                     values = floats(rounded);
                 }
-#pragma unroll
-                for (int j = 0; j < VECTOR; ++j) {
-                    sums.at[j] += values.at[j];
-                    squares.at[j] += values.at[j] * values.at[j];
-                }
+                add_to(sums, squares, values);
             }
         }
         const int split = in_first_group(lane, layout.channels_per_group);
-        float4 mine = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) {
-            if (j < split) {
-                mine.x += sums.at[j];
-                mine.y += squares.at[j];
-            } else {
-                mine.z += sums.at[j];
-                mine.w += squares.at[j];
-            }
-        }
-        found[threadIdx.x] = mine;
+        found[threadIdx.x] = by_group(sums, squares, split);
     }
     __syncthreads();
     const int width = layout.channels_per_group;
@@ -306,22 +274,26 @@ static __device__ __forceinline__ void normalize_held(const uint4* x, const uint
             }
         }
     }
-    float4 mine = make_float4(0, 0, 0, 0);
+    if (HELD <= 4) {
+        Floats sums = {}, squares = {};
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        if (first + i * step < end) {
-            const Floats values = floats(held[i]);
+        for (int i = 0; i < HELD; ++i) {
+            if (first + i * step < end) add_to(sums, squares, floats(held[i]));
+        }
+        found[threadIdx.x] = by_group(sums, squares, split);
+    } else {  // sixteen sums do not fit beside what is held
+        float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-                const float here = j < split ? values.at[j] : 0.0f, there = j < split ? 0.0f : values.at[j];
-                mine.x += here;
-                mine.y += here * here;
-                mine.z += there;
-                mine.w += there * there;
+        for (int i = 0; i < HELD; ++i) {
+            if (first + i * step < end) {
+                Floats sums = {}, squares = {};
+                add_to(sums, squares, floats(held[i]));
+                const float4 mine = by_group(sums, squares, split);
+                total = make_float4(total.x + mine.x, total.y + mine.y, total.z + mine.z, total.w + mine.w);
             }
         }
+        found[threadIdx.x] = total;
     }
-    found[threadIdx.x] = mine;
     __syncthreads();
     const int width = slice.channels_per_group;
     for (int group = threadIdx.x / 32; group < slice.groups; group += blockDim.x / 32) {

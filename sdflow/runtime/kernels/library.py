@@ -24,9 +24,17 @@ from sdflow.digest import digest_json
 from sdflow.errors import TargetUnavailableError
 
 _FOLDER = Path(__file__).parent
-KERNELS, OPERATORS = _FOLDER / "group_norm.cu", _FOLDER / "custom_ops.c"
-THREADS, SUMS_PER_PROCESSOR, APPLY_PER_PROCESSOR = 1024, 1, 1
-"""Of a block; and blocks of the two kernels for each of the GPU's multiprocessors: measured on an H200."""
+KERNELS = tuple(_FOLDER / name for name in ("halves.cuh", "group_norm.cu", "bias_split_gelu.cu"))
+OPERATORS = tuple(_FOLDER / name for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c"))
+HEADER = _FOLDER / "ort.h"
+DEFINES = {
+    "THREADS": 1024,
+    "SUMS_PER_PROCESSOR": 1,
+    "APPLY_PER_PROCESSOR": 1,
+    "GELU_THREADS": 640,
+    "GELU_PER_PROCESSOR": 2,
+}
+"""Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
 
 
 @functools.cache
@@ -40,7 +48,7 @@ def kernel_library() -> Path | None:
         ctypes.CDLL(str(library))
     except (TargetUnavailableError, OSError) as error:
         reason = error.what if isinstance(error, TargetUnavailableError) else str(error)
-        warnings.warn(f"GroupNorm runs in ONNX Runtime's kernel, which is slower than ours: {reason}", stacklevel=2)
+        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than ours: {reason}", stacklevel=2)
         return None
     return library
 
@@ -60,14 +68,9 @@ def build() -> Path:
         raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
     nvrtc = Nvrtc()
     capability = "{}{}".format(*torch.cuda.get_device_capability())
-    defines = {
-        "THREADS": THREADS,
-        "SUMS_PER_PROCESSOR": SUMS_PER_PROCESSOR,
-        "APPLY_PER_PROCESSOR": APPLY_PER_PROCESSOR,
-    }
     content = {
-        "sources": [path.read_text(encoding="utf-8") for path in (KERNELS, OPERATORS)],
-        "defines": defines,
+        "sources": [path.read_text(encoding="utf-8") for path in (*KERNELS, *OPERATORS, HEADER)],
+        "defines": DEFINES,
         "capability": capability,
         "nvrtc": nvrtc.version,
         "onnxruntime": onnxruntime.__version__,
@@ -78,23 +81,25 @@ def build() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(library.with_suffix(".lock")):
             if not library.exists():
-                _make(library, nvrtc, compiler, capability, defines)
+                _make(library, nvrtc, compiler, capability)
     except OSError as error:
         raise TargetUnavailableError(f"{library.parent} cannot be written: {error}") from error
     return library
 
 
-def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str, defines: dict[str, int]) -> None:
+def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
     from sdflow.runtime.kernels.proof import prove
 
-    flags = [f"-D{name}={value}" for name, value in defines.items()]
+    flags = [f"-D{name}={value}" for name, value in DEFINES.items()]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        cubin, made = Path(folder) / "group_norm.cubin", Path(folder) / library.name
+        cubin, made = Path(folder) / "kernels.cubin", Path(folder) / library.name
         options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *flags]
-        cubin.write_bytes(nvrtc.compile(KERNELS.read_text(encoding="utf-8"), options))
+        source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in KERNELS)
+        cubin.write_bytes(nvrtc.compile(source, options))
         quoted = f'-DCUBIN="{cubin}"'
-        command = [compiler, "-O2", "-shared", "-fPIC", quoted, *flags, "-o", str(made), str(OPERATORS)]
-        finished = subprocess.run([*command, "-ldl", "-lpthread"], capture_output=True, text=True, check=False)
+        shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
+        command = [compiler, *shared, quoted, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
             raise TargetUnavailableError(f"{compiler} cannot compile the operator: {finished.stderr.strip()[-400:]}")
         prove(made)
@@ -119,9 +124,7 @@ class Nvrtc:
         Raises TargetUnavailableError with the compiler's messages.
         """
         program, none = ctypes.c_void_p(), ctypes.c_char_p()
-        created = self._library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), KERNELS.name.encode(), 0, none, none
-        )
+        created = self._library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, none, none)
         self._check(created)
         try:
             given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])

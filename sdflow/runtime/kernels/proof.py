@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,10 @@ TOLERANCE = 5e-4
 
 @dataclass(frozen=True)
 class Case:
-    """shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too."""
+    """A group normalization.
+
+    shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too.
+    """
 
     shape: tuple[int, int, int, int]
     skip: str = "none"
@@ -40,18 +44,41 @@ CASES = (
 )
 
 
+GELU_SHAPES = ((2, 77, 2560), (1, 5, 10240), (3, 2, 48))
+"""Of BiasSplitGelu's x."""
+
+
 def prove(library: Path) -> None:
     """Raises TargetUnavailableError when a result is not what it should be."""
-    for case in CASES:
-        for name, distance in differences(library, case).items():
-            if not distance <= TOLERANCE:
-                raise TargetUnavailableError(f"our GroupNorm is wrong on this device: {name} by {distance:.1e}, {case}")
+    found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
+    found |= {f"BiasSplitGelu, {shape}": gelu_difference(library, shape) for shape in GELU_SHAPES}
+    for name, distance in found.items():
+        if not distance <= TOLERANCE:
+            raise TargetUnavailableError(f"our kernels are wrong on this device: {name} by {distance:.1e}")
+
+
+def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
+    """Relative L2 distance of BiasSplitGelu to numpy's."""
+    import numpy as np
+    from onnx import TensorProto, helper
+
+    random = np.random.default_rng(1)
+    feeds = {
+        "x": random.normal(size=shape).astype(np.float16),
+        "bias": random.normal(size=shape[-1:]).astype(np.float16),
+    }
+    node = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
+    (found,) = _session(library, node, feeds, [result]).run(["y"], feeds)
+    plain, gate = np.split(feeds["x"].astype(np.float64) + feeds["bias"], 2, axis=-1)
+    expected = plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+    return _distance(found.astype(np.float64), expected)
 
 
 def differences(library: Path, case: Case) -> dict[str, float]:
     """Output -> relative L2 distance to numpy's, for random values with a mean and a spread of their own per channel."""
     import numpy as np
-    import onnxruntime as ort
+    from onnx import helper
 
     random = np.random.default_rng(0)
     channels = case.shape[3]
@@ -67,12 +94,20 @@ def differences(library: Path, case: Case) -> dict[str, float]:
         feeds["skip"] = halves(*(case.shape if case.skip == "full" else (case.shape[0], channels)))
     if case.bias:
         feeds["bias"] = halves(channels)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(library))
-    providers = ["CUDAExecutionProvider"]
-    session = ort.InferenceSession(_model(feeds, case).SerializeToString(), options, providers=providers)
     names = ["y", "sum"] if case.kept else ["y"]
+    order = ["x", "gamma", "beta", "skip", "bias"]
+    inputs = [name if name in feeds else "" for name in order]
+    while not inputs[-1]:
+        inputs.pop()
+    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
+    node = helper.make_node(
+        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=GROUPS, epsilon=EPSILON, activation=int(case.silu)
+    )
+    results = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
+        for name in names
+    ]
+    session = _session(library, node, feeds, results)
     found = dict(zip(names, session.run(names, feeds), strict=True))
     expected = _expected(feeds, case)
     return {name: _distance(found[name].astype(np.float32), expected[name]) for name in names}
@@ -104,23 +139,19 @@ def _expected(feeds: dict[str, Any], case: Case) -> dict[str, np.ndarray]:
     return {"y": y / (1 + np.exp(-y)) if case.silu else y, "sum": total}
 
 
-def _model(feeds: dict[str, Any], case: Case) -> Any:
+def _session(library: Path, node: Any, feeds: dict[str, Any], results: list[Any]) -> Any:
+    """One node on the CUDA provider."""
+    import onnxruntime as ort
     from onnx import helper
 
-    types = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in feeds.items()}
-    order = ["x", "gamma", "beta", "skip", "bias"]
-    inputs = [name if name in feeds else "" for name in order]
-    while not inputs[-1]:
-        inputs.pop()
-    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
-    node = helper.make_node(
-        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=GROUPS, epsilon=EPSILON, activation=int(case.silu)
-    )
-    graph = helper.make_graph(
-        [node],
-        "group_norm",
-        [helper.make_tensor_value_info(name, types[name], value.shape) for name, value in feeds.items()],
-        [helper.make_tensor_value_info(name, types["x"], case.shape) for name in outputs if name != "sums"],
-    )
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in feeds.items()
+    ]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    graph = helper.make_graph([node], node.op_type, inputs, results)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CUDAExecutionProvider"])

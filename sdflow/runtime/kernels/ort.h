@@ -1,0 +1,123 @@
+/* What of ONNX Runtime's C interface an operator takes, and the launching of kernels.
+ *
+ * ONNX Runtime's headers come with no Python package. Its interface is a table of functions to which later versions only
+ * append, so that the few in use are named here by their place in it (onnxruntime_c_api.h, OrtApi); so is the interface
+ * of an operator up to version 16 of that interface (OrtCustomOp).
+ */
+#ifndef SDFLOW_ORT_H
+#define SDFLOW_ORT_H
+
+#include <stdint.h>
+#include <stddef.h>
+
+#define ORT_VERSION 16
+#define VECTOR 8 /* channels of a thread, in all kernels */
+
+enum { FLOAT = 1, FLOAT16 = 10 };
+enum { REQUIRED = 0, OPTIONAL = 1 };
+
+typedef const void *const *Api;
+typedef void Status;
+
+#define CALL(api, place, result, ...) ((result (*)(__VA_ARGS__))(api)[place])
+#define CREATE_STATUS(api) CALL(api, 0, Status *, int, const char *)
+#define CREATE_DOMAIN(api) CALL(api, 26, Status *, const char *, void **)
+#define DOMAIN_ADD(api) CALL(api, 27, Status *, void *, const void *)
+#define ADD_DOMAIN(api) CALL(api, 28, Status *, void *, void *)
+#define TENSOR_DATA(api) CALL(api, 51, Status *, const void *, void **)
+#define DIMENSIONS_COUNT(api) CALL(api, 61, Status *, const void *, size_t *)
+#define DIMENSIONS(api) CALL(api, 62, Status *, const void *, int64_t *, size_t)
+#define TYPE_AND_SHAPE(api) CALL(api, 65, Status *, const void *, void **)
+#define FLOAT_ATTRIBUTE(api) CALL(api, 85, Status *, const void *, const char *, float *)
+#define INT_ATTRIBUTE(api) CALL(api, 86, Status *, const void *, const char *, int64_t *)
+#define INPUT_COUNT(api) CALL(api, 88, Status *, const void *, size_t *)
+#define OUTPUT_COUNT(api) CALL(api, 89, Status *, const void *, size_t *)
+#define INPUT(api) CALL(api, 90, Status *, const void *, size_t, const void **)
+#define OUTPUT(api) CALL(api, 91, Status *, void *, size_t, const int64_t *, size_t, void **)
+#define RELEASE_SHAPE(api) CALL(api, 99, void, void *)
+#define GPU_STREAM(api) CALL(api, 193, Status *, const void *, void **)
+
+#define TRY(call)                     \
+    do {                              \
+        Status *failed = (call);      \
+        if (failed) return failed;    \
+    } while (0)
+
+/* A status that says what, and why unless that is null. */
+Status *failure(Api api, const char *what, const char *why);
+
+/* Up to four axes of a tensor. */
+Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count);
+
+/* Null where an optional input is not given. */
+Status *optional_input(Api api, const void *context, size_t index, const void **value);
+
+/* A tensor's memory; null for no tensor. */
+Status *data(Api api, const void *value, void **pointer);
+
+static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+static inline int round_up(int value, int unit) { return ceil_div(value, unit) * unit; }
+
+/* CUlaunchConfig and CUlaunchAttribute of cuda.h. */
+typedef struct {
+    int id, padding;
+    union {
+        char size[64];
+        unsigned dimensions[3];
+    } value;
+} Attribute;
+
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    Attribute *attributes;
+    unsigned attribute_count;
+} Launch;
+
+enum { CLUSTER_DIMENSION = 4 };
+
+/* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
+typedef struct {
+    void *context, *sums, *apply, *held_4, *held_8, *bias_split_gelu;
+    int processors;
+    int (*launch)(const Launch *, void *, void **, void **);
+} Gpu;
+
+extern Gpu gpu;
+
+/* Loads the kernels unless they are. Returns why that cannot be done, else null. */
+const char *load_kernels(void);
+
+/* Zero when the kernel is queued. */
+int launch(void *function, Launch config, void **arguments);
+
+/* OrtCustomOp, as far as version 16 of the interface reads it. */
+typedef struct Op {
+    uint32_t version;
+    void *(*create_kernel)(const struct Op *, Api, const void *);
+    const char *(*name)(const struct Op *);
+    const char *(*provider)(const struct Op *);
+    int (*input_type)(const struct Op *, size_t);
+    size_t (*input_count)(const struct Op *);
+    int (*output_type)(const struct Op *, size_t);
+    size_t (*output_count)(const struct Op *);
+    void (*kernel_compute)(void *, void *);
+    void (*kernel_destroy)(void *);
+    int (*input_characteristic)(const struct Op *, size_t);
+    int (*output_characteristic)(const struct Op *, size_t);
+    int (*input_memory)(const struct Op *, size_t);
+    int (*variadic_input_min)(const struct Op *);
+    int (*variadic_input_homogeneous)(const struct Op *);
+    int (*variadic_output_min)(const struct Op *);
+    int (*variadic_output_homogeneous)(const struct Op *);
+    Status *(*create_kernel_v2)(const void *, Api, const void *, void **);
+    Status *(*kernel_compute_v2)(void *, void *);
+} Op;
+
+extern const Op group_norm, bias_split_gelu;
+
+static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
+static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }
+static inline int none(const Op *op) { return (void)op, 0; }
+
+#endif
