@@ -3,8 +3,9 @@
     python bench/verify_on_gpu.py GRAPHS [--size 32] [--timesteps 999 500 1] [--submodels unet vae_decoder text_encoder]
 
 GRAPHS: as for `bench/image_latency.py`. For each submodel, with the same random weights and inputs: relative L2 distance to
-PyTorch in float32 of the artifact on the CUDA provider, of the artifact lowered to the CPU, and of PyTorch in float16. The
-first two must agree within a fifth, and both must be at most 1.2 times the third; else the exit status is 1.
+PyTorch in float32 of the artifact as sdflow runs it on CUDA (our kernels, captured), of the artifact lowered to the CPU,
+and of PyTorch in float16. The first two must agree within a fifth, and both must be at most 1.2 times the third; else the
+exit status is 1.
 Needs torch with CUDA, diffusers, transformers, onnx and onnxruntime-gpu.
 """
 
@@ -93,14 +94,14 @@ def distance(values: list[np.ndarray], reference: list[np.ndarray]) -> float:
 def engines(name: str, module: Any, folder: Path) -> Mapping[str, Callable[[], Run]]:
     """The engines of one submodel, each made when its turn comes."""
     import onnx
-    import onnxruntime
 
+    from sdflow.runtime.folder import load_submodel
+    from sdflow.targets import TARGETS
     from sdflow.verify.lowering import lower, session_of
 
     def cuda() -> Run:
-        options = {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": "0"}
-        providers = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
-        return artifact(onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=providers))
+        submodel = load_submodel(folder.parent, name, TARGETS["cuda"])
+        return lambda feeds: next(iter(submodel(**feeds).values())).astype(np.float32)
 
     def lowered() -> Run:
         model = onnx.load(str(folder / "model.onnx"), load_external_data=False)
