@@ -31,7 +31,8 @@ def ignore() -> None:
 
 
 def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
-    """sdflow's pipeline on one target, and a note on how it was tuned."""
+    """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
+    from sdflow.runtime.kernels.library import kernel_library
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.runtime.tuned import Recorded, recorded_tuning
     from sdflow.runtime.tuning import UNTUNED
@@ -72,7 +73,11 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         images: np.ndarray = drawn.images  # type: ignore[assignment]
         return images
 
-    return draw, recorded.note
+    notes = [recorded.note]
+    if target.name == "cuda":
+        own = recorded.tuning.own_kernels and kernel_library() is not None
+        notes.append("with sdflow's own kernels" if own else "with ONNX Runtime's kernels only")
+    return draw, "; ".join(note for note in notes if note)
 
 
 def torch_drawer(

@@ -195,6 +195,13 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
     for name, part in result.submodels.items():
         if part.placement.fallen:
             print(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
+    own = [
+        f"{part.placement.own_kernels} nodes of {name}"
+        for name, part in result.submodels.items()
+        if part.placement.own_kernels
+    ]
+    if own:
+        print(f"  in sdflow's own kernels: {', '.join(own)}")
     print(f"peak memory of the process: {megabytes(result.peak_memory_bytes or 0)}")
     if result.image:
         print(f"picture: {result.image}")

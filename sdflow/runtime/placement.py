@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
+from sdflow.runtime.kernels.replace import DOMAIN
 from sdflow.runtime.sessions import create_session
 from sdflow.targets import CPU_PROVIDER, Target
 
@@ -47,13 +48,14 @@ class Placement:
     """Where a submodel's nodes run.
 
     nodes: provider -> number of nodes. shapes_on_cpu: how many of the CPU's only compute shapes. fallen: the other
-    nodes that the target's provider did not take.
+    nodes that the target's provider did not take. own_kernels: how many run in `sdflow.runtime.kernels`.
     """
 
     provider: str
     nodes: dict[str, int]
     shapes_on_cpu: int
     fallen: tuple[PlacedNode, ...]
+    own_kernels: int = 0
 
     def require_complete(self, where: str, name_at_most: int = 8) -> None:
         """Raises VerificationError, naming the first nodes, when part of the graph fell to another provider."""
@@ -111,6 +113,7 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
         nodes=dict(sorted(Counter(node.provider for node in nodes).items())),
         shapes_on_cpu=len(shapes),
         fallen=tuple(node for node in others if node not in shapes),
+        own_kernels=sum(node.domain == DOMAIN for node in nodes),
     )
 
 

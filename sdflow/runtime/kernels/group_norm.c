@@ -10,7 +10,7 @@
 
 #define MAX_GROUPS 32
 
-/* As in group_norm.cu. */
+/* As in group_norm.cuh. */
 typedef struct {
     int rows, lanes, channels_per_group, groups, rows_per_block, skip_rows;
 } Layout;

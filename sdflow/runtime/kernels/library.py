@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from sdflow.digest import digest_json
 from sdflow.errors import TargetUnavailableError
 
 _FOLDER = Path(__file__).parent
-KERNELS = tuple(_FOLDER / name for name in ("halves.cuh", "group_norm.cu", "bias_split_gelu.cu"))
+KERNELS = tuple(
+    _FOLDER / name
+    for name in ("halves.cuh", "group_norm.cuh", "group_norm_twice.cu", "group_norm_held.cu", "bias_split_gelu.cu")
+)
 OPERATORS = tuple(_FOLDER / name for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c"))
 HEADER = _FOLDER / "ort.h"
 DEFINES = {
@@ -67,6 +71,8 @@ def build() -> Path:
     if compiler is None:
         raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
     nvrtc = Nvrtc()
+    if not torch.cuda.is_available():
+        raise TargetUnavailableError("torch sees no CUDA device")
     capability = "{}{}".format(*torch.cuda.get_device_capability())
     content = {
         "sources": [path.read_text(encoding="utf-8") for path in (*KERNELS, *OPERATORS, HEADER)],
@@ -90,20 +96,26 @@ def build() -> Path:
 def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
     from sdflow.runtime.kernels.proof import prove
 
-    flags = [f"-D{name}={value}" for name, value in DEFINES.items()]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        cubin, made = Path(folder) / "kernels.cubin", Path(folder) / library.name
-        options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *flags]
-        source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in KERNELS)
-        cubin.write_bytes(nvrtc.compile(source, options))
-        quoted = f'-DCUBIN="{cubin}"'
-        shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
-        command = [compiler, *shared, quoted, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            raise TargetUnavailableError(f"{compiler} cannot compile the operator: {finished.stderr.strip()[-400:]}")
+        made = compile_library(Path(folder), nvrtc, compiler, capability)
         prove(made)
         made.replace(library)
+
+
+def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, flags: Sequence[str] = ()) -> Path:
+    """The library for a compute capability ("90"), in a folder of the caller's. Needs no GPU. flags: for the C
+    compiler. Raises TargetUnavailableError with what the compilers said.
+    """
+    defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
+    cubin, made = folder / "kernels.cubin", folder / "libsdflow_kernels.so"
+    source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in KERNELS)
+    cubin.write_bytes(nvrtc.compile(source, [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defines]))
+    shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f'-DCUBIN="{cubin}"']
+    command = [compiler, *shared, *defines, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise TargetUnavailableError(f"{compiler} cannot compile the operators: {finished.stderr.strip()[-400:]}")
+    return made
 
 
 class Nvrtc:

@@ -6,7 +6,7 @@ from typing import Any
 
 DOMAIN, VERSION = "sdflow", 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
-"""As in group_norm.cu: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
+"""As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
 
 
 def with_own_kernels(model: Any) -> Any | None:
