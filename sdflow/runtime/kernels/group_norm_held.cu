@@ -9,18 +9,6 @@ struct Slice {
     float epsilon;
 };
 
-static __device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-static __device__ __forceinline__ float2 of_block(const float2* shared, int rank) {
-    unsigned address = (unsigned)__cvta_generic_to_shared(shared);
-    float2 value;
-    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-    return value;
-}
-
 // Grid (cluster, slices, images), cluster (1, 2, 4 or 8, 1, 1), block: a multiple of 32 and of slice.lanes. A thread holds
 // HELD positions: rows_per_block <= HELD * blockDim.x / lanes. groups * cluster <= 32.
 template <int HELD>

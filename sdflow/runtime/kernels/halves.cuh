@@ -8,19 +8,6 @@ struct Floats {
     float at[VECTOR];
 };
 
-static __device__ __forceinline__ float2 unpacked(unsigned pair) {
-    float2 result;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(result.x), "=f"(result.y) : "r"(pair));
-    return result;
-}
-
-static __device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 static __device__ __forceinline__ Floats floats(uint4 halves) {
     const unsigned pairs[4] = {halves.x, halves.y, halves.z, halves.w};
     Floats result;

@@ -27,7 +27,15 @@ from sdflow.errors import TargetUnavailableError
 _FOLDER = Path(__file__).parent
 KERNELS = tuple(
     _FOLDER / name
-    for name in ("halves.cuh", "group_norm.cuh", "group_norm_twice.cu", "group_norm_held.cu", "bias_split_gelu.cu")
+    for name in (
+        "float16.cuh",
+        "halves.cuh",
+        "group_norm.cuh",
+        "group_norm_twice.cu",
+        "cluster.cuh",
+        "group_norm_held.cu",
+        "bias_split_gelu.cu",
+    )
 )
 OPERATORS = tuple(_FOLDER / name for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c"))
 HEADER = _FOLDER / "ort.h"
