@@ -1,0 +1,56 @@
+// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh and cluster.cuh, the primitives
+// that are PTX on a GPU. threads.cpp runs a block's threads.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstddef>
+
+#define __CUDA_ARCH__ 900
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+// One place for all blocks, as on a GPU: the scheduler exchanges the content when it goes on with another block. The linker
+// finds it, shared_memory.ld: g++ 12 takes no notice of a section's name within a template.
+#define __shared__ static
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct Place {
+    unsigned x, y, z;
+};
+
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+extern Place threadIdx, blockIdx, blockDim, gridDim;
+
+// Threads that have ended count as arrived, at a block's barrier and at a cluster's. All of a warp take part in a shuffle.
+void __syncthreads();
+void wait_for_cluster();
+float __shfl_xor_sync(unsigned mask, float value, int distance);
+float2 of_block(const float2* shared, int rank);
+
+static inline int min(int a, int b) { return a < b ? a : b; }
+// Macros, since C libraries have functions of these names.
+#define rsqrtf(x) (1.0f / sqrtf(x))
+#define __expf(x) expf(x)
+#define __fdividef(x, y) ((x) / (y))
+
+static inline float2 unpacked(unsigned pair) {
+    return {_cvtsh_ss((unsigned short)pair), _cvtsh_ss((unsigned short)(pair >> 16))};
+}
+
+static inline unsigned packed(float low, float high) {
+    return _cvtss_sh(low, _MM_FROUND_TO_NEAREST_INT) | (unsigned)_cvtss_sh(high, _MM_FROUND_TO_NEAREST_INT) << 16;
+}

@@ -1,0 +1,29 @@
+// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with all of them.
+#include "cuda.h"
+#define bias_split_gelu bias_split_gelu_kernel  // the operator has the name in the same program
+#include KERNELS
+#undef bias_split_gelu
+#include "threads.h"
+
+#include <utility>
+
+template <class... Parameters, std::size_t... I>
+static void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<Parameters*>(arguments[I])...);
+}
+
+template <auto kernel>
+static void run(void** arguments) {
+    [&]<class... Parameters>(void (*typed)(Parameters...)) {
+        call(typed, arguments, std::index_sequence_for<Parameters...>{});
+    }(kernel);
+}
+
+const Kernel kernels[] = {
+    {"group_norm_sums", run<group_norm_sums>, THREADS, 80},
+    {"group_norm_apply", run<group_norm_apply>, THREADS, 80},
+    {"group_norm_held_4", run<group_norm_held_4>, THREADS, 90},
+    {"group_norm_held_8", run<group_norm_held_8>, THREADS, 90},
+    {"bias_split_gelu", run<bias_split_gelu_kernel>, GELU_THREADS, 80},
+    {nullptr, nullptr, 0, 0},
+};

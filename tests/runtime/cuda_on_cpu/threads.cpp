@@ -1,0 +1,253 @@
+#include "threads.h"
+
+#include <sanitizer/common_interface_defs.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define UNCHECKED __attribute__((no_sanitize("address"), noinline, optimize("O2")))
+
+Place threadIdx, blockIdx, blockDim, gridDim;
+
+// Keeps the registers that a function must keep on the stack, whose end goes to *from, and takes those of the stack `to`.
+extern "C" void switch_stacks(void** from, void* to);
+asm(R"(
+.pushsection .text
+switch_stacks:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.popsection
+)");
+
+extern "C" char __start_shared_memory[], __stop_shared_memory[];  // shared_memory.ld
+
+namespace {
+
+enum class State { READY, AT_SHUFFLE, AT_BLOCK, AT_CLUSTER, ENDED };
+
+constexpr unsigned WARP = 32;
+constexpr std::size_t STACK = 1 << 16;
+constexpr std::uint64_t END_OF_STACK = 0x5ac0ffee5ac0ffee;
+
+struct Thread {
+    State state;
+    void* stack;
+    unsigned shuffles;
+};
+
+struct Warp {  // what its threads bring to a shuffle, to the even ones and to the odd ones
+    float values[2][WARP];
+    int distances[2][WARP];
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    std::vector<char> shared;
+    bool started = false, ended = false;
+};
+
+std::vector<Block> blocks;  // of the cluster that runs
+bool descending;
+unsigned current_block, loaded_block, current_thread;
+void* scheduler;
+const void* scheduler_bottom;  // of its stack, and how large that is: for the sanitizer
+std::size_t scheduler_size;
+char* stacks;
+std::size_t stacks_count;
+void (*kernel_run)(void**);
+void** kernel_arguments;
+
+unsigned turn(unsigned i, unsigned count) { return descending ? count - 1 - i : i; }
+
+UNCHECKED void copy(char* to, const char* from, std::size_t size) {  // with the gaps that are not to be touched
+    for (std::size_t i = 0; i < size; ++i) to[i] = from[i];
+}
+
+std::size_t shared_size() { return __stop_shared_memory - __start_shared_memory; }
+
+void load(unsigned block) {
+    if (block == loaded_block) return;
+    copy(blocks[loaded_block].shared.data(), __start_shared_memory, shared_size());
+    copy(__start_shared_memory, blocks[block].shared.data(), shared_size());
+    loaded_block = block;
+}
+
+Thread& current() { return blocks[current_block].threads[current_thread]; }
+
+void wait(State state) {
+    Thread& thread = current();
+    thread.state = state;
+    void* kept;
+    __sanitizer_start_switch_fiber(state == State::ENDED ? nullptr : &kept, scheduler_bottom, scheduler_size);
+    switch_stacks(&thread.stack, scheduler);
+    __sanitizer_finish_switch_fiber(kept, nullptr, nullptr);
+}
+
+void thread_main() {
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+    kernel_run(kernel_arguments);
+    wait(State::ENDED);
+    std::abort();
+}
+
+char* stack_of(unsigned block, unsigned thread) { return stacks + (block * blocks[0].threads.size() + thread) * STACK; }
+
+void prepare(unsigned block, unsigned thread) {
+    char* bottom = stack_of(block, thread);
+    std::memcpy(bottom, &END_OF_STACK, sizeof END_OF_STACK);
+    void** top = reinterpret_cast<void**>(bottom + STACK);
+    *--top = nullptr;  // the address that thread_main would return to
+    *--top = reinterpret_cast<void*>(&thread_main);
+    for (int i = 0; i < 6; ++i) *--top = nullptr;
+    blocks[block].threads[thread] = {State::READY, top, 0};
+}
+
+void resume(unsigned thread) {
+    current_thread = thread;
+    threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+    void* kept;
+    __sanitizer_start_switch_fiber(&kept, stack_of(current_block, thread), STACK);
+    switch_stacks(&scheduler, current().stack);
+    __sanitizer_finish_switch_fiber(kept, nullptr, nullptr);
+    if (std::memcmp(stack_of(current_block, thread), &END_OF_STACK, sizeof END_OF_STACK)) wrong("a stack is too small");
+}
+
+bool run_warp(unsigned warp) {
+    Block& block = blocks[current_block];
+    const unsigned first = warp * WARP, size = min(WARP, block.threads.size() - first);
+    for (bool ran = false;;) {
+        unsigned at_shuffle = 0;
+        for (unsigned i = 0; i < size; ++i) {
+            const unsigned lane = turn(i, size);
+            Thread& thread = block.threads[first + lane];
+            if (thread.state == State::READY) resume(first + lane), ran = true;
+            at_shuffle += thread.state == State::AT_SHUFFLE;
+        }
+        if (at_shuffle < WARP) return ran;
+        for (unsigned lane = 0; lane < WARP; ++lane) block.threads[first + lane].state = State::READY;
+    }
+}
+
+// Lets all go on that wait at a barrier if nobody is missing.
+bool release(State barrier, unsigned first, unsigned end) {
+    bool found = false;
+    for (unsigned i = first; i < end; ++i)
+        for (const Thread& thread : blocks[i].threads) {
+            if (thread.state != barrier && thread.state != State::ENDED) return false;
+            found |= thread.state == barrier;
+        }
+    for (unsigned i = first; i < end; ++i)
+        for (Thread& thread : blocks[i].threads)
+            if (thread.state == barrier) thread.state = State::READY;
+    return found;
+}
+
+bool run_block(unsigned block) {
+    if (blocks[block].ended) return false;
+    load(block);
+    blocks[block].started = true;
+    bool ran = false;
+    for (bool more = true; more; ran |= more) {
+        more = false;
+        const unsigned warps = blocks[block].warps.size();
+        for (unsigned i = 0; i < warps; ++i) more |= run_warp(turn(i, warps));
+        more |= release(State::AT_BLOCK, block, block + 1);
+    }
+    bool ended = true;
+    for (const Thread& thread : blocks[block].threads) ended &= thread.state == State::ENDED;
+    blocks[block].ended = ended;
+    return ran;
+}
+
+void run_cluster(Place first) {
+    for (unsigned i = 0; i < blocks.size(); ++i) {
+        blocks[i].started = blocks[i].ended = false;
+        std::memset(blocks[i].shared.data(), 0xff, shared_size());
+        for (unsigned j = 0; j < blocks[i].threads.size(); ++j) prepare(i, j);
+    }
+    copy(__start_shared_memory, blocks[loaded_block].shared.data(), shared_size());
+    for (bool ran = true; ran;) {
+        ran = false;
+        for (unsigned i = 0; i < blocks.size(); ++i) {
+            current_block = turn(i, blocks.size());
+            blockIdx = {first.x + current_block, first.y, first.z};
+            ran |= run_block(current_block);
+        }
+        ran |= release(State::AT_CLUSTER, 0, blocks.size());
+    }
+    for (const Block& block : blocks)
+        if (!block.ended) wrong("threads wait for others that never come");
+}
+
+}  // namespace
+
+void wrong(const char* what) {
+    std::fprintf(stderr, "block (%u, %u, %u), thread (%u, %u, %u): %s\n", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
+                 threadIdx.y, threadIdx.z, what);
+    std::_Exit(1);
+}
+
+void __syncthreads() { wait(State::AT_BLOCK); }
+void wait_for_cluster() { wait(State::AT_CLUSTER); }
+
+float __shfl_xor_sync(unsigned mask, float value, int distance) {
+    const unsigned lane = current_thread % WARP, other = lane ^ distance;
+    if (mask != 0xffffffffu || other >= WARP) wrong("a shuffle is not of a whole warp");
+    const unsigned parity = current().shuffles++ % 2;
+    Warp& warp = blocks[current_block].warps[current_thread / WARP];
+    warp.values[parity][lane] = value;
+    warp.distances[parity][lane] = distance;
+    wait(State::AT_SHUFFLE);
+    if (warp.distances[parity][other] != distance) wrong("a warp's threads are at different shuffles");
+    return warp.values[parity][other];
+}
+
+float2 of_block(const float2* shared, int rank) {
+    const std::size_t at = reinterpret_cast<const char*>(shared) - __start_shared_memory;
+    if (at > shared_size() - sizeof *shared) wrong("another block is asked for what is not in shared memory");
+    if (rank < 0 || rank >= static_cast<int>(blocks.size())) wrong("the cluster has no such block");
+    float2 value = *shared;  // for the checks of the address
+    if (rank == static_cast<int>(current_block)) return value;
+    if (!blocks[rank].started || blocks[rank].ended) wrong("shared memory is read of a block that does not run");
+    std::memcpy(&value, blocks[rank].shared.data() + at, sizeof value);
+    return value;
+}
+
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, void** arguments, bool backwards) {
+    const unsigned threads = block.x * block.y * block.z, clusters = grid.x / cluster * grid.y * grid.z;
+    kernel_run = kernel.run, kernel_arguments = arguments, descending = backwards;
+    gridDim = grid, blockDim = block, loaded_block = 0;
+    blocks.assign(cluster, {});
+    for (Block& one : blocks) {
+        one.threads.resize(threads);
+        one.warps.resize((threads + WARP - 1) / WARP);
+        one.shared.resize(shared_size());
+    }
+    stacks_count = cluster * threads;
+    void* memory = mmap(nullptr, stacks_count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) wrong("no memory for the stacks");
+    stacks = static_cast<char*>(memory);
+    for (unsigned i = 0; i < clusters; ++i) {
+        const unsigned at = turn(i, clusters), across = grid.x / cluster;
+        run_cluster({at % across * cluster, at / across % grid.y, at / across / grid.y});
+    }
+    munmap(memory, stacks_count * STACK);
+}

@@ -1,0 +1,22 @@
+// The blocks of a launch, one thread of the CPU running all of their threads in turns.
+#pragma once
+
+#include "cuda.h"
+
+struct Kernel {
+    const char* name;
+    void (*run)(void** arguments);
+    unsigned most_threads;  // of a block, __launch_bounds__
+    int capability;         // that it takes: 80, 90
+};
+
+extern const Kernel kernels[];  // up to one without a name
+
+// Ends the process: what a kernel did that it may not.
+[[noreturn]] void wrong(const char* what);
+
+// Cluster after cluster. A thread runs until it has to wait for others, then the next one of its warp does; the next warp
+// runs when none of the warp's threads can, the next block of the cluster when none of the block's can. So whatever a
+// thread may do before another one, it does. `backwards`: from the last cluster, block, warp and thread to the first: of
+// two accesses that no barrier orders, each comes first in one of the two directions. Shared memory begins as NaN.
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, void** arguments, bool backwards);
