@@ -1,4 +1,4 @@
-"""Our operator on the device at hand against the definition, computed with numpy in float32."""
+"""Our operators on the device at hand against the definition, computed with numpy in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TOLERANCE = 5e-4
 class Case:
     """A group normalization.
 
-    shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too.
+    shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too. groups: of
+    channels.
     """
 
     shape: tuple[int, int, int, int]
@@ -30,6 +31,7 @@ class Case:
     bias: bool = False
     kept: bool = False
     silu: bool = True
+    groups: int = 32
 
 
 CASES = (
@@ -65,26 +67,72 @@ def prove(library: Path) -> None:
 
 def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
     """Relative L2 distance of BiasSplitGelu to numpy's."""
-    import numpy as np
     from onnx import TensorProto, helper
 
+    feeds = gelu_feeds(shape)
+    node = helper.make_node("BiasSplitGelu", list(feeds), ["y"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
+    (found,) = _session(library, node, feeds, [result]).run(["y"], feeds)
+    return distance(found, gelu_expected(feeds))
+
+
+def gelu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Random x of this shape and bias, in the operator's order."""
+    import numpy as np
+
     random = np.random.default_rng(1)
-    feeds = {
+    return {
         "x": random.normal(size=shape).astype(np.float16),
         "bias": random.normal(size=shape[-1:]).astype(np.float16),
     }
-    node = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
-    (found,) = _session(library, node, feeds, [result]).run(["y"], feeds)
+
+
+def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """BiasSplitGelu by its definition."""
+    import numpy as np
+
     plain, gate = np.split(feeds["x"].astype(np.float64) + feeds["bias"], 2, axis=-1)
-    expected = plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
-    return _distance(found.astype(np.float64), expected)
+    return plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
 
 
 def differences(library: Path, case: Case) -> dict[str, float]:
-    """Output -> relative L2 distance to numpy's, for random values with a mean and a spread of their own per channel."""
-    import numpy as np
+    """Output -> relative L2 distance to numpy's."""
     from onnx import helper
+
+    feeds = group_norm_feeds(case)
+    names = ["y", "sum"] if case.kept else ["y"]
+    inputs = [name if name in feeds else "" for name in INPUTS]
+    while not inputs[-1]:
+        inputs.pop()
+    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
+    node = helper.make_node(
+        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=case.groups, epsilon=EPSILON, activation=int(case.silu)
+    )
+    results = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
+        for name in names
+    ]
+    session = _session(library, node, feeds, results)
+    found = dict(zip(names, session.run(names, feeds), strict=True))
+    expected = group_norm_expected(feeds, case)
+    return {name: distance(found[name], expected[name]) for name in names}
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2."""
+    import numpy as np
+
+    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+EPSILON = 1e-5
+INPUTS = ("x", "gamma", "beta", "skip", "bias")
+"""Of GroupNorm, in order."""
+
+
+def group_norm_feeds(case: Case) -> dict[str, np.ndarray]:
+    """Random values with a mean and a spread of their own per channel; the inputs that the case has."""
+    import numpy as np
 
     random = np.random.default_rng(0)
     channels = case.shape[3]
@@ -100,35 +148,11 @@ def differences(library: Path, case: Case) -> dict[str, float]:
         feeds["skip"] = halves(*(case.shape if case.skip == "full" else (case.shape[0], channels)))
     if case.bias:
         feeds["bias"] = halves(channels)
-    names = ["y", "sum"] if case.kept else ["y"]
-    order = ["x", "gamma", "beta", "skip", "bias"]
-    inputs = [name if name in feeds else "" for name in order]
-    while not inputs[-1]:
-        inputs.pop()
-    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
-    node = helper.make_node(
-        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=GROUPS, epsilon=EPSILON, activation=int(case.silu)
-    )
-    results = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
-        for name in names
-    ]
-    session = _session(library, node, feeds, results)
-    found = dict(zip(names, session.run(names, feeds), strict=True))
-    expected = _expected(feeds, case)
-    return {name: _distance(found[name].astype(np.float32), expected[name]) for name in names}
+    return feeds
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    import numpy as np
-
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
-EPSILON, GROUPS = 1e-5, 32
-
-
-def _expected(feeds: dict[str, Any], case: Case) -> dict[str, np.ndarray]:
+def group_norm_expected(feeds: dict[str, np.ndarray], case: Case) -> dict[str, np.ndarray]:
+    """y, and the sum, by their definition."""
     import numpy as np
 
     images, height, width, channels = case.shape
@@ -138,7 +162,7 @@ def _expected(feeds: dict[str, Any], case: Case) -> dict[str, np.ndarray]:
     if "skip" in feeds:
         skip = feeds["skip"].astype(np.float32)
         total = total + (skip if skip.ndim == 4 else skip[:, None, None, :])
-    grouped = total.reshape(images, height * width, GROUPS, channels // GROUPS).astype(np.float64)
+    grouped = total.reshape(images, height * width, case.groups, channels // case.groups).astype(np.float64)
     mean, variance = (np.mean(grouped, (1, 3), keepdims=True), np.var(grouped, (1, 3), keepdims=True))
     normal = ((grouped - mean) / np.sqrt(variance + EPSILON)).reshape(case.shape)
     y = normal * feeds["gamma"] + feeds["beta"]

@@ -1,0 +1,365 @@
+"""Our CUDA kernels and the planning of their launches, run on the CPU: the same sources, compiled by g++ with sanitizers.
+
+cuda_on_cpu/ has what they take of CUDA, of its driver and of ONNX Runtime. It finds what is computed wrongly, accesses out
+of bounds, what is used before it is written, and threads that do not wait for each other: all accesses of two threads
+between barriers come in both orders (threads.h). It does not find what depends on the GPU: its PTX (float16.cuh,
+cluster.cuh), its arithmetic's last bits, and races between blocks that no cluster joins.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels.proof import (
+    EPSILON,
+    INPUTS,
+    TOLERANCE,
+    Case,
+    distance,
+    gelu_expected,
+    gelu_feeds,
+    group_norm_expected,
+    group_norm_feeds,
+)
+
+CPU = Path(__file__).parent / "cuda_on_cpu"
+SOURCES = library.HEADER.parent
+PTX = ("float16.cuh", "cluster.cuh")
+"""What is in cuda_on_cpu/cuda.h instead."""
+
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Variables begin as a pattern that is NaN in float16 and 1e38 in float32, so that what is not assigned shows.
+FLAGS = ["-g1", *SANITIZERS, *(f"-D{name}={value}" for name, value in library.DEFINES.items()), f"-I{SOURCES}"]
+PATTERN = "-ftrivial-auto-var-init=pattern"
+CPP = ["g++", "-std=c++20", "-mf16c"]
+C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing here can run."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "for Linux on x86-64"
+    if not shutil.which("g++") or not shutil.which("gcc"):
+        return "there is no g++"
+    command = [*CPP, *SANITIZERS, PATTERN, "-x", "c++", "-", "-o", "/dev/null"]
+    finished = subprocess.run(command, input="int main() {}", capture_output=True, text=True, check=False)
+    return f"g++ cannot do this: {finished.stderr[-300:]}" if finished.returncode else None
+
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+def compile_kernels(folder: Path, texts: dict[str, str], optimization: str = "-O1") -> Path:
+    """kernels.o, of the sources with these texts."""
+    source = folder / "kernels.cu"
+    source.write_text("\n".join(f'#line 1 "{name}"\n{text}' for name, text in texts.items()), encoding="utf-8")
+    made = folder / "kernels.o"
+    _compile([*CPP, optimization, "-fdata-sections", f'-DKERNELS="{source}"', str(CPU / "kernels.cpp")], made)
+    return made
+
+
+def compile_operator(source: Path, made: Path) -> Path:
+    _compile([*C, "-O1", str(source)], made)
+    return made
+
+
+def _compile(command: list[str], made: Path) -> None:
+    subprocess.run([*command, *FLAGS, PATTERN, "-c", "-o", str(made)], check=True)
+
+
+def link(objects: Iterable[Path], made: Path) -> Path:
+    script = f"-Wl,-T,{CPU / 'shared_memory.ld'}"
+    subprocess.run([*CPP, *SANITIZERS, *map(str, objects), script, "-o", str(made)], check=True)
+    return made
+
+
+def kernel_texts() -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Source -> object: of `kernels`, the operators', and cuda_on_cpu's others."""
+    folder = tmp_path_factory.mktemp("objects")
+    with ThreadPoolExecutor(2) as pool:
+        made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
+        for name in ("threads.cpp", "operators.cpp"):
+            made[name] = pool.submit(lambda name: _compile([*CPP, "-O1", str(CPU / name)], folder / f"{name}.o"), name)
+        for path in library.OPERATORS:
+            made[path.name] = pool.submit(compile_operator, path, folder / f"{path.name}.o")
+        return {name: future.result() or folder / f"{name}.o" for name, future in made.items()}
+
+
+@pytest.fixture(scope="module")
+def program(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link(objects.values(), tmp_path_factory.mktemp("program") / "operators")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """processors: multiprocessors, on which plans depend. capability: below 90 there are no clusters of blocks."""
+
+    processors: int
+    capability: int = 90
+
+
+def run(
+    program: Path,
+    folder: Path,
+    gpu: Gpu,
+    operator: str,
+    inputs: list[np.ndarray | None],
+    outputs: int,
+    attributes: dict[str, float] | None = None,
+) -> tuple[list[str], list[bytes]]:
+    """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
+    directions, or when the directions give different bits.
+    """
+    types = {np.dtype(np.float32): 1, np.dtype(np.float16): 10}
+    tensors = []
+    for i, value in enumerate(inputs):
+        if value is not None:
+            value.tofile(folder / f"input{i}")
+        tensors.append("none" if value is None else f"{types[value.dtype]}:{','.join(map(str, value.shape))}")
+    given = [f"{name}={value}" for name, value in (attributes or {}).items()]
+    results = []
+    for direction in ("forwards", "backwards"):
+        numbers = map(str, (gpu.capability, gpu.processors, outputs))
+        command = [str(program), str(folder), operator, direction, *numbers, *given, "--", *tensors]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        results.append((finished.stdout.splitlines(), [(folder / f"output{i}").read_bytes() for i in range(outputs)]))
+    same = results[0] == results[1]  # pytest would write out all the bytes that differ
+    assert same, "the result depends on which thread comes first"
+    return results[0]
+
+
+def group_norm(program: Path, folder: Path, gpu: Gpu, case: Case) -> str:
+    """Runs and checks it. Returns the plan: the kernel, and the cluster or the blocks for an image."""
+    feeds = group_norm_feeds(case)
+    inputs = [feeds.get(name) for name in INPUTS]
+    while inputs[-1] is None:
+        inputs.pop()
+    attributes = {"groups": case.groups, "epsilon": EPSILON, "activation": int(case.silu)}
+    launches, outputs = run(program, folder, gpu, "GroupNorm", inputs, 3 if case.kept else 2, attributes)
+    found = {"y": outputs[0]} | ({"sum": outputs[2]} if case.kept else {})
+    expected = group_norm_expected(feeds, case) if feeds["x"].size else {"y": feeds["x"], "sum": feeds["x"]}
+    for output, content in found.items():
+        check(np.frombuffer(content, np.float16).reshape(case.shape), expected[output])
+    kernels = [line.split()[0].removeprefix("group_norm_") for line in launches]
+    if len(launches) == 1:
+        assert not outputs[1], "scratch that nobody uses"
+        return f"{kernels[0]}, clusters of {launches[0].split()[-1]}"
+    return ", ".join(
+        f"{kernel} {line.split('(')[1].split(',')[0]}" for kernel, line in zip(kernels, launches, strict=True)
+    )
+
+
+def check(found: np.ndarray, expected: np.ndarray) -> None:
+    """In L2 as on the GPU, and no element far off: NaN where nothing was written."""
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.01, atol=0.02)
+    assert not found.size or distance(found, expected) <= TOLERANCE
+
+
+GROUP_NORMS = [
+    ("held_4, clusters of 1", Gpu(4), Case((1, 5, 7, 320), silu=False)),  # groups of 10, across vectors
+    ("held_4, clusters of 8", Gpu(132), Case((2, 8, 9, 320), silu=False)),
+    ("held_4, clusters of 1", Gpu(4), Case((1, 9, 5, 128), skip="full", bias=True, kept=True)),  # of 4, two in a vector
+    ("held_4, clusters of 4", Gpu(132), Case((2, 9, 5, 128), skip="row")),
+    ("held_4, clusters of 4", Gpu(40), Case((1, 6, 7, 256), bias=True, kept=True)),  # of 8
+    ("held_4, clusters of 8", Gpu(132), Case((1, 4, 5, 640), skip="row", bias=True, kept=True)),  # of 20
+    ("held_4, clusters of 1", Gpu(30), Case((2, 3, 3, 640), skip="full", silu=False)),
+    ("held_4, clusters of 4", Gpu(132), Case((1, 1, 7, 960), skip="full", bias=True)),  # of 30; eight have no row each
+    ("held_4, clusters of 1", Gpu(4), Case((1, 1, 1, 960), skip="row")),
+    ("held_4, clusters of 1", Gpu(132), Case((3, 5, 3, 1280), skip="full", bias=True, kept=True)),  # of 40
+    ("held_4, clusters of 4", Gpu(60), Case((1, 5, 3, 1920), skip="row")),  # of 60
+    ("held_4, clusters of 2", Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)),  # of 80
+    ("held_8, clusters of 1", Gpu(4), Case((1, 33, 32, 256), skip="full", bias=True, kept=True)),
+    ("held_8, clusters of 1", Gpu(4), Case((1, 31, 40, 128), skip="row", silu=False)),
+    ("held_8, clusters of 2", Gpu(4), Case((2, 1, 2050, 64), groups=8)),
+    ("held_8, clusters of 4", Gpu(4), Case((1, 1, 4100, 32), groups=4, bias=True)),
+    ("held_8, clusters of 8", Gpu(4), Case((1, 89, 97, 32), groups=4, skip="full", kept=True)),
+    ("held_8, clusters of 8", Gpu(4), Case((1, 128, 128, 32), groups=4)),  # just held
+    (
+        "held_8, clusters of 2",
+        Gpu(1),
+        Case((1, 1, 1636, 80), groups=8),
+    ),  # a block of whole rows has 1020 threads: 1632 are
+    ("sums 4, apply 4", Gpu(4), Case((1, 113, 145, 32), groups=4)),  # a position more
+    (
+        "sums 3, apply 3",
+        Gpu(132),
+        Case((1, 3, 3, 2240), groups=8),
+    ),  # 35 vectors: no block of whole warps and whole rows
+    ("sums 2, apply 2", Gpu(4, 80), Case((1, 5, 7, 320), silu=False)),
+    ("sums 13, apply 13", Gpu(132, 80), Case((2, 17, 19, 320), skip="row", bias=True)),
+    ("sums 1, apply 1", Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)),
+    ("sums 30, apply 30", Gpu(132, 80), Case((1, 31, 30, 256), skip="full", silu=False)),
+    ("sums 1, apply 1", Gpu(1, 80), Case((2, 7, 9, 640), bias=True, kept=True)),
+    ("sums 4, apply 4", Gpu(4, 80), Case((1, 7, 11, 960), skip="row", kept=True)),
+    ("sums 4, apply 4", Gpu(7, 80), Case((2, 5, 7, 1280), skip="full", bias=True, silu=False)),
+    ("sums 6, apply 6", Gpu(132, 80), Case((1, 7, 3, 1920), skip="row")),
+    ("sums 1, apply 1", Gpu(1, 80), Case((1, 5, 5, 2560), skip="full", kept=True)),
+    ("sums 1, apply 1", Gpu(132, 80), Case((1, 1, 1, 4096), bias=True)),
+    ("sums 5, apply 5", Gpu(132, 80), Case((1, 9, 9, 480), groups=12, skip="full")),
+    ("sums 1, apply 1", Gpu(132, 80), Case((2, 9, 9, 48), groups=1)),
+    ("", Gpu(132), Case((0, 4, 4, 320))),
+    ("", Gpu(132), Case((2, 0, 4, 320), kept=True)),
+]
+"""Plan: what is to be launched, and on clusters of how many blocks or on how many blocks for an image."""
+
+
+def name(value: object) -> str | None:
+    if isinstance(value, Case):
+        parts = [value.skip, *(word for word in ("bias", "kept", "silu") if getattr(value, word)), f"{value.groups}g"]
+        return "-".join(["x".join(map(str, value.shape)), *parts])
+    return f"{value.processors}mp-sm{value.capability}" if isinstance(value, Gpu) else None
+
+
+@pytest.mark.parametrize(("plan", "gpu", "case"), GROUP_NORMS, ids=name)
+def test_group_norm_is_right_however_it_is_planned(
+    plan: str, gpu: Gpu, case: Case, program: Path, tmp_path: Path
+) -> None:
+    assert group_norm(program, tmp_path, gpu, case) == plan
+
+
+def gelu(program: Path, folder: Path, gpu: Gpu, shape: tuple[int, ...]) -> str:
+    """Runs and checks it. Returns the grid and the block."""
+    feeds = gelu_feeds(shape)
+    (launch,), (content,) = run(program, folder, gpu, "BiasSplitGelu", list(feeds.values()), 1)
+    check(np.frombuffer(content, np.float16).reshape(*shape[:-1], -1), gelu_expected(feeds))
+    kernel, rest = launch.split(maxsplit=1)
+    assert kernel == "bias_split_gelu"
+    return rest.removesuffix(" 1")
+
+
+@pytest.mark.parametrize(
+    ("plan", "processors", "shape"),
+    [
+        ("(1, 2, 1) (20, 32, 1)", 1, (2, 77, 320)),
+        ("(1, 15, 1) (20, 32, 1)", 132, (3, 4, 40, 320)),
+        ("(1, 5, 1) (640, 1, 1)", 132, (1, 5, 10240)),
+        ("(2, 3, 1) (640, 1, 1)", 3, (1, 7, 12288)),  # the second column of blocks is not full
+        ("(1, 1, 1) (3, 213, 1)", 132, (3, 2, 48)),
+        ("(1, 2, 1) (3, 213, 1)", 1, (1000, 48)),
+        ("(1, 1, 1) (1, 640, 1)", 132, (16,)),
+    ],
+    ids=str,
+)
+def test_bias_split_gelu_is_right_however_it_is_planned(
+    plan: str, processors: int, shape: tuple[int, ...], program: Path, tmp_path: Path
+) -> None:
+    assert gelu(program, tmp_path, Gpu(processors), shape) == plan
+
+
+@pytest.mark.parametrize(
+    ("message", "channels", "skip", "groups"),
+    [
+        ("not for this number of channels", 160, (2, 160), 32),  # groups of five
+        ("not for this number of channels", 64, (2, 64), 32),
+        ("not for this number of channels", 324, (2, 324), 27),
+        ("not for this number of channels", 8200, (2, 8200), 1),
+        ("1 to 32 groups", 512, (2, 512), 64),
+        ("skip has another shape than x", 320, (2, 1, 4, 320), 32),
+    ],
+)
+def test_group_norm_refuses_what_it_cannot_do(
+    message: str, channels: int, skip: tuple[int, ...], groups: int, program: Path, tmp_path: Path
+) -> None:
+    feeds = group_norm_feeds(Case((2, 4, 4, channels)))
+    attributes = {"groups": groups, "epsilon": EPSILON, "activation": 0}
+    with pytest.raises(AssertionError, match=message):
+        run(program, tmp_path, Gpu(4), "GroupNorm", [*feeds.values(), np.zeros(skip, np.float16)], 2, attributes)
+
+
+HELD = Gpu(132), Case((1, 4, 5, 640), skip="row", bias=True, kept=True)
+HELD_8 = Gpu(4), Case((1, 33, 32, 256), skip="full", bias=True, kept=True)
+TWICE = Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)
+PLAIN = Gpu(4, 80), Case((1, 5, 7, 320), silu=False)
+GELU = Gpu(1), (2, 77, 320)
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "fault", "shown_by"),
+    [
+        # Bounds.
+        ("group_norm_held.cu", "slice.rows_per_block, slice.rows);", "slice.rows_per_block, slice.rows + 1);", HELD),
+        (
+            "group_norm_twice.cu",
+            "if (at >= end) break;\n            Floats values = summed",
+            "Floats values = summed",
+            TWICE,
+        ),
+        (
+            "group_norm_twice.cu",
+            "    const int at = min(first + i * step, end - 1)",
+            "    const int at = first + i * step",
+            PLAIN,
+        ),
+        ("bias_split_gelu.cu", "if (next < rows)", "if (next <= rows)", (Gpu(1), (128, 320))),
+        ("group_norm.cuh", "/ VECTOR - first + 1;", "/ VECTOR - first + 2;", HELD_8),
+        # Which channels are whose.
+        ("group_norm.cuh", "if (j < split)", "if (j <= split)", PLAIN),
+        ("group_norm.cuh", "from * VECTOR / width == group", "from * VECTOR / width != group", PLAIN),
+        ("group_norm_held.cu", "j < split ? group : group + 1", "group", (Gpu(4), Case((1, 5, 7, 320)))),
+        # Waiting.
+        ("group_norm_held.cu", "    __syncthreads();\n    const int width", "    const int width", HELD),
+        ("group_norm_held.cu", "    __syncthreads();\n    const int group", "    const int group", HELD),
+        ("group_norm_held.cu", "    wait_for_cluster();\n    if", "    if", HELD),
+        ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD),
+        ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", PLAIN),
+        # Clusters, shuffles.
+        ("group_norm_held.cu", "threadIdx.x % cluster);", "(threadIdx.x + 1) % 32);", HELD),
+        ("group_norm_held.cu", "int distance = cluster / 2", "int distance = cluster / 4", HELD),
+        # Not assigned.
+        (
+            "group_norm_held.cu",
+            "Floats constant = {};",
+            "Floats constant;",
+            (Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)),
+        ),
+        # Plans.
+        ("group_norm.c", "{work->images, parts, groups, 2}", "{work->images, parts - 1, groups, 2}", PLAIN),
+        ("group_norm.c", "work->rows, *cluster);", "work->rows, *cluster) - 1;", HELD),
+        ("group_norm.c", "while (unit % lanes) unit += 32;", "", (Gpu(1), Case((1, 1, 1636, 80), groups=8))),
+        ("group_norm.c", "slice.rows_per_block <= 4 *", "slice.rows_per_block <= 8 *", HELD_8),
+        ("group_norm.c", "work->images}, {threads", "1}, {threads", (Gpu(132), Case((2, 8, 9, 320)))),
+        ("bias_split_gelu.c", "GELU_THREADS / wide;", "GELU_THREADS / wide + 1;", GELU),
+        ("bias_split_gelu.c", "ceil_div(lanes, wide)", "lanes / wide", (Gpu(3), (1, 7, 12288))),
+    ],
+)
+def test_a_planted_fault_is_found(
+    source: str,
+    right: str,
+    fault: str,
+    shown_by: tuple[Gpu, Case | tuple[int, ...]],
+    objects: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    text = (SOURCES / source).read_text(encoding="utf-8")
+    assert right in text
+    text = text.replace(right, fault, 1)
+    if source.endswith(".c"):
+        changed = tmp_path / source
+        changed.write_text(text, encoding="utf-8")
+        made = {source: compile_operator(changed, tmp_path / "changed.o")}
+    else:
+        made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
+    program = link((objects | made).values(), tmp_path / "operators")
+    gpu, case = shown_by
+    with pytest.raises(AssertionError) as found:
+        group_norm(program, tmp_path, gpu, case) if isinstance(case, Case) else gelu(program, tmp_path, gpu, case)
+    print(found.value)
