@@ -8,18 +8,20 @@ cluster.cuh), its arithmetic's last bits, and races between blocks that no clust
 
 from __future__ import annotations
 
-import functools
-import platform
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_on_cpu import (
+    Gpu,
+    compile_kernels,
+    compile_objects,
+    compile_operator,
+    kernel_texts,
+    link,
+    run,
+    unavailable,
+)
 
 from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import (
@@ -34,117 +36,17 @@ from sdflow.runtime.kernels.proof import (
     group_norm_feeds,
 )
 
-CPU = Path(__file__).parent / "cuda_on_cpu"
-SOURCES = library.HEADER.parent
-PTX = ("float16.cuh", "cluster.cuh")
-"""What is in cuda_on_cpu/cuda.h instead."""
-
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-# Variables begin as a pattern that is NaN in float16 and 1e38 in float32, so that what is not assigned shows.
-FLAGS = ["-g1", *SANITIZERS, *(f"-D{name}={value}" for name, value in library.DEFINES.items()), f"-I{SOURCES}"]
-PATTERN = "-ftrivial-auto-var-init=pattern"
-CPP = ["g++", "-std=c++20", "-mf16c"]
-C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
-
-
-@functools.cache
-def unavailable() -> str | None:
-    """Why nothing here can run."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return "for Linux on x86-64"
-    if not shutil.which("g++") or not shutil.which("gcc"):
-        return "there is no g++"
-    command = [*CPP, *SANITIZERS, PATTERN, "-x", "c++", "-", "-o", "/dev/null"]
-    finished = subprocess.run(command, input="int main() {}", capture_output=True, text=True, check=False)
-    return f"g++ cannot do this: {finished.stderr[-300:]}" if finished.returncode else None
-
-
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-
-
-def compile_kernels(folder: Path, texts: dict[str, str], optimization: str = "-O1") -> Path:
-    """kernels.o, of the sources with these texts."""
-    source = folder / "kernels.cu"
-    source.write_text("\n".join(f'#line 1 "{name}"\n{text}' for name, text in texts.items()), encoding="utf-8")
-    made = folder / "kernels.o"
-    _compile([*CPP, optimization, "-fdata-sections", f'-DKERNELS="{source}"', str(CPU / "kernels.cpp")], made)
-    return made
-
-
-def compile_operator(source: Path, made: Path) -> Path:
-    _compile([*C, "-O1", str(source)], made)
-    return made
-
-
-def _compile(command: list[str], made: Path) -> None:
-    subprocess.run([*command, *FLAGS, PATTERN, "-c", "-o", str(made)], check=True)
-
-
-def link(objects: Iterable[Path], made: Path) -> Path:
-    script = f"-Wl,-T,{CPU / 'shared_memory.ld'}"
-    subprocess.run([*CPP, *SANITIZERS, *map(str, objects), script, "-o", str(made)], check=True)
-    return made
-
-
-def kernel_texts() -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
-
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Source -> object: of `kernels`, the operators', and cuda_on_cpu's others."""
-    folder = tmp_path_factory.mktemp("objects")
-    with ThreadPoolExecutor(2) as pool:
-        made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
-        for name in ("threads.cpp", "operators.cpp"):
-            made[name] = pool.submit(lambda name: _compile([*CPP, "-O1", str(CPU / name)], folder / f"{name}.o"), name)
-        for path in library.OPERATORS:
-            made[path.name] = pool.submit(compile_operator, path, folder / f"{path.name}.o")
-        return {name: future.result() or folder / f"{name}.o" for name, future in made.items()}
+    if why := unavailable():
+        pytest.skip(why)
+    return compile_objects(tmp_path_factory.mktemp("objects"))
 
 
 @pytest.fixture(scope="module")
 def program(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return link(objects.values(), tmp_path_factory.mktemp("program") / "operators")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """processors: multiprocessors, on which plans depend. capability: below 90 there are no clusters of blocks."""
-
-    processors: int
-    capability: int = 90
-
-
-def run(
-    program: Path,
-    folder: Path,
-    gpu: Gpu,
-    operator: str,
-    inputs: list[np.ndarray | None],
-    outputs: int,
-    attributes: dict[str, float] | None = None,
-) -> tuple[list[str], list[bytes]]:
-    """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
-    directions, or when the directions give different bits.
-    """
-    types = {np.dtype(np.float32): 1, np.dtype(np.float16): 10}
-    tensors = []
-    for i, value in enumerate(inputs):
-        if value is not None:
-            value.tofile(folder / f"input{i}")
-        tensors.append("none" if value is None else f"{types[value.dtype]}:{','.join(map(str, value.shape))}")
-    given = [f"{name}={value}" for name, value in (attributes or {}).items()]
-    results = []
-    for direction in ("forwards", "backwards"):
-        numbers = map(str, (gpu.capability, gpu.processors, outputs))
-        command = [str(program), str(folder), operator, direction, *numbers, *given, "--", *tensors]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert finished.returncode == 0, finished.stderr[-3000:]
-        results.append((finished.stdout.splitlines(), [(folder / f"output{i}").read_bytes() for i in range(outputs)]))
-    same = results[0] == results[1]  # pytest would write out all the bytes that differ
-    assert same, "the result depends on which thread comes first"
-    return results[0]
 
 
 def group_norm(program: Path, folder: Path, gpu: Gpu, case: Case) -> str:
@@ -174,6 +76,9 @@ def check(found: np.ndarray, expected: np.ndarray) -> None:
     assert not found.size or distance(found, expected) <= TOLERANCE
 
 
+WHOLE_ROWS = Case((1, 1, 1636, 80), groups=8)
+"""1636 rows of five vectors: 1020 threads with eight each hold 1632."""
+
 GROUP_NORMS = [
     ("held_4, clusters of 1", Gpu(4), Case((1, 5, 7, 320), silu=False)),  # groups of 10, across vectors
     ("held_4, clusters of 8", Gpu(132), Case((2, 8, 9, 320), silu=False)),
@@ -193,11 +98,9 @@ GROUP_NORMS = [
     ("held_8, clusters of 4", Gpu(4), Case((1, 1, 4100, 32), groups=4, bias=True)),
     ("held_8, clusters of 8", Gpu(4), Case((1, 89, 97, 32), groups=4, skip="full", kept=True)),
     ("held_8, clusters of 8", Gpu(4), Case((1, 128, 128, 32), groups=4)),  # just held
-    (
-        "held_8, clusters of 2",
-        Gpu(1),
-        Case((1, 1, 1636, 80), groups=8),
-    ),  # a block of whole rows has 1020 threads: 1632 are
+    ("held_8, clusters of 2", Gpu(1), WHOLE_ROWS),
+    ("held_4, clusters of 4", Gpu(132), Case((1, 2, 7, 288))),  # of 9: slices of eight groups
+    ("held_4, clusters of 8", Gpu(132), Case((1, 2, 7, 384), skip="full")),  # of 12
     ("sums 4, apply 4", Gpu(4), Case((1, 113, 145, 32), groups=4)),  # a position more
     (
         "sums 3, apply 3",
@@ -214,6 +117,12 @@ GROUP_NORMS = [
     ("sums 6, apply 6", Gpu(132, 80), Case((1, 7, 3, 1920), skip="row")),
     ("sums 1, apply 1", Gpu(1, 80), Case((1, 5, 5, 2560), skip="full", kept=True)),
     ("sums 1, apply 1", Gpu(132, 80), Case((1, 1, 1, 4096), bias=True)),
+    (
+        "sums 3, apply 3",
+        Gpu(132, 80),
+        Case((1, 3, 1, 8192), skip="full", bias=True),
+    ),  # a row for all of a block's threads
+    ("sums 40, apply 40", Gpu(132, 80), Case((1, 10, 12, 2560))),  # more parts than threads for a group
     ("sums 5, apply 5", Gpu(132, 80), Case((1, 9, 9, 480), groups=12, skip="full")),
     ("sums 1, apply 1", Gpu(132, 80), Case((2, 9, 9, 48), groups=1)),
     ("", Gpu(132), Case((0, 4, 4, 320))),
@@ -287,79 +196,59 @@ def test_group_norm_refuses_what_it_cannot_do(
 
 HELD = Gpu(132), Case((1, 4, 5, 640), skip="row", bias=True, kept=True)
 HELD_8 = Gpu(4), Case((1, 33, 32, 256), skip="full", bias=True, kept=True)
+UNBIASED = Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)
 TWICE = Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)
-PLAIN = Gpu(4, 80), Case((1, 5, 7, 320), silu=False)
-GELU = Gpu(1), (2, 77, 320)
+ACROSS = Gpu(4, 80), Case((1, 5, 7, 320), silu=False)
+OUT_OF_BOUNDS = "AddressSanitizer: (heap|global)-buffer-overflow"
+NOT_WRITTEN = "nan location mismatch"
+WRONG = "Mismatched elements"
+TOO_EARLY = "the result depends on which thread comes first"
+NOT_RUNNING = "shared memory is read of a block that does not run"
+FAULTS = {
+    "the last row of x": (
+        "group_norm_held.cu",
+        "_block, slice.rows);",
+        "_block, slice.rows + 1);",
+        HELD,
+        OUT_OF_BOUNDS,
+    ),
+    "rows after the last": ("group_norm_twice.cu", "if (at >= end) break;", "", TWICE, OUT_OF_BOUNDS),
+    "shared": ("group_norm.cuh", "/ VECTOR - first + 1;", "/ VECTOR - first + 2;", HELD_8, OUT_OF_BOUNDS),
+    "the group": ("group_norm.cuh", "if (j < split)", "if (j <= split)", ACROSS, WRONG),
+    "the block": ("group_norm_held.cu", "% cluster);", "% 32);", HELD, "the cluster has no such block"),
+    "sums are there": (
+        "group_norm_held.cu",
+        "    __syncthreads();\n    const int width",
+        "const int width",
+        HELD,
+        TOO_EARLY,
+    ),
+    "parts are there": ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", ACROSS, TOO_EARLY),
+    "the cluster begins": ("group_norm_held.cu", "    wait_for_cluster();\n    if", "    if", HELD, NOT_RUNNING),
+    "the cluster ends": ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD, NOT_RUNNING),
+    "not assigned": ("group_norm_held.cu", "constant = {};", "constant;", UNBIASED, NOT_WRITTEN),
+    "scratch": ("group_norm.c", "images, parts, groups, 2}", "images, parts - 1, groups, 2}", ACROSS, OUT_OF_BOUNDS),
+    "threads": ("group_norm.c", "while (unit % lanes) unit += 32;", "", (Gpu(1), WHOLE_ROWS), NOT_WRITTEN),
+    "registers": ("group_norm.c", "_per_block <= 4 *", "_per_block <= 8 *", HELD_8, NOT_WRITTEN),
+    "images": ("group_norm.c", "work->images}, {threads", "1}, {threads", UNBIASED, NOT_WRITTEN),
+    "columns": ("bias_split_gelu.c", "ceil_div(lanes, wide)", "lanes / wide", (Gpu(3), (1, 7, 12288)), NOT_WRITTEN),
+    "block": ("bias_split_gelu.c", "GELU_THREADS / wide;", "999 / wide;", (Gpu(1), (2, 77, 320)), "cannot be launched"),
+}
+"""What -> source, right, wrong, what shows it, how."""
 
 
-@pytest.mark.parametrize(
-    ("source", "right", "fault", "shown_by"),
-    [
-        # Bounds.
-        ("group_norm_held.cu", "slice.rows_per_block, slice.rows);", "slice.rows_per_block, slice.rows + 1);", HELD),
-        (
-            "group_norm_twice.cu",
-            "if (at >= end) break;\n            Floats values = summed",
-            "Floats values = summed",
-            TWICE,
-        ),
-        (
-            "group_norm_twice.cu",
-            "    const int at = min(first + i * step, end - 1)",
-            "    const int at = first + i * step",
-            PLAIN,
-        ),
-        ("bias_split_gelu.cu", "if (next < rows)", "if (next <= rows)", (Gpu(1), (128, 320))),
-        ("group_norm.cuh", "/ VECTOR - first + 1;", "/ VECTOR - first + 2;", HELD_8),
-        # Which channels are whose.
-        ("group_norm.cuh", "if (j < split)", "if (j <= split)", PLAIN),
-        ("group_norm.cuh", "from * VECTOR / width == group", "from * VECTOR / width != group", PLAIN),
-        ("group_norm_held.cu", "j < split ? group : group + 1", "group", (Gpu(4), Case((1, 5, 7, 320)))),
-        # Waiting.
-        ("group_norm_held.cu", "    __syncthreads();\n    const int width", "    const int width", HELD),
-        ("group_norm_held.cu", "    __syncthreads();\n    const int group", "    const int group", HELD),
-        ("group_norm_held.cu", "    wait_for_cluster();\n    if", "    if", HELD),
-        ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD),
-        ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", PLAIN),
-        # Clusters, shuffles.
-        ("group_norm_held.cu", "threadIdx.x % cluster);", "(threadIdx.x + 1) % 32);", HELD),
-        ("group_norm_held.cu", "int distance = cluster / 2", "int distance = cluster / 4", HELD),
-        # Not assigned.
-        (
-            "group_norm_held.cu",
-            "Floats constant = {};",
-            "Floats constant;",
-            (Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)),
-        ),
-        # Plans.
-        ("group_norm.c", "{work->images, parts, groups, 2}", "{work->images, parts - 1, groups, 2}", PLAIN),
-        ("group_norm.c", "work->rows, *cluster);", "work->rows, *cluster) - 1;", HELD),
-        ("group_norm.c", "while (unit % lanes) unit += 32;", "", (Gpu(1), Case((1, 1, 1636, 80), groups=8))),
-        ("group_norm.c", "slice.rows_per_block <= 4 *", "slice.rows_per_block <= 8 *", HELD_8),
-        ("group_norm.c", "work->images}, {threads", "1}, {threads", (Gpu(132), Case((2, 8, 9, 320)))),
-        ("bias_split_gelu.c", "GELU_THREADS / wide;", "GELU_THREADS / wide + 1;", GELU),
-        ("bias_split_gelu.c", "ceil_div(lanes, wide)", "lanes / wide", (Gpu(3), (1, 7, 12288))),
-    ],
-)
-def test_a_planted_fault_is_found(
-    source: str,
-    right: str,
-    fault: str,
-    shown_by: tuple[Gpu, Case | tuple[int, ...]],
-    objects: dict[str, Path],
-    tmp_path: Path,
-) -> None:
-    text = (SOURCES / source).read_text(encoding="utf-8")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, objects: dict[str, Path], tmp_path: Path) -> None:
+    source, right, wrong, (gpu, case), message = FAULTS[fault]
+    text = (library.HEADER.parent / source).read_text(encoding="utf-8")
     assert right in text
-    text = text.replace(right, fault, 1)
+    text = text.replace(right, wrong, 1)
     if source.endswith(".c"):
         changed = tmp_path / source
         changed.write_text(text, encoding="utf-8")
-        made = {source: compile_operator(changed, tmp_path / "changed.o")}
+        made = {source: compile_operator(changed, tmp_path)}
     else:
         made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
     program = link((objects | made).values(), tmp_path / "operators")
-    gpu, case = shown_by
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError, match=message):
         group_norm(program, tmp_path, gpu, case) if isinstance(case, Case) else gelu(program, tmp_path, gpu, case)
-    print(found.value)

@@ -10,11 +10,12 @@
 
 #define MAX_GROUPS 32
 
-/* As in group_norm.cuh. */
+/* As in group_norm_twice.cu. */
 typedef struct {
     int rows, lanes, channels_per_group, groups, rows_per_block, skip_rows;
 } Layout;
 
+/* As in group_norm_held.cu. */
 typedef struct {
     int rows, row_lanes, lanes, channels_per_group, groups, rows_per_block, skip_rows, silu;
     float epsilon;

@@ -2,8 +2,6 @@
 // that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
 #include <cstddef>
 
@@ -48,9 +46,11 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 #define __fdividef(x, y) ((x) / (y))
 
 static inline float2 unpacked(unsigned pair) {
-    return {_cvtsh_ss((unsigned short)pair), _cvtsh_ss((unsigned short)(pair >> 16))};
+    return {(float)__builtin_bit_cast(_Float16, (unsigned short)pair),
+            (float)__builtin_bit_cast(_Float16, (unsigned short)(pair >> 16))};
 }
 
 static inline unsigned packed(float low, float high) {
-    return _cvtss_sh(low, _MM_FROUND_TO_NEAREST_INT) | (unsigned)_cvtss_sh(high, _MM_FROUND_TO_NEAREST_INT) << 16;
+    return __builtin_bit_cast(unsigned short, (_Float16)low) |
+           (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
 }

@@ -1,0 +1,128 @@
+"""Our CUDA kernels, and the operators around them, compiled for the CPU with sanitizers and run.
+
+cuda.h                   what the kernels use of CUDA C++
+kernels.cpp              the kernels
+threads.h, .cpp          a launch's blocks and threads
+operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sdflow.runtime.kernels import library
+
+CPU = Path(__file__).parent
+PTX = ("float16.cuh", "cluster.cuh")
+"""What cuda.h has instead."""
+
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+PATTERN = "-ftrivial-auto-var-init=pattern"
+"""Variables begin as NaN in float16 and 1e38 in float32, so that what is not assigned shows."""
+
+DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
+CPP = ["g++", "-std=c++20", "-mf16c"]
+C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing here can run."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "for Linux on x86-64"
+    if not shutil.which("g++") or not shutil.which("gcc"):
+        return "there is no g++"
+    command = [*CPP, *SANITIZERS, PATTERN, "-x", "c++", "-", "-o", "/dev/null"]
+    finished = subprocess.run(command, input="int main() {}", capture_output=True, text=True, check=False)
+    return f"g++ cannot do this: {finished.stderr[-300:]}" if finished.returncode else None
+
+
+def kernel_texts() -> dict[str, str]:
+    """File -> text of the kernels' sources, without what is PTX."""
+    return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
+
+
+def compile_kernels(folder: Path, texts: dict[str, str], optimization: str = "-O1") -> Path:
+    """The object, of sources with these texts."""
+    source = folder / "kernels.cu"
+    source.write_text("\n".join(f'#line 1 "{name}"\n{text}' for name, text in texts.items()), encoding="utf-8")
+    command = [*CPP, optimization, "-fdata-sections", f'-DKERNELS="{source}"', str(CPU / "kernels.cpp")]
+    return _compile(command, folder / "kernels.o")
+
+
+def compile_operator(source: Path, folder: Path) -> Path:
+    """The object, of one of library.OPERATORS or a changed one."""
+    return _compile([*C, "-O1", str(source)], folder / f"{source.name}.o")
+
+
+def compile_objects(folder: Path) -> dict[str, Path]:
+    """Source -> object: `kernels`, those of the operators, threads.cpp and operators.cpp."""
+    with ThreadPoolExecutor(2) as pool:
+        made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
+        for name in ("threads.cpp", "operators.cpp"):
+            made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
+        for path in library.OPERATORS:
+            made[path.name] = pool.submit(compile_operator, path, folder)
+        return {name: future.result() for name, future in made.items()}
+
+
+def _compile(command: list[str], made: Path) -> Path:
+    flags = ["-g1", *SANITIZERS, PATTERN, *DEFINES, f"-I{library.HEADER.parent}"]
+    subprocess.run([*command, *flags, "-c", "-o", str(made)], check=True)
+    return made
+
+
+def link(objects: Iterable[Path], made: Path) -> Path:
+    """The program that operators.cpp describes."""
+    script = f"-Wl,-T,{CPU / 'shared_memory.ld'}"
+    subprocess.run([*CPP, *SANITIZERS, *map(str, objects), script, "-o", str(made)], check=True)
+    return made
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """processors: multiprocessors, on which plans depend. capability: below 90 there are no clusters of blocks."""
+
+    processors: int
+    capability: int = 90
+
+
+def run(
+    program: Path,
+    folder: Path,
+    gpu: Gpu,
+    operator: str,
+    inputs: list[np.ndarray | None],
+    outputs: int,
+    attributes: dict[str, float] | None = None,
+) -> tuple[list[str], list[bytes]]:
+    """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
+    directions, or when the directions give different bits.
+    """
+    types = {np.dtype(np.float32): 1, np.dtype(np.float16): 10}
+    tensors = []
+    for i, value in enumerate(inputs):
+        if value is not None:
+            value.tofile(folder / f"input{i}")
+        tensors.append("none" if value is None else f"{types[value.dtype]}:{','.join(map(str, value.shape))}")
+    given = [f"{name}={value}" for name, value in (attributes or {}).items()]
+    results = []
+    for direction in ("forwards", "backwards"):
+        numbers = map(str, (gpu.capability, gpu.processors, outputs))
+        command = [str(program), str(folder), operator, direction, *numbers, *given, "--", *tensors]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        results.append((finished.stdout.splitlines(), [(folder / f"output{i}").read_bytes() for i in range(outputs)]))
+    same = results[0] == results[1]  # pytest would write out all the bytes that differ
+    assert same, "the result depends on which thread comes first"
+    return results[0]
