@@ -43,7 +43,7 @@ struct Tensor {
     }
 };
 
-char a_stream, a_context, a_driver, a_module;
+char a_stream, a_context, a_driver, a_module;  // their addresses stand for them
 std::string folder;
 bool backwards;
 int capability, processors;
@@ -109,10 +109,12 @@ Api api(uint32_t version) {
     require(version == ORT_VERSION, "another version of ONNX Runtime's interface");
     static std::vector<const void*> table(300, (const void*)not_there);
     const std::map<int, const void*> functions = {
-        {0, (void*)create_status},    {26, (void*)create_domain},  {27, (void*)domain_add},    {28, (void*)add_domain},
-        {51, (void*)tensor_data},     {61, (void*)dimensions_count}, {62, (void*)dimensions},  {65, (void*)type_and_shape},
-        {85, (void*)float_attribute}, {86, (void*)int_attribute},  {88, (void*)input_count},   {89, (void*)output_count},
-        {90, (void*)input},           {91, (void*)output},         {99, (void*)release_shape}, {193, (void*)gpu_stream},
+        {0, (void*)create_status},    {26, (void*)create_domain},    {27, (void*)domain_add},
+        {28, (void*)add_domain},      {51, (void*)tensor_data},      {61, (void*)dimensions_count},
+        {62, (void*)dimensions},      {65, (void*)type_and_shape},   {85, (void*)float_attribute},
+        {86, (void*)int_attribute},   {88, (void*)input_count},      {89, (void*)output_count},
+        {90, (void*)input},           {91, (void*)output},           {99, (void*)release_shape},
+        {193, (void*)gpu_stream},
     };
     for (auto [place, function] : functions) table[place] = function;
     return table.data();
@@ -122,7 +124,10 @@ Api api(uint32_t version) {
 
 int context_get(void** context) { return *context = &a_context, 0; }
 int device_get(int* device) { return *device = 0, 0; }
-int device_attribute(int* value, int, int) { return *value = processors, 0; }
+int device_attribute(int* value, int attribute, int) {
+    require(attribute == 16, "not the number of multiprocessors");
+    return *value = processors, 0;
+}
 int module_load(void** module, const void*) { return *module = &a_module, 0; }
 int module_function(void** function, void*, const char* name) {
     for (const Kernel* kernel = kernels; kernel->name; ++kernel)
@@ -173,9 +178,9 @@ void check(Status* failed) {
 void* emulated_dlopen(const char*, int) { return &a_driver; }
 void* emulated_dlsym(void*, const char* name) {
     static const std::map<std::string, void*> functions = {
-        {"cuCtxGetCurrent", (void*)context_get},      {"cuCtxGetDevice", (void*)device_get},
+        {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
-        {"cuModuleGetFunction", (void*)module_function}, {"cuLaunchKernelEx", (void*)launch_kernel},
+        {"cuModuleGetFunction", (void*)module_function},   {"cuLaunchKernelEx", (void*)launch_kernel},
     };
     return functions.at(name);
 }

@@ -66,12 +66,11 @@ struct Block {
 
 std::vector<Block> blocks;  // of the cluster that runs
 bool descending;
-unsigned current_block, loaded_block, current_thread;
-void* scheduler;
+unsigned current_block, loaded_block, current_thread;  // loaded: whose shared memory lies in place
+void* scheduler;  // its stack, while a thread runs
 const void* scheduler_bottom;  // of its stack, and how large that is: for the sanitizer
 std::size_t scheduler_size;
 char* stacks;
-std::size_t stacks_count;
 void (*kernel_run)(void**);
 void** kernel_arguments;
 
@@ -241,13 +240,13 @@ void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, v
         one.warps.resize((threads + WARP - 1) / WARP);
         one.shared.resize(shared_size());
     }
-    stacks_count = cluster * threads;
-    void* memory = mmap(nullptr, stacks_count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const std::size_t size = cluster * threads * STACK;
+    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) wrong("no memory for the stacks");
     stacks = static_cast<char*>(memory);
     for (unsigned i = 0; i < clusters; ++i) {
         const unsigned at = turn(i, clusters), across = grid.x / cluster;
         run_cluster({at % across * cluster, at / across % grid.y, at / across / grid.y});
     }
-    munmap(memory, stacks_count * STACK);
+    munmap(memory, size);
 }

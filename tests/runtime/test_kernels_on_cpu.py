@@ -98,15 +98,11 @@ GROUP_NORMS = [
     ("held_8, clusters of 4", Gpu(4), Case((1, 1, 4100, 32), groups=4, bias=True)),
     ("held_8, clusters of 8", Gpu(4), Case((1, 89, 97, 32), groups=4, skip="full", kept=True)),
     ("held_8, clusters of 8", Gpu(4), Case((1, 128, 128, 32), groups=4)),  # just held
+    ("sums 4, apply 4", Gpu(4), Case((1, 113, 145, 32), groups=4)),  # a position more
     ("held_8, clusters of 2", Gpu(1), WHOLE_ROWS),
     ("held_4, clusters of 4", Gpu(132), Case((1, 2, 7, 288))),  # of 9: slices of eight groups
     ("held_4, clusters of 8", Gpu(132), Case((1, 2, 7, 384), skip="full")),  # of 12
-    ("sums 4, apply 4", Gpu(4), Case((1, 113, 145, 32), groups=4)),  # a position more
-    (
-        "sums 3, apply 3",
-        Gpu(132),
-        Case((1, 3, 3, 2240), groups=8),
-    ),  # 35 vectors: no block of whole warps and whole rows
+    ("sums 3, apply 3", Gpu(132), Case((1, 3, 3, 2240), groups=8)),  # of 35 vectors: no whole warps of whole rows
     ("sums 2, apply 2", Gpu(4, 80), Case((1, 5, 7, 320), silu=False)),
     ("sums 13, apply 13", Gpu(132, 80), Case((2, 17, 19, 320), skip="row", bias=True)),
     ("sums 1, apply 1", Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)),
@@ -117,11 +113,7 @@ GROUP_NORMS = [
     ("sums 6, apply 6", Gpu(132, 80), Case((1, 7, 3, 1920), skip="row")),
     ("sums 1, apply 1", Gpu(1, 80), Case((1, 5, 5, 2560), skip="full", kept=True)),
     ("sums 1, apply 1", Gpu(132, 80), Case((1, 1, 1, 4096), bias=True)),
-    (
-        "sums 3, apply 3",
-        Gpu(132, 80),
-        Case((1, 3, 1, 8192), skip="full", bias=True),
-    ),  # a row for all of a block's threads
+    ("sums 3, apply 3", Gpu(132, 80), Case((1, 3, 1, 8192), skip="full", bias=True)),  # a row for a block
     ("sums 40, apply 40", Gpu(132, 80), Case((1, 10, 12, 2560))),  # more parts than threads for a group
     ("sums 5, apply 5", Gpu(132, 80), Case((1, 9, 9, 480), groups=12, skip="full")),
     ("sums 1, apply 1", Gpu(132, 80), Case((2, 9, 9, 48), groups=1)),
@@ -205,34 +197,52 @@ WRONG = "Mismatched elements"
 TOO_EARLY = "the result depends on which thread comes first"
 NOT_RUNNING = "shared memory is read of a block that does not run"
 FAULTS = {
-    "the last row of x": (
-        "group_norm_held.cu",
-        "_block, slice.rows);",
-        "_block, slice.rows + 1);",
-        HELD,
-        OUT_OF_BOUNDS,
-    ),
-    "rows after the last": ("group_norm_twice.cu", "if (at >= end) break;", "", TWICE, OUT_OF_BOUNDS),
-    "shared": ("group_norm.cuh", "/ VECTOR - first + 1;", "/ VECTOR - first + 2;", HELD_8, OUT_OF_BOUNDS),
-    "the group": ("group_norm.cuh", "if (j < split)", "if (j <= split)", ACROSS, WRONG),
-    "the block": ("group_norm_held.cu", "% cluster);", "% 32);", HELD, "the cluster has no such block"),
-    "sums are there": (
+    "a row too many": ("group_norm_held.cu", "slice.rows);", "slice.rows + 1);", HELD, OUT_OF_BOUNDS),
+    "rows in flight": ("group_norm_twice.cu", "if (at >= end) break;", "", TWICE, OUT_OF_BOUNDS),
+    "a lane too many": ("group_norm.cuh", "/ VECTOR - first + 1;", "/ VECTOR - first + 2;", HELD_8, OUT_OF_BOUNDS),
+    "another's channel": ("group_norm.cuh", "if (j < split)", "if (j <= split)", ACROSS, WRONG),
+    "another cluster's block": ("group_norm_held.cu", "% cluster);", "% 32);", HELD, "the cluster has no such block"),
+    "no wait for sums": (
         "group_norm_held.cu",
         "    __syncthreads();\n    const int width",
         "const int width",
         HELD,
         TOO_EARLY,
     ),
-    "parts are there": ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", ACROSS, TOO_EARLY),
-    "the cluster begins": ("group_norm_held.cu", "    wait_for_cluster();\n    if", "    if", HELD, NOT_RUNNING),
-    "the cluster ends": ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD, NOT_RUNNING),
+    "no wait for parts": ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", ACROSS, TOO_EARLY),
+    "no wait for the cluster's sums": (
+        "group_norm_held.cu",
+        "    wait_for_cluster();\n    if",
+        "    if",
+        HELD,
+        NOT_RUNNING,
+    ),
+    "gone before it is read": ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD, NOT_RUNNING),
     "not assigned": ("group_norm_held.cu", "constant = {};", "constant;", UNBIASED, NOT_WRITTEN),
-    "scratch": ("group_norm.c", "images, parts, groups, 2}", "images, parts - 1, groups, 2}", ACROSS, OUT_OF_BOUNDS),
-    "threads": ("group_norm.c", "while (unit % lanes) unit += 32;", "", (Gpu(1), WHOLE_ROWS), NOT_WRITTEN),
-    "registers": ("group_norm.c", "_per_block <= 4 *", "_per_block <= 8 *", HELD_8, NOT_WRITTEN),
-    "images": ("group_norm.c", "work->images}, {threads", "1}, {threads", UNBIASED, NOT_WRITTEN),
-    "columns": ("bias_split_gelu.c", "ceil_div(lanes, wide)", "lanes / wide", (Gpu(3), (1, 7, 12288)), NOT_WRITTEN),
-    "block": ("bias_split_gelu.c", "GELU_THREADS / wide;", "999 / wide;", (Gpu(1), (2, 77, 320)), "cannot be launched"),
+    "scratch too small": (
+        "group_norm.c",
+        "images, parts, groups, 2}",
+        "images, parts - 1, groups, 2}",
+        ACROSS,
+        OUT_OF_BOUNDS,
+    ),
+    "part of a row": ("group_norm.c", "while (unit % lanes) unit += 32;", "", (Gpu(1), WHOLE_ROWS), NOT_WRITTEN),
+    "more than is held": ("group_norm.c", "_per_block <= 4 *", "_per_block <= 8 *", HELD_8, NOT_WRITTEN),
+    "the first image alone": ("group_norm.c", "work->images}, {threads", "1}, {threads", UNBIASED, NOT_WRITTEN),
+    "the last columns": (
+        "bias_split_gelu.c",
+        "ceil_div(lanes, wide)",
+        "lanes / wide",
+        (Gpu(3), (1, 7, 12288)),
+        NOT_WRITTEN,
+    ),
+    "a block too large": (
+        "bias_split_gelu.c",
+        "GELU_THREADS / wide;",
+        "999 / wide;",
+        (Gpu(1), (2, 77, 320)),
+        "cannot be launched",
+    ),
 }
 """What -> source, right, wrong, what shows it, how."""
 

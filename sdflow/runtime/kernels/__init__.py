@@ -6,5 +6,6 @@ are used. Where they cannot be compiled, ONNX Runtime's kernels run, and a warni
 
     group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16
     bias_split_gelu.cu, .c   BiasSplitGelu, float16
+    float16.cuh, cluster.cuh what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """
