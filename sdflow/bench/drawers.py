@@ -76,7 +76,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     notes = [recorded.note]
     if target.name == "cuda":
         own = recorded.tuning.own_kernels and kernel_library() is not None
-        notes.append("with sdflow's own kernels" if own else "with ONNX Runtime's kernels only")
+        notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
     return draw, "; ".join(note for note in notes if note)
 
 

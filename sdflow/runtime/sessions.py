@@ -99,7 +99,8 @@ def create_session(
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
-    graph: to load in its place; its large weights lie beside `model`.
+    graph: to load in its place; its large weights lie beside `model`. On CUDA, `sdflow.runtime.kernels` compute what of
+    it they can; its shapes must be fixed for that.
     shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
     engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.

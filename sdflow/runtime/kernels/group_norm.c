@@ -9,6 +9,8 @@
 #include "ort.h"
 
 #define MAX_GROUPS 32
+#define MAX_IMAGES 65535 /* of a grid, in its second and third direction */
+#define MAX_SIDE 32768   /* positions are counted in int */
 
 /* As in group_norm.cuh. */
 typedef struct {
@@ -71,12 +73,13 @@ static int plan_held(const Work *work, Slice *slice, int *cluster, int *threads)
     if (!most) return 0;
     for (*cluster = 1;; *cluster *= 2) {
         slice->rows_per_block = ceil_div(work->rows, *cluster);
-        const int vectors = slice->rows_per_block * lanes, more = 2 * *cluster;
-        const int can_grow = more <= 8 && more * slice->groups <= 32 && more <= work->rows;
-        if (can_grow && (vectors > 8 * most || work->images * slices * more * 4 <= gpu.processors * 5)) continue;
-        *threads = round_up(ceil_div(vectors, 4), unit);
+        const int64_t vectors = (int64_t)slice->rows_per_block * lanes, blocks = (int64_t)work->images * slices;
+        const int more = 2 * *cluster, can_grow = more <= 8 && more * slice->groups <= 32 && more <= work->rows;
+        if (can_grow && (vectors > 8 * most || blocks * more * 4 <= gpu.processors * 5)) continue;
+        if (vectors > 8 * most) return 0;
+        *threads = round_up(ceil_div((int)vectors, 4), unit);
         if (*threads > most) *threads = most;
-        return vectors <= 8 * most;
+        return 1;
     }
 }
 
@@ -140,10 +143,11 @@ static Status *compute(void *op_kernel, void *context) {
     }
     TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank != 4) return failure(api, "GroupNorm: x must have four axes", 0);
+    if (dims[0] > MAX_IMAGES || dims[1] > MAX_SIDE || dims[2] > MAX_SIDE || dims[3] > THREADS * VECTOR)
+        return failure(api, "GroupNorm: x is too large", 0);
     work.images = (int)dims[0], work.rows = (int)(dims[1] * dims[2]), work.channels = (int)dims[3];
     const int width = work.channels / (int)kernel->groups;
-    if (work.channels % VECTOR || work.channels % kernel->groups || work.channels / VECTOR > THREADS ||
-        (width < VECTOR && width != 4))
+    if (work.channels % VECTOR || work.channels % kernel->groups || (width < VECTOR && width != 4))
         return failure(api, "GroupNorm: not for this number of channels", 0);
     if (inputs[SKIP]) {
         TRY(shape_of(api, inputs[SKIP], skip_dims, &skip_rank));
