@@ -90,7 +90,8 @@ static Status *hold(const Work *work, Slice slice, int cluster, int threads) {
     void *arguments[] = {&copy.at[X], &copy.at[SKIP], &copy.at[BIAS], &copy.at[GAMMA], &copy.at[BETA], &copy.y, &copy.sum,
                          &slice};
     void *function = slice.rows_per_block <= 4 * (threads / slice.lanes) ? gpu.held_4 : gpu.held_8;
-    return launch(function, config, arguments) ? failure(work->kernel->api, "GroupNorm: the kernel cannot be launched", 0) : 0;
+    const char *why = launch(function, config, arguments);
+    return why ? failure(work->kernel->api, "GroupNorm: the kernel cannot be launched", why) : 0;
 }
 
 /* As many blocks for an image as keep all multiprocessors busy, each with at least one row for each of its threads. */
@@ -115,7 +116,8 @@ static Status *sum_and_apply(const Work *work) {
 
     void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
     Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
-    if (launch(gpu.sums, config, sums_arguments)) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", 0);
+    const char *why = launch(gpu.sums, config, sums_arguments);
+    if (why) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", why);
 
     if (work->sum) {
         from.at[X] = work->sum;
@@ -126,7 +128,8 @@ static Status *sum_and_apply(const Work *work) {
     config.grid[0] = ceil_div(work->rows, layout.rows_per_block);
     void *arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.at[GAMMA], &from.at[BETA], &scratch, &from.y,
                          &layout, &parts, &epsilon, &silu};
-    return launch(gpu.apply, config, arguments) ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", 0) : 0;
+    why = launch(gpu.apply, config, arguments);
+    return why ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", why) : 0;
 }
 
 static Status *compute(void *op_kernel, void *context) {
@@ -143,11 +146,12 @@ static Status *compute(void *op_kernel, void *context) {
     }
     TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank != 4) return failure(api, "GroupNorm: x must have four axes", 0);
-    if (dims[0] > MAX_IMAGES || dims[1] > MAX_SIDE || dims[2] > MAX_SIDE || dims[3] > THREADS * VECTOR)
+    if (dims[0] > MAX_IMAGES || dims[1] > MAX_SIDE || dims[2] > MAX_SIDE)
         return failure(api, "GroupNorm: x is too large", 0);
     work.images = (int)dims[0], work.rows = (int)(dims[1] * dims[2]), work.channels = (int)dims[3];
     const int width = work.channels / (int)kernel->groups;
-    if (work.channels % VECTOR || work.channels % kernel->groups || (width < VECTOR && width != 4))
+    if (work.channels % VECTOR || work.channels % kernel->groups || work.channels / VECTOR > THREADS ||
+        (width < VECTOR && width != 4))
         return failure(api, "GroupNorm: not for this number of channels", 0);
     if (inputs[SKIP]) {
         TRY(shape_of(api, inputs[SKIP], skip_dims, &skip_rank));

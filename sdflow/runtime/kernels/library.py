@@ -70,7 +70,7 @@ def _kernel_library() -> Path | None:
             library = build()
             ctypes.CDLL(str(library))
     except (TargetUnavailableError, OSError) as error:
-        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", stacklevel=4)
+        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", stacklevel=3)
         return None
     return library
 
