@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.engines import Engine
+from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.folder import load_companions, submodel_config
 from sdflow.runtime.schedule import named_scheduler
-from sdflow.runtime.vae import vae_scale
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:

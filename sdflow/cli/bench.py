@@ -145,8 +145,8 @@ def _numbers(option: str, text: str) -> list[int]:
 def _own_size(pipeline: Path) -> int:
     """Pixels of the model's own pictures."""
     from sdflow.assemble import read_manifest
+    from sdflow.picture_sizes import vae_scale
     from sdflow.runtime.folder import submodel_config
-    from sdflow.runtime.vae import vae_scale
 
     read_manifest(pipeline)
     return int(submodel_config(pipeline, "unet")["sample_size"]) * vae_scale(submodel_config(pipeline, "vae_decoder"))
