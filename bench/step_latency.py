@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     if options.processes > 1:
-        chosen = ["--kernels", *options.kernels, "--defines", options.defines]
+        chosen = ["--kernels", *options.kernels, "--defines", options.defines, *["--profile"] * options.profile]
         for _ in range(options.processes):
-            subprocess.run([sys.executable, __file__, *map(str, options.pipelines), *chosen], check=False)
+            subprocess.run([sys.executable, __file__, *map(str, options.pipelines), *chosen], check=True)
         return
     from sdflow.runtime.kernels import library
 

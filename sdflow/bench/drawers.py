@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.engines import Engine
+from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.folder import load_companions, submodel_config
 from sdflow.runtime.schedule import named_scheduler
-from sdflow.runtime.vae import vae_scale
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     notes = [recorded.note]
     if target.name == "cuda":
         own = recorded.tuning.own_kernels and kernel_library() is not None
-        notes.append("with sdflow's own kernels" if own else "with ONNX Runtime's kernels only")
+        notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
     return draw, "; ".join(note for note in notes if note)
 
 

@@ -23,6 +23,7 @@ from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
+from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.device import device as describe_device
@@ -44,13 +45,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: of the pipeline. engines: names, none for what suits the machine. check: compare with PyTorch's float32."""
+    """folder: of the pipeline. engines: names, none for what suits the machine. check: compare with PyTorch's float32.
+
+    first_limit: seconds that an engine may take to load, and again to draw the first picture of a case; None: no limit.
+    """
 
     folder: Path
     cases: Sequence[Case]
     settings: Settings = field(default_factory=Settings)
     engines: Sequence[str] = ()
     check: bool = True
+    first_limit: float | None = None
 
 
 @dataclass
@@ -176,7 +181,7 @@ class _Runner:
         memory = self.device.memory()
         running.before = memory.host, memory.device
         begun = time.perf_counter()
-        with self._reported(running, beside):
+        with self._reported(running, beside), within(request.first_limit):
             note = ""
             if engine.target:
                 running.draw, note = onnxruntime_drawer(request.folder, engine, request.settings)
@@ -202,7 +207,8 @@ class _Runner:
             tolerance = self.tolerances.get((each.result.dtype, case), FLOAT32_TOLERANCE)
             own = Turns(each.draw, case, self.device, self.references.get(case), tolerance)
             with self._reported(each, ""):
-                own.first()
+                with within(self.request.first_limit):
+                    own.first()
                 if index == 0:
                     self._note_memory(each)
                 for _ in range(self.request.settings.warmup - 1):
@@ -227,9 +233,11 @@ class _Runner:
         """An engine's failure is a line of the result; the others go on. It takes no further part."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  whatever a library raises: kept in full, with the cause in a line
+        except (Exception, TooLong) as error:  # noqa: BLE001  whatever a library raises: kept in full, with the cause in a line
             running.draw = None
             what = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, TooLong):
+                what = f"{error}: give it more with --first-limit"
             reason = " ".join(what.split())[:400]
             if beside and ("memory" in reason.lower() or "alloc" in reason.lower()):
                 reason += f"; {beside} were loaded: measure it alone, with --engine {running.engine.name}"

@@ -41,6 +41,15 @@ def bench(
     ] = None,
     tuning: Annotated[bool, typer.Option("--tuning/--no-tuning", help="Use what `sdflow tune` chose.")] = True,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare with PyTorch's float32.")] = True,
+    first_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Give an engine up that takes longer to load or to its first picture.",
+            metavar="SECONDS",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two bench.json instead.", metavar="BEFORE AFTER")
     ] = None,
@@ -70,7 +79,7 @@ def bench(
     from sdflow.bench.case import Settings
 
     settings = Settings(prompt, negative_prompt, guidance_scale, seed, scheduler, warmup, rounds, threads, tuning)
-    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check), _say)
+    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit), _say)
     files = write_files(result, out) if out is not None else []
     print_bench(result, files, as_json=json)
     if result.wrong:
@@ -136,8 +145,8 @@ def _numbers(option: str, text: str) -> list[int]:
 def _own_size(pipeline: Path) -> int:
     """Pixels of the model's own pictures."""
     from sdflow.assemble import read_manifest
+    from sdflow.picture_sizes import vae_scale
     from sdflow.runtime.folder import submodel_config
-    from sdflow.runtime.vae import vae_scale
 
     read_manifest(pipeline)
     return int(submodel_config(pipeline, "unet")["sample_size"]) * vae_scale(submodel_config(pipeline, "vae_decoder"))

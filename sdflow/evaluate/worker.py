@@ -21,13 +21,13 @@ from sdflow.evaluate.device import device, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.passes.submodel_io import dummy_inputs
+from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.availability import try_target
 from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels, submodel_config
 from sdflow.runtime.pictures import write_png
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
 from sdflow.runtime.submodel import Submodel
-from sdflow.runtime.vae import vae_scale
 from sdflow.targets import TARGETS, Target
 from sdflow.workers import peak_memory, serve_request
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sdflow import picture_sizes
 from sdflow.errors import PassError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def dummy_inputs(
     """
     import numpy as np
 
-    scale = 2 ** (len(config["block_out_channels"]) - 1) if submodel.startswith("vae") else vae_scale
+    scale = picture_sizes.vae_scale(config) if submodel.startswith("vae") else vae_scale
     sizes = {
         "batch": batch,
         "sequence": sequence,
@@ -104,7 +105,7 @@ def tracing_inputs(submodel: str, config: Config) -> dict[str, np.ndarray]:
         return dummy_inputs(submodel, config, batch=2, sequence=config["max_position_embeddings"])
     if submodel == "safety_checker":
         return dummy_inputs(submodel, config, batch=2, height=8, width=8)
-    deepest = 2 ** len(config["block_out_channels"])
+    deepest = 2 * picture_sizes.halved(config)
     return dummy_inputs(submodel, config, batch=2, height=deepest, width=deepest, vae_scale=1)
 
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sdflow import picture_sizes
 from sdflow.errors import UsageError
 from sdflow.runtime.denoise import Start
-from sdflow.runtime.vae import vae_scale
 
 if TYPE_CHECKING:
     import torch
 
 
 def granularity(unet: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
-    """Height and width in pixels must be multiples of this. The arguments are the submodels' configs.
-
-    PyTorch's UNet also takes sizes that do not halve evenly; a traced graph doubles whatever it has halved.
-    Raises UsageError when a config does not say it.
-    """
+    """`picture_sizes.granularity` of a pipeline's submodels. Raises UsageError when a config does not say it."""
     try:
-        return int(vae_scale(vae) * 2 ** (len(unet["block_out_channels"]) - 1))
+        return picture_sizes.granularity(unet, vae)
     except KeyError as error:
         raise UsageError(
             f"config.json of the UNet or the VAE has no {error}", remedy="Build the pipeline again: sdflow run."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import IMAGE_SUBMODELS, SUBMODELS
 from sdflow.errors import PassError, UsageError
+from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.inputs import (
@@ -34,7 +35,7 @@ from sdflow.runtime.sessions import choose_provider, import_onnxruntime
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
-from sdflow.runtime.vae import decode, encode, vae_scale
+from sdflow.runtime.vae import decode, encode
 from sdflow.targets import TARGETS, Target
 
 if TYPE_CHECKING:

@@ -99,7 +99,8 @@ def create_session(
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
-    graph: to load in its place; its large weights lie beside `model`.
+    graph: to load in its place; its large weights lie beside `model`. On CUDA, `sdflow.runtime.kernels` compute what of
+    it they can; its shapes must be fixed for that.
     shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
     engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
@@ -126,7 +127,7 @@ def create_session(
     if graph is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
     if target.session.static_shapes and graph is None:
-        for name, size in free_dimensions(model, shapes or {}).items():
+        for name, size in free_dimensions(read_graph(model), shapes or {}, str(model)).items():
             options.add_free_dimension_override_by_name(name, size)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
@@ -220,23 +221,23 @@ def provider_options(target: Target, provider: str, engine_cache: Path | None) -
     return {name: value.replace(CACHE_DIR, str(engine_cache)) for name, value in options.items()}
 
 
-def free_dimensions(model: Path, shapes: Shapes) -> dict[str, int]:
-    """The sizes of the model's named dimensions when its inputs have these shapes.
+def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[str, int]:
+    """The sizes of the model's named dimensions when its inputs have these shapes. where: for errors, its path.
 
     Raises VerificationError when a dimension stays free, or two inputs want different sizes of one dimension.
     """
     sizes: dict[str, int] = {}
-    for value in read_graph(model).graph.input:
+    for value in model.graph.input:
         axes = value.type.tensor_type.shape.dim
         shape = shapes.get(value.name)
         if shape is None or len(shape) != len(axes):
-            raise VerificationError(f"no shape is known for its input {value.name}", where=str(model))
+            raise VerificationError(f"no shape is known for its input {value.name}", where=where)
         for axis, size in zip(axes, shape, strict=True):
             if axis.HasField("dim_value") and axis.dim_value != size:
-                raise VerificationError(f"{value.name} has size {axis.dim_value}, not {size}", where=str(model))
+                raise VerificationError(f"{value.name} has size {axis.dim_value}, not {size}", where=where)
             if axis.dim_param and sizes.setdefault(axis.dim_param, size) != size:
                 raise VerificationError(
-                    f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=str(model)
+                    f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=where
                 )
     return sizes
 

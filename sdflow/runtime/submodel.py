@@ -272,8 +272,9 @@ class Submodel:
         if not self._fixed or self.path is None:
             return self.load(shapes)
         try:
-            sizes = free_dimensions(self.path, shapes)
-            return self.part(specialize(read_graph(self.path), sizes, self._outputs))
+            graph = read_graph(self.path)
+            sizes = free_dimensions(graph, shapes, str(self.path))
+            return self.part(specialize(graph, sizes, self._outputs))
         except PassError as error:
             warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", stacklevel=2)
             return self.load(shapes)

@@ -34,11 +34,24 @@ class Recorded:
 
 
 def tuning_file(folder: Path, target: Target) -> Path:
-    """Where the choices for this pipeline lie: in $SDFLOW_TUNING, else in the user's cache folder."""
+    """Where the choices for this pipeline lie: in $SDFLOW_TUNING, else in the user's cache folder.
+
+    Raises UsageError when there is neither.
+    """
     artifacts = {name: part["artifact"] for name, part in read_manifest(folder)["submodels"].items()}
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    root = Path(os.environ.get(FOLDER_VARIABLE) or Path(base) / "sdflow" / "tuning")
-    return root / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
+    return _root() / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
+
+
+def _root() -> Path:
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
+        raise UsageError(
+            f"no folder for what `sdflow tune` chooses: {error}", remedy=f"Name one: {FOLDER_VARIABLE}=FOLDER."
+        ) from error
+    return base / "sdflow" / "tuning"
 
 
 def machine(target: Target) -> dict[str, Any]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.submodel import Submodel
 
 if TYPE_CHECKING:
     import torch
 
 TILE_OVERLAP = 0.25
-
-
-def vae_scale(config: Any) -> int:
-    """Image pixels per latent pixel, along each axis."""
-    return int(2 ** (len(config["block_out_channels"]) - 1))
 
 
 def decode(decoder: Submodel, latents: torch.Tensor, *, tiles: bool = False) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
+from sdflow.picture_sizes import granularity, vae_scale
 
 # The folder of a diffusers pipeline that each submodel's weights lie in.
 COMPONENT_OF = {
@@ -133,10 +134,10 @@ def pipeline_facts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Raises KeyError or TypeError for a config that lacks one.
     """
     unet, vae = configs["unet"], configs["vae"]
-    vae_scale_factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    vae_scale_factor = vae_scale(vae)
     return {
         "image_size": unet["sample_size"] * vae_scale_factor,
-        "granularity": vae_scale_factor * 2 ** (len(unet["block_out_channels"]) - 1),
+        "granularity": granularity(unet, vae),
         "latent_channels": vae["latent_channels"],
         "vae_scale_factor": vae_scale_factor,
         "scaling_factor": vae.get("scaling_factor", 0.18215),

@@ -8,6 +8,7 @@ from typing import Any
 
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
+from sdflow.picture_sizes import granularity, latent_multiple, vae_scale
 
 LARGE_CHANNELS = 512
 """UNets with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
@@ -90,17 +91,16 @@ def select(
 ) -> Selection:
     """The selection for a model. unet, vae: their config.json. Raises UsageError for a size that the UNet cannot have."""
     full = spec.level == "full"
-    granularity = 2 ** (len(unet["block_out_channels"]) - 1)
-    scale = 2 ** (len(vae["block_out_channels"]) - 1)
+    halvings, scale, multiple = latent_multiple(unet), vae_scale(vae), granularity(unet, vae)
     large = max(unet["block_out_channels"]) >= LARGE_CHANNELS
     own = int(unet["sample_size"])
-    small = max(QUICK_LATENTS, granularity)
+    small = max(QUICK_LATENTS, halvings)
     if full:
-        small = 2 * granularity if large else own
+        small = 2 * halvings if large else own
     sizes = []
     for name, pixels in (("height", spec.height), ("width", spec.width)):
-        if pixels is not None and pixels % (granularity * scale):
-            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {granularity * scale}.")
+        if pixels is not None and pixels % multiple:
+            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {multiple}.")
         sizes.append(small if pixels is None else pixels // scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]

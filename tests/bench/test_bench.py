@@ -345,3 +345,17 @@ def test_settings_without_check_need_no_checkpoint(built: Path, tmp_path: Path) 
     (engine,) = bench(request, lambda text: None).engines
     assert engine.cases[0] is not None
     assert engine.cases[0].verdict == "not checked"
+
+
+def test_an_engine_that_does_not_come_up_in_time_is_given_up_and_the_others_are_measured(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile takes longer than eight seconds where it finds nothing compiled; what it swallows is raised again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    request = BenchRequest(built, [CASE], QUICK, ["torch-sdpa", "torch-compile"], check=False, first_limit=8.0)
+    begun = time.monotonic()
+    found = {engine.name: engine for engine in bench(request, lambda line: None).engines}
+    assert found["torch-compile"].status == "failed"
+    assert found["torch-compile"].reason == "it took longer than 8 s: give it more with --first-limit"
+    assert found["torch-sdpa"].status == "measured"
+    assert time.monotonic() - begun < 120

@@ -152,3 +152,27 @@ def test_cuda_and_cpu_have_the_options_that_were_found_to_matter_and_other_targe
     flash = next(each for each in candidates(TARGETS["cuda"], 8) if each.value == "1" and each.option == "sdpa_kernel")
     assert flash.change(UNTUNED).provider == {"sdpa_kernel": "1"}
     assert candidates(TARGETS["directml"], 8) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere a home is found by other means")
+def test_without_a_home_a_folder_for_the_choice_is_asked_for(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "SDFLOW_TUNING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(UsageError, match="SDFLOW_TUNING=FOLDER"):
+        tuning_file(built, CPU)
+    monkeypatch.setenv("SDFLOW_TUNING", str(tmp_path))
+    assert tuning_file(built, CPU).parent == tmp_path
+
+
+def test_a_choice_from_before_there_were_own_kernels_is_read_and_uses_them(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDFLOW_TUNING", str(tmp_path))
+    path = record_tuning(built, CPU, Tuning(threads=1), {})
+    content = json.loads(path.read_text())
+    del content["records"][0]["tuning"]["own_kernels"]
+    path.write_text(json.dumps(content))
+    assert recorded_tuning(built, CPU).tuning == Tuning(threads=1, own_kernels=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,60 @@ def test_what_our_kernels_cannot_do_stays_with_onnxruntime(
     )
 
 
+def of_type(graph: onnx.ModelProto, name: str, element: int, shape: list[int]) -> onnx.ModelProto:
+    (value,) = (item for item in graph.graph.input if item.name == name)
+    value.CopyFrom(helper.make_tensor_value_info(name, element, shape))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "shape"),
+    [
+        ("gamma", TensorProto.FLOAT16, [320]),
+        ("beta", TensorProto.FLOAT, [1]),
+        ("bias", TensorProto.FLOAT16, [640]),
+        ("skip", TensorProto.FLOAT16, [1, 320]),  # one row for both images
+        ("skip", TensorProto.FLOAT, [2, 4, 4, 320]),
+        ("skip", TensorProto.FLOAT16, [2, 320, 4, 4]),
+    ],
+)
+def test_inputs_of_other_types_and_shapes_than_our_kernels_read_stay_with_onnxruntime(
+    name: str, element: int, shape: list[int]
+) -> None:
+    node = group_norm("SkipGroupNorm", "x gamma beta skip bias", "y")
+    assert with_own_kernels(model([node], 320)) is not None
+    assert with_own_kernels(of_type(model([node], 320), name, element, shape)) is None
+
+
+@pytest.mark.parametrize("shape", [[2, 320], [2, 1, 1, 320]])
+def test_a_skip_of_one_row_for_each_image_is_ours(shape: list[int]) -> None:
+    node = group_norm("SkipGroupNorm", "x gamma beta skip", "y")
+    assert with_own_kernels(of_type(model([node], 320), "skip", TensorProto.FLOAT16, shape)) is not None
+
+
+def test_initializers_count_as_inputs_do_and_outputs_that_nobody_wants_are_left_out() -> None:
+    node = group_norm("SkipGroupNorm", "x gamma beta skip", "y")
+    node.input.append("")
+    node.output.extend(["", "", "sum"])
+    graph = model([node], 320)
+    for name in ("gamma", "beta"):
+        (given,) = (item for item in graph.graph.input if item.name == name)
+        graph.graph.input.remove(given)
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(320, np.float32), name))
+    replaced = with_own_kernels(graph)
+    assert replaced is not None
+    assert list(replaced.graph.node[0].input) == ["x", "gamma", "beta", "skip", ""]
+    assert list(replaced.graph.node[0].output) == ["y", "y_sums", "sum"]
+
+
 def test_bias_split_gelu_becomes_ours_when_its_halves_are_whole_vectors() -> None:
     gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
     replaced = with_own_kernels(model([gelu], 320))
     assert replaced is not None
     assert [(node.domain, node.op_type) for node in replaced.graph.node] == [(DOMAIN, "BiasSplitGelu")]
     assert with_own_kernels(model([gelu], 24)) is None
+    assert with_own_kernels(of_type(model([gelu], 320), "x", TensorProto.FLOAT16, [1, 2, 2, 2, 320])) is None
+    assert with_own_kernels(of_type(model([gelu], 320), "bias", TensorProto.FLOAT16, [640])) is None
 
 
 @LINUX
@@ -133,6 +182,26 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
 
 @LINUX
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("#!/bin/sh\nprintf 'sch\\366n' >&2; exit 1\n", "sch.n"),  # not UTF-8
+        ("no program", "Exec format error"),
+        ("#!/bin/sh\nexec sleep 60\n", "timed out"),
+    ],
+)
+def test_a_c_compiler_that_fails_is_told_as_that(
+    compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "SLOWEST", 2)
+    path = tmp_path / "compiler"
+    path.write_text(compiler)
+    path.chmod(0o755)
+    with pytest.raises(TargetUnavailableError, match=f"compiler cannot compile the operators: .*{said}"):
+        library.compile_library(tmp_path, library.Nvrtc(), str(path), "90")
+
+
+@LINUX
 def test_source_that_does_not_compile_is_told_in_the_compilers_words() -> None:
     with pytest.raises(TargetUnavailableError, match="not_a_type"):
         library.Nvrtc().compile("__global__ void f(not_a_type x) {}", ["--gpu-architecture=sm_90"])
@@ -144,7 +213,68 @@ def test_without_a_device_a_warning_says_why_and_onnxruntimes_kernels_run() -> N
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with pytest.warns(UserWarning, match=r"ONNX Runtime's own kernels run.*(no CUDA device|for Linux)"):
-        assert library.kernel_library.__wrapped__() is None
+        assert library._kernel_library.__wrapped__() is None
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the library would lie, for a GPU that torch claims and ONNX Runtime does not have."""
+    import onnxruntime
+    import torch
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("the kernels might run")
+    device = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sdflow" / "kernels"
+
+
+@LINUX
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TargetUnavailableError, match="our kernels do not run on this device"):
+        library.build()
+    assert capsys.readouterr().out == ""
+    (folder,) = cache.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]
+
+    (folder / "libsdflow_kernels.so").write_bytes(b"\x7fELF")
+    (folder / "unfinished-by-a-process-that-was-killed").mkdir()
+    assert library.build() == folder / "libsdflow_kernels.so", "what is there is taken"
+    with pytest.warns(UserWarning, match="our kernels do not run on this device"):
+        assert library._kernel_library.__wrapped__() is None
+    assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]
+
+
+@LINUX
+def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warning() -> str:
+        with pytest.warns(UserWarning, match="ONNX Runtime's own kernels run") as caught:
+            assert library._kernel_library.__wrapped__() is None
+        return str(caught[0].message)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert "Install gcc or clang" in warning()
+    with monkeypatch.context() as patch:
+        (tmp_path / "file").touch()
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert "cannot be written" in warning()
+        assert "XDG_CACHE_HOME=FOLDER" in warning()
+    with monkeypatch.context() as patch:
+        patch.delenv("XDG_CACHE_HOME")
+        patch.delenv("HOME")
+        patch.setattr("pwd.getpwuid", {}.__getitem__)
+        assert "XDG_CACHE_HOME=FOLDER" in warning()
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "OLDEST", (10, 0))
+        assert "NVIDIA H200 has compute capability 9.0" in warning()
+    assert not cache.exists()
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.runtime.availability import loader_errors, onnxruntime_packages, target_availability, try_target
-from sdflow.runtime.sessions import choose_provider, create_session, free_dimensions, provider_options
+from sdflow.runtime.sessions import choose_provider, create_session, free_dimensions, provider_options, read_graph
 from sdflow.targets import TARGETS
 from sdflow.workers import clean_environment, python_command
 
@@ -64,13 +64,13 @@ def test_a_graph_without_a_kernel_on_the_provider_is_a_verification_error(tmp_pa
 def test_named_dimensions_get_the_sizes_of_the_inputs(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
     shapes = {"x": (2, 4, 8, 16), "y": (2, 4)}
-    assert free_dimensions(model, shapes) == {"batch": 2, "rows": 8, "columns": 16}
+    assert free_dimensions(read_graph(model), shapes, str(model)) == {"batch": 2, "rows": 8, "columns": 16}
     with pytest.raises(VerificationError, match="batch would be 2 and 3"):
-        free_dimensions(model, {**shapes, "y": (3, 4)})
+        free_dimensions(read_graph(model), {**shapes, "y": (3, 4)}, str(model))
     with pytest.raises(VerificationError, match="x has size 4, not 5"):
-        free_dimensions(model, {**shapes, "x": (2, 5, 8, 16)})
+        free_dimensions(read_graph(model), {**shapes, "x": (2, 5, 8, 16)}, str(model))
     with pytest.raises(VerificationError, match="no shape is known for its input y"):
-        free_dimensions(model, {"x": (2, 4, 8, 16)})
+        free_dimensions(read_graph(model), {"x": (2, 4, 8, 16)}, str(model))
 
 
 def test_a_target_with_static_shapes_fixes_them_in_the_session(tmp_path: Path) -> None:

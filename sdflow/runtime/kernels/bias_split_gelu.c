@@ -43,7 +43,8 @@ static Status *compute(void *op_kernel, void *context) {
     if (blocks > most) blocks = most;
     void *arguments[] = {&from, &with, &y, &rows, &lanes};
     const Launch config = {{columns, blocks, 1}, {wide, deep, 1}, 0, stream, 0, 0};
-    return launch(gpu.bias_split_gelu, config, arguments) ? failure(api, "BiasSplitGelu cannot be launched", 0) : 0;
+    const char *why = launch(gpu.bias_split_gelu, config, arguments);
+    return why ? failure(api, "BiasSplitGelu cannot be launched", why) : 0;
 }
 
 static const char *name(const Op *op) { return (void)op, "BiasSplitGelu"; }

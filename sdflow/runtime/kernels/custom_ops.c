@@ -39,11 +39,21 @@ __asm__(".section .rodata\n.balign 64\nsdflow_cubin:\n.incbin \"" CUBIN "\"\n.by
 extern const char sdflow_cubin[] __attribute__((visibility("hidden")));
 
 Gpu gpu;
+
+/* The name of an error of the driver (CUresult). */
+static const char *name_of(int error) {
+    const char *name = 0;
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    int (*get)(int, const char **) = driver ? dlsym(driver, "cuGetErrorName") : 0;
+    return get && !get(error, &name) && name ? name : "an error without a name";
+}
+
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
 static const char *load_locked(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = 0, *module = 0;
-    int device = 0;
+    static char refusal[160];
+    int device = 0, error;
     if (!driver) return "libcuda.so.1 cannot be loaded";
     int (*current)(void **) = dlsym(driver, "cuCtxGetCurrent");
     int (*device_of)(int *) = dlsym(driver, "cuCtxGetDevice");
@@ -55,7 +65,10 @@ static const char *load_locked(void) {
     if (current(&context) || !context) return "there is no CUDA context";
     if (gpu.context) return gpu.context == context ? 0 : "the kernels are in use on another device of this process";
     if (device_of(&device) || attribute(&gpu.processors, 16 /* MULTIPROCESSOR_COUNT */, device)) return "no device";
-    if (load(&module, sdflow_cubin)) return "the kernels were compiled for another device";
+    if ((error = load(&module, sdflow_cubin))) { /* for another device, or by an NVRTC that is newer than the driver */
+        snprintf(refusal, sizeof refusal, "the driver does not load the kernels: %s", name_of(error));
+        return refusal;
+    }
     if (function(&gpu.sums, module, "group_norm_sums") || function(&gpu.apply, module, "group_norm_apply") ||
         function(&gpu.bias_split_gelu, module, "bias_split_gelu"))
         return "the kernels are not complete";
@@ -72,9 +85,10 @@ const char *load_kernels(void) {
     return why;
 }
 
-int launch(void *function, Launch config, void **arguments) {
+const char *launch(void *function, Launch config, void **arguments) {
     config.attribute_count = config.attributes ? 1 : 0;
-    return gpu.launch(&config, function, arguments, 0);
+    const int error = gpu.launch(&config, function, arguments, 0);
+    return error ? name_of(error) : 0;
 }
 
 typedef struct {
@@ -91,6 +105,7 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
         failed = CREATE_DOMAIN(api)("sdflow", &domain);
         if (!failed) failed = DOMAIN_ADD(api)(domain, &group_norm);
         if (!failed) failed = DOMAIN_ADD(api)(domain, &bias_split_gelu);
+        if (failed) domain = 0;
     }
     pthread_mutex_unlock(&lock);
     return failed ? failed : ADD_DOMAIN(api)(options, domain);

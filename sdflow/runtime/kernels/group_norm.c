@@ -9,6 +9,8 @@
 #include "ort.h"
 
 #define MAX_GROUPS 32
+#define MAX_IMAGES 65535 /* of a grid, in its second and third direction */
+#define MAX_SIDE 32768   /* positions are counted in int */
 
 /* As in group_norm_twice.cu. */
 typedef struct {
@@ -72,12 +74,13 @@ static int plan_held(const Work *work, Slice *slice, int *cluster, int *threads)
     if (!most) return 0;
     for (*cluster = 1;; *cluster *= 2) {
         slice->rows_per_block = ceil_div(work->rows, *cluster);
-        const int vectors = slice->rows_per_block * lanes, more = 2 * *cluster;
-        const int can_grow = more <= 8 && more * slice->groups <= 32 && more <= work->rows;
-        if (can_grow && (vectors > 8 * most || work->images * slices * more * 4 <= gpu.processors * 5)) continue;
-        *threads = round_up(ceil_div(vectors, 4), unit);
+        const int64_t vectors = (int64_t)slice->rows_per_block * lanes, blocks = (int64_t)work->images * slices;
+        const int more = 2 * *cluster, can_grow = more <= 8 && more * slice->groups <= 32 && more <= work->rows;
+        if (can_grow && (vectors > 8 * most || blocks * more * 4 <= gpu.processors * 5)) continue;
+        if (vectors > 8 * most) return 0;
+        *threads = round_up(ceil_div((int)vectors, 4), unit);
         if (*threads > most) *threads = most;
-        return vectors <= 8 * most;
+        return 1;
     }
 }
 
@@ -88,7 +91,8 @@ static Status *hold(const Work *work, Slice slice, int cluster, int threads) {
     void *arguments[] = {&copy.at[X], &copy.at[SKIP], &copy.at[BIAS], &copy.at[GAMMA], &copy.at[BETA], &copy.y, &copy.sum,
                          &slice};
     void *function = slice.rows_per_block <= 4 * (threads / slice.lanes) ? gpu.held_4 : gpu.held_8;
-    return launch(function, config, arguments) ? failure(work->kernel->api, "GroupNorm: the kernel cannot be launched", 0) : 0;
+    const char *why = launch(function, config, arguments);
+    return why ? failure(work->kernel->api, "GroupNorm: the kernel cannot be launched", why) : 0;
 }
 
 /* As many blocks for an image as keep all multiprocessors busy, each with at least one row for each of its threads. */
@@ -113,7 +117,8 @@ static Status *sum_and_apply(const Work *work) {
 
     void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
     Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
-    if (launch(gpu.sums, config, sums_arguments)) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", 0);
+    const char *why = launch(gpu.sums, config, sums_arguments);
+    if (why) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", why);
 
     if (work->sum) {
         from.at[X] = work->sum;
@@ -124,7 +129,8 @@ static Status *sum_and_apply(const Work *work) {
     config.grid[0] = ceil_div(work->rows, layout.rows_per_block);
     void *arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.at[GAMMA], &from.at[BETA], &scratch, &from.y,
                          &layout, &parts, &epsilon, &silu};
-    return launch(gpu.apply, config, arguments) ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", 0) : 0;
+    why = launch(gpu.apply, config, arguments);
+    return why ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", why) : 0;
 }
 
 static Status *compute(void *op_kernel, void *context) {
@@ -141,6 +147,8 @@ static Status *compute(void *op_kernel, void *context) {
     }
     TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank != 4) return failure(api, "GroupNorm: x must have four axes", 0);
+    if (dims[0] > MAX_IMAGES || dims[1] > MAX_SIDE || dims[2] > MAX_SIDE)
+        return failure(api, "GroupNorm: x is too large", 0);
     work.images = (int)dims[0], work.rows = (int)(dims[1] * dims[2]), work.channels = (int)dims[3];
     const int width = work.channels / (int)kernel->groups;
     if (work.channels % VECTOR || work.channels % kernel->groups || work.channels / VECTOR > THREADS ||

@@ -1,8 +1,8 @@
 """The kernels' library for the GPU at hand: compiled when first wanted, proved, and kept per user.
 
 NVRTC, which comes with torch and with ONNX Runtime's CUDA packages, compiles the kernels; a C compiler, as Triton wants
-one for torch.compile, the operator around them. It depends on the sources, the GPU's compute capability, NVRTC's version
-and ONNX Runtime's, and lies in $XDG_CACHE_HOME/sdflow/kernels.
+one for torch.compile, the operator around them. It depends on the sources, the GPU's model and compute capability, NVRTC's
+version and ONNX Runtime's, and lies in $XDG_CACHE_HOME/sdflow/kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from filelock import FileLock
 
 from sdflow.digest import digest_json
 from sdflow.errors import TargetUnavailableError
+from sdflow.runtime.sessions import import_onnxruntime
 
 _FOLDER = Path(__file__).parent
 KERNELS = tuple(
@@ -47,20 +49,36 @@ DEFINES = {
     "GELU_PER_PROCESSOR": 2,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
+OLDEST = (8, 0)
+"""The first compute capability that packs two floats into halves in one instruction, as halves.cuh does."""
+SLOWEST = 300
+"""Seconds that the C compiler may take; it takes one."""
+
+_asked = threading.Lock()
 
 
-@functools.cache
 def kernel_library() -> Path | None:
     """The library, ready for `SessionOptions.register_custom_ops_library`; None, with a warning, where there can be none.
 
-    The process keeps it loaded: sessions call into it as long as they live.
+    The process keeps it loaded: sessions call into it as long as they live. They are made side by side, and the first
+    one to ask makes it.
     """
+    with _asked:
+        return _kernel_library()
+
+
+@functools.cache
+def _kernel_library() -> Path | None:
     try:
         library = build()
-        ctypes.CDLL(str(library))
+        try:
+            ctypes.CDLL(str(library))
+        except OSError:  # damaged
+            library.unlink()
+            library = build()
+            ctypes.CDLL(str(library))
     except (TargetUnavailableError, OSError) as error:
-        reason = error.what if isinstance(error, TargetUnavailableError) else str(error)
-        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than ours: {reason}", stacklevel=2)
+        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", stacklevel=3)
         return None
     return library
 
@@ -70,44 +88,65 @@ def build() -> Path:
 
     Raises TargetUnavailableError where something is missing that it takes, or where the kernels are wrong.
     """
-    import onnxruntime
     import torch
 
     if not sys.platform.startswith("linux"):
         raise TargetUnavailableError("our kernels are for Linux")
+    if not torch.cuda.is_available():
+        raise TargetUnavailableError("torch sees no CUDA device")
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (device.major, device.minor) < OLDEST:
+        raise TargetUnavailableError(
+            f"{device.name} has compute capability {device.major}.{device.minor}, "
+            f"and they need {'.'.join(map(str, OLDEST))}"
+        )
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
     nvrtc = Nvrtc()
-    if not torch.cuda.is_available():
-        raise TargetUnavailableError("torch sees no CUDA device")
-    capability = "{}{}".format(*torch.cuda.get_device_capability())
+    capability = f"{device.major}{device.minor}"
     content = {
         "sources": [path.read_text(encoding="utf-8") for path in (*KERNELS, *OPERATORS, HEADER)],
         "defines": DEFINES,
         "capability": capability,
+        "device": [device.name, device.multi_processor_count],  # a part of a GPU (MIG) may launch less than the whole
         "nvrtc": nvrtc.version,
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": import_onnxruntime().__version__,
     }
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
+        raise TargetUnavailableError(f"they have no place: {error}", remedy=_ELSEWHERE) from error
     library = base / "sdflow" / "kernels" / digest_json(content) / "libsdflow_kernels.so"
+    if library.exists():  # whole, and maybe in a folder that others write
+        return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(library.with_suffix(".lock")):
             if not library.exists():
                 _make(library, nvrtc, compiler, capability)
     except OSError as error:
-        raise TargetUnavailableError(f"{library.parent} cannot be written: {error}") from error
+        raise TargetUnavailableError(f"{library.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
     return library
+
+
+_ELSEWHERE = "Name a folder that can be written: XDG_CACHE_HOME=FOLDER."
 
 
 def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
     from sdflow.runtime.kernels.proof import prove
 
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    for left in library.parent.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as folder:
         made = compile_library(Path(folder), nvrtc, compiler, capability)
         prove(made)
+        with made.open("rb") as stream:
+            os.fsync(stream.fileno())  # a library that is there is whole, after a power cut too
         made.replace(library)
+
+
+_UNFINISHED = "unfinished-"
 
 
 def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, flags: Sequence[str] = ()) -> Path:
@@ -120,7 +159,12 @@ def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, 
     cubin.write_bytes(nvrtc.compile(source, [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defines]))
     shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f'-DCUBIN="{cubin}"']
     command = [compiler, *shared, *defines, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=SLOWEST
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TargetUnavailableError(f"{compiler} cannot compile the operators: {error}") from error
     if finished.returncode:
         raise TargetUnavailableError(f"{compiler} cannot compile the operators: {finished.stderr.strip()[-400:]}")
     return made
@@ -169,7 +213,8 @@ class Nvrtc:
 
 
 def _load_nvrtc() -> Any:
-    """From NVIDIA's Python packages, or the system's. The newest first: it knows the newest GPUs."""
+    """From NVIDIA's Python packages, or the system's. The newest first: it knows the newest GPUs. One that makes no cubin
+    is passed over."""
     try:
         import nvidia
 
@@ -181,7 +226,9 @@ def _load_nvrtc() -> Any:
     names = [*map(str, packaged), *(f"libnvrtc.so.{major}" for major in (13, 12))]
     for name in names:
         try:
-            return ctypes.CDLL(name)
+            found = ctypes.CDLL(name)
         except OSError:
             continue
+        if hasattr(found, "nvrtcGetCUBIN"):
+            return found
     raise TargetUnavailableError("NVRTC is not installed", remedy="pip install nvidia-cuda-nvrtc")

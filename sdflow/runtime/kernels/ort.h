@@ -88,8 +88,8 @@ extern Gpu gpu;
 /* Loads the kernels unless they are. Returns why that cannot be done, else null. */
 const char *load_kernels(void);
 
-/* Zero when the kernel is queued. */
-int launch(void *function, Launch config, void **arguments);
+/* Null when the kernel is queued, else why it is not. */
+const char *launch(void *function, Launch config, void **arguments);
 
 /* OrtCustomOp, as far as version 16 of the interface reads it. */
 typedef struct Op {

@@ -8,18 +8,25 @@ DOMAIN, VERSION = "sdflow", 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
 
+_Known = dict[str, tuple[int, list[int]]]
+"""Value -> its element type, its shape."""
+
 
 def with_own_kernels(model: Any) -> Any | None:
     """A copy of a ModelProto in which our kernels compute what they can; None where that is nothing.
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
-    channels, stays with ONNX Runtime, and so does what is not float16.
+    channels, stays with ONNX Runtime, and so does what is not float16, or of a type or shape that is not known.
     """
     import onnx
 
-    types = {item.name: item.type.tensor_type for item in (*model.graph.input, *model.graph.value_info)}
-    wanted = [_is_ours(node, types) for node in model.graph.node]
+    known = {
+        item.name: (item.type.tensor_type.elem_type, [axis.dim_value for axis in item.type.tensor_type.shape.dim])
+        for item in (*model.graph.input, *model.graph.value_info)
+    }
+    known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
+    wanted = [_is_ours(node, known) for node in model.graph.node]
     if not any(wanted):
         return None
     result = onnx.ModelProto()
@@ -33,27 +40,36 @@ def with_own_kernels(model: Any) -> Any | None:
     return result
 
 
-def _is_ours(node: Any, types: dict[str, Any]) -> bool:
+def _is_ours(node: Any, known: _Known) -> bool:
     import onnx
 
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
     if node.domain != "com.microsoft" or node.op_type not in ("GroupNorm", "SkipGroupNorm", "BiasSplitGelu"):
         return False
-    x = types.get(node.input[0])
-    if x is None or x.elem_type != onnx.TensorProto.FLOAT16:
+    element, axes = known.get(node.input[0], (0, []))
+    if element != half or not axes or not all(axes) or len(axes) > 4:
         return False
-    axes = [axis.dim_value for axis in x.shape.dim]
+    row = axes[-1:]
     if node.op_type == "BiasSplitGelu":
-        return bool(axes) and all(axes) and axes[-1] % (2 * VECTOR) == 0
-    return _is_group_norm_ours(node, axes)
+        return row[0] % (2 * VECTOR) == 0 and known.get(node.input[1]) == (half, row)
+    if len(axes) != 4 or any(known.get(name) != (single, row) for name in node.input[1:3]):
+        return False
+    skip, bias = ((*node.input[3:], "", "")[i] for i in range(2))
+    images = axes[:1]
+    if skip and known.get(skip) not in [(half, axes), (half, images + row), (half, [*images, 1, 1, *row])]:
+        return False
+    if bias and known.get(bias) != (half, row):
+        return False
+    return _is_group_norm_ours(node, row[0])
 
 
-def _is_group_norm_ours(node: Any, axes: list[int]) -> bool:
+def _is_group_norm_ours(node: Any, channels: int) -> bool:
     import onnx
 
     attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-    if len(axes) != 4 or not axes[3] or not attributes.get("channels_last", 1):
+    if not attributes.get("channels_last", 1):
         return False
-    channels, groups = axes[3], int(attributes["groups"])
+    groups = int(attributes["groups"])
     if channels % groups or channels % VECTOR or groups > MAX_GROUPS or channels > MAX_CHANNELS:
         return False
     return channels // groups == 4 or channels // groups >= VECTOR
