@@ -93,7 +93,8 @@ def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     import numpy as np
 
     plain, gate = np.split(feeds["x"].astype(np.float64) + feeds["bias"], 2, axis=-1)
-    return plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+    result: np.ndarray = plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+    return result
 
 
 def differences(library: Path, case: Case) -> dict[str, float]:
