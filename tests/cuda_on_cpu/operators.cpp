@@ -122,6 +122,8 @@ Api api(uint32_t version) {
 
 // The driver's.
 
+enum { INVALID_VALUE = 1, NOT_FOUND = 500 };
+
 int context_get(void** context) { return *context = &a_context, 0; }
 int device_get(int* device) { return *device = 0, 0; }
 int device_attribute(int* value, int attribute, int) {
@@ -133,7 +135,10 @@ int module_function(void** function, void*, const char* name) {
     for (const Kernel* kernel = kernels; kernel->name; ++kernel)
         if (!std::strcmp(kernel->name, name) && kernel->capability <= capability)
             return *function = const_cast<Kernel*>(kernel), 0;
-    return 500;  // CUDA_ERROR_NOT_FOUND
+    return NOT_FOUND;
+}
+int error_name(int error, const char** name) {
+    return *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_NOT_FOUND", 0;
 }
 
 int launch_kernel(const Launch* config, void* function, void** arguments, void**) {
@@ -151,7 +156,7 @@ int launch_kernel(const Launch* config, void* function, void** arguments, void**
                       threads && threads <= kernel.most_threads && cluster && cluster <= 8 && grid[0] % cluster == 0;
     std::printf("%s (%u, %u, %u) (%u, %u, %u) %u\n", kernel.name, grid[0], grid[1], grid[2], block[0], block[1], block[2],
                 cluster);
-    if (!fits || config->stream != &a_stream || config->shared) return 1;  // CUDA_ERROR_INVALID_VALUE
+    if (!fits || config->stream != &a_stream || config->shared) return INVALID_VALUE;
     run_grid(kernel, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cluster, arguments, backwards);
     return 0;
 }
@@ -181,7 +186,9 @@ void* emulated_dlsym(void*, const char* name) {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
         {"cuModuleGetFunction", (void*)module_function},   {"cuLaunchKernelEx", (void*)launch_kernel},
+        {"cuGetErrorName", (void*)error_name},
     };
+    require(functions.count(name), "a function of the driver that is not there");
     return functions.at(name);
 }
 

@@ -167,20 +167,22 @@ def test_bias_split_gelu_is_right_however_it_is_planned(
 
 
 @pytest.mark.parametrize(
-    ("message", "channels", "skip", "groups"),
+    ("message", "shape", "skip", "groups"),
     [
-        ("not for this number of channels", 160, (2, 160), 32),  # groups of five
-        ("not for this number of channels", 64, (2, 64), 32),
-        ("not for this number of channels", 324, (2, 324), 27),
-        ("not for this number of channels", 8200, (2, 8200), 1),
-        ("1 to 32 groups", 512, (2, 512), 64),
-        ("skip has another shape than x", 320, (2, 1, 4, 320), 32),
+        ("not for this number of channels", (2, 4, 4, 160), (2, 160), 32),  # groups of five
+        ("not for this number of channels", (2, 4, 4, 64), (2, 64), 32),
+        ("not for this number of channels", (2, 4, 4, 324), (2, 324), 27),
+        ("not for this number of channels", (2, 4, 4, 8200), (2, 8200), 1),
+        ("1 to 32 groups", (2, 4, 4, 512), (2, 512), 64),
+        ("skip has another shape than x", (2, 4, 4, 320), (2, 1, 4, 320), 32),
+        ("x is too large", (65536, 1, 1, 8), (65536, 8), 1),
+        ("x is too large", (1, 1, 32769, 8), (1, 8), 1),
     ],
 )
 def test_group_norm_refuses_what_it_cannot_do(
-    message: str, channels: int, skip: tuple[int, ...], groups: int, program: Path, tmp_path: Path
+    message: str, shape: tuple[int, int, int, int], skip: tuple[int, ...], groups: int, program: Path, tmp_path: Path
 ) -> None:
-    feeds = group_norm_feeds(Case((2, 4, 4, channels)))
+    feeds = group_norm_feeds(Case(shape))
     attributes = {"groups": groups, "epsilon": EPSILON, "activation": 0}
     with pytest.raises(AssertionError, match=message):
         run(program, tmp_path, Gpu(4), "GroupNorm", [*feeds.values(), np.zeros(skip, np.float16)], 2, attributes)
@@ -241,7 +243,7 @@ FAULTS = {
         "GELU_THREADS / wide;",
         "999 / wide;",
         (Gpu(1), (2, 77, 320)),
-        "cannot be launched",
+        "cannot be launched: CUDA_ERROR_INVALID_VALUE",
     ),
 }
 """What -> source, right, wrong, what shows it, how."""

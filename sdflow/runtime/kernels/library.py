@@ -50,7 +50,7 @@ DEFINES = {
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
 OLDEST = (8, 0)
-"""The first compute capability that packs two floats into halves in one instruction, as halves.cuh does."""
+"""The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
 SLOWEST = 300
 """Seconds that the C compiler may take; it takes one."""
 
