@@ -92,3 +92,7 @@ class TargetUnavailableError(SdflowError):
     """The target's execution provider is not on this machine and was required."""
 
     exit_code = 5
+
+
+class SlowerWarning(UserWarning):
+    """It runs, and right, but not as fast as it should: the message says why."""

@@ -11,6 +11,7 @@ from sdflow.errors import TargetUnavailableError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
 from sdflow.runtime.availability import require_package
+from sdflow.runtime.kernels.library import FOLDER_VARIABLE, kernel_folder
 from sdflow.targets import TARGETS
 from sdflow.workers import run_worker
 
@@ -66,5 +67,15 @@ def evaluate(
 
 def _in_worker(request: Request, progress: Callable[[str], None]) -> EvaluationResult:
     with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
-        worker = run_worker(WORKER, request.to_json(), log=Path(folder) / "log.txt", on_phase=progress)
+        worker = run_worker(
+            WORKER, request.to_json(), log=Path(folder) / "log.txt", environment=_kernels(), on_phase=progress
+        )
     return EvaluationResult.from_json(worker.value)
+
+
+def _kernels() -> dict[str, str]:
+    """Where this user's compiled kernels are: the worker has a home of its own, for a while."""
+    try:
+        return {FOLDER_VARIABLE: str(kernel_folder().absolute())}
+    except TargetUnavailableError:
+        return {}

@@ -37,7 +37,8 @@ class EvaluationResult:
         unet_batch.
     pipeline: one whole picture, from the prompt to pixels, safety checker included.
     peak_memory_bytes: of the process that did it all, everything loaded at once; host memory.
-    failure: why the result does not pass, although it was measured.
+    failure: why the result does not pass, although it was measured. notes: what the runtime could not do as it should:
+        run captured, or in kernels of its own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class EvaluationResult:
     device: Mapping[str, Any] = field(default_factory=dict)
     time: str | None = None
     failure: str | None = None
+    notes: tuple[str, ...] = ()
 
     def raise_for_failure(self) -> None:
         """Raises VerificationError when the result does not pass."""
@@ -74,6 +76,7 @@ class EvaluationResult:
             raise ValueError("not an evaluation result of a known format")
         content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
         content["pipeline"] = _latency(content["pipeline"])
+        content["notes"] = tuple(content.get("notes", ()))
         return cls(**content)
 
 

@@ -6,7 +6,9 @@ The request is one line of JSON (`Request`); the messages are lines of JSON, eac
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
 from sdflow.assemble import read_manifest
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
-from sdflow.errors import UsageError, VerificationError
+from sdflow.errors import SlowerWarning, UsageError, VerificationError
 from sdflow.evaluate.device import device, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
@@ -75,6 +77,19 @@ _PATHS = ("folder", "image", "engine_cache")
 
 
 def run(request: Request, progress: Progress) -> EvaluationResult:
+    """`evaluated`, with what was slower than it should be, and why, as the result's notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SlowerWarning)
+        try:
+            result = evaluated(request, progress)
+        finally:
+            for each in caught:  # the log has them as ever
+                print(warnings.formatwarning(each.message, each.category, each.filename, each.lineno), file=sys.stderr)
+    told = [str(each.message) for each in caught if issubclass(each.category, SlowerWarning)]
+    return replace(result, notes=tuple(dict.fromkeys(told)))
+
+
+def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the picture.
 
     Each submodel is timed at the batch it has in the pipeline: the UNet 2 with guidance on (both halves in one run) and

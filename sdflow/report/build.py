@@ -202,6 +202,8 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
     ]
     if own:
         print(f"  in sdflow's own kernels: {', '.join(own)}")
+    for note in result.notes:
+        print(f"  {note}")
     print(f"peak memory of the process: {megabytes(result.peak_memory_bytes or 0)}")
     if result.image:
         print(f"picture: {result.image}")

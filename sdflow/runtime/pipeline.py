@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import IMAGE_SUBMODELS, SUBMODELS
-from sdflow.errors import PassError, UsageError
+from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
@@ -309,5 +309,5 @@ def _split_or_whole(unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...
     try:
         return SplitUNet(unet, shape, text)
     except PassError as error:
-        warnings.warn(f"the UNet runs as a whole: {error}", stacklevel=2)
+        warnings.warn(f"the UNet runs as a whole: {error}", SlowerWarning, stacklevel=2)
         return WholeUNet(unet, shape, text)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import TargetUnavailableError, VerificationError
+from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
@@ -157,7 +157,7 @@ def create_session(
         except onnxruntime_errors(ort) as error:
             if _NOT_CAPTURED not in str(error):
                 raise
-            warnings.warn(f"{model} runs without a CUDA graph: {error}", stacklevel=2)
+            warnings.warn(f"{model} runs without a CUDA graph: {error}", SlowerWarning, stacklevel=2)
             del with_options[CUDA_PROVIDER]["enable_cuda_graph"]
             session = load()
     except onnxruntime_errors(ort) as error:

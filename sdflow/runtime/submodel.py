@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import PassError, TargetUnavailableError, VerificationError
+from sdflow.errors import PassError, SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import Shapes, free_dimensions, numpy_type, onnxruntime_errors, read_graph
@@ -276,7 +276,7 @@ class Submodel:
             sizes = free_dimensions(graph, shapes, str(self.path))
             return self.part(specialize(graph, sizes, self._outputs))
         except PassError as error:
-            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", stacklevel=2)
+            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", SlowerWarning, stacklevel=2)
             return self.load(shapes)
 
     def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:

@@ -213,6 +213,28 @@ def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipel
     assert list(tmp_path.iterdir()) == [], "and nothing is written at home"
 
 
+def test_what_the_runtime_could_not_do_as_it_should_is_in_the_result(tiny_pipeline: Path, tmp_path: Path) -> None:
+    """An operator whose shapes are not known: the UNet cannot be taken apart."""
+    folder = tmp_path / "pipeline"
+    shutil.copytree(tiny_pipeline, folder)
+    path = folder / "unet" / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    product.op_type, product.domain = "FusedMatMul", "com.microsoft"
+    if "com.microsoft" not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    path.unlink()
+    path.write_bytes(model.SerializeToString())
+    image = ImageSpec(prompt="a horse", steps=1, guidance_scale=1.0, height=64, width=64)
+    found = evaluate(folder, EvaluateSpec(LatencySpec(0, 1), image), "cpu", results=tmp_path / "results", threads=1)
+    assert found.failure is None
+    (note,) = found.notes
+    assert "the UNet runs as a whole" in note
+    assert "FusedMatMul" in note
+    (line,) = (tmp_path / "results" / "pipeline.jsonl").read_text().splitlines()
+    assert json.loads(line)["notes"] == [note]
+
+
 def test_a_target_with_static_shapes_makes_one_session_of_each_submodel(
     tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from sdflow.errors import TargetUnavailableError
+from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import CASES, differences, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
@@ -212,7 +212,7 @@ def test_without_a_device_a_warning_says_why_and_onnxruntimes_kernels_run() -> N
 
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    with pytest.warns(UserWarning, match=r"ONNX Runtime's own kernels run.*(no CUDA device|for Linux)"):
+    with pytest.warns(SlowerWarning, match=r"ONNX Runtime's own kernels run.*(no CUDA device|for Linux)"):
         assert library._kernel_library.__wrapped__() is None
 
 
@@ -246,7 +246,7 @@ def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again
     (folder / "libsdflow_kernels.so").write_bytes(b"\x7fELF")
     (folder / "unfinished-by-a-process-that-was-killed").mkdir()
     assert library.build() == folder / "libsdflow_kernels.so", "what is there is taken"
-    with pytest.warns(UserWarning, match="our kernels do not run on this device"):
+    with pytest.warns(SlowerWarning, match="our kernels do not run on this device"):
         assert library._kernel_library.__wrapped__() is None
     assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]
 
@@ -254,7 +254,7 @@ def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again
 @LINUX
 def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def warning() -> str:
-        with pytest.warns(UserWarning, match="ONNX Runtime's own kernels run") as caught:
+        with pytest.warns(SlowerWarning, match="ONNX Runtime's own kernels run") as caught:
             assert library._kernel_library.__wrapped__() is None
         return str(caught[0].message)
 
@@ -265,12 +265,12 @@ def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, mo
         (tmp_path / "file").touch()
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         assert "cannot be written" in warning()
-        assert "XDG_CACHE_HOME=FOLDER" in warning()
+        assert "SDFLOW_KERNELS=FOLDER" in warning()
     with monkeypatch.context() as patch:
         patch.delenv("XDG_CACHE_HOME")
         patch.delenv("HOME")
         patch.setattr("pwd.getpwuid", {}.__getitem__)
-        assert "XDG_CACHE_HOME=FOLDER" in warning()
+        assert "SDFLOW_KERNELS=FOLDER" in warning()
     with monkeypatch.context() as patch:
         patch.setattr(library, "OLDEST", (10, 0))
         assert "NVIDIA H200 has compute capability 9.0" in warning()

@@ -2,7 +2,7 @@
 
 NVRTC, which comes with torch and with ONNX Runtime's CUDA packages, compiles the kernels; a C compiler, as Triton wants
 one for torch.compile, the operator around them. It depends on the sources, the GPU's model and compute capability, NVRTC's
-version and ONNX Runtime's, and lies in $XDG_CACHE_HOME/sdflow/kernels.
+version and ONNX Runtime's, and lies in $SDFLOW_KERNELS, else in $XDG_CACHE_HOME/sdflow/kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from sdflow.digest import digest_json
-from sdflow.errors import TargetUnavailableError
+from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.runtime.sessions import import_onnxruntime
 
 _FOLDER = Path(__file__).parent
@@ -49,6 +49,7 @@ DEFINES = {
     "GELU_PER_PROCESSOR": 2,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
+FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
 SLOWEST = 300
@@ -78,7 +79,9 @@ def _kernel_library() -> Path | None:
             library = build()
             ctypes.CDLL(str(library))
     except (TargetUnavailableError, OSError) as error:
-        warnings.warn(f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", stacklevel=3)
+        warnings.warn(
+            f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", SlowerWarning, stacklevel=3
+        )
         return None
     return library
 
@@ -113,11 +116,7 @@ def build() -> Path:
         "nvrtc": nvrtc.version,
         "onnxruntime": import_onnxruntime().__version__,
     }
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
-        raise TargetUnavailableError(f"they have no place: {error}", remedy=_ELSEWHERE) from error
-    library = base / "sdflow" / "kernels" / digest_json(content) / "libsdflow_kernels.so"
+    library = kernel_folder() / digest_json(content) / "libsdflow_kernels.so"
     if library.exists():  # whole, and maybe in a folder that others write
         return library
     try:
@@ -130,7 +129,18 @@ def build() -> Path:
     return library
 
 
-_ELSEWHERE = "Name a folder that can be written: XDG_CACHE_HOME=FOLDER."
+def kernel_folder() -> Path:
+    """Where libraries are kept. Raises TargetUnavailableError when there is no such place."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
+        raise TargetUnavailableError(f"they have no place: {error}", remedy=_ELSEWHERE) from error
+    return base / "sdflow" / "kernels"
+
+
+_ELSEWHERE = f"Name a folder that can be written: {FOLDER_VARIABLE}=FOLDER."
 
 
 def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
