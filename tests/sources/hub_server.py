@@ -30,6 +30,8 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
+    taking = threading.Lock()
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -111,9 +113,12 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.end_headers()
             if not body:
                 return
-            if hub.cut_after is not None and len(content) > LARGE:
-                self.wfile.write(content[begin : begin + hub.cut_after])
-                hub.cut_after = None
+            with taking:  # requests come side by side, and one of them is cut
+                after = hub.cut_after if len(content) > LARGE else None
+                if after is not None:
+                    hub.cut_after = None
+            if after is not None:
+                self.wfile.write(content[begin : begin + after])
                 self.close_connection = True
                 return
             self.wfile.write(content[begin:])
