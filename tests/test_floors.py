@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "sdflow"
 FLOORS = {
     "errors": 0, "digest": 0, "units": 0, "picture_sizes": 0,
     "config": 1, "artifact": 1, "targets": 1, "workers": 1, "worker_group": 1, "samples": 1, "replace_folder": 1,
+    "user_folder": 1,
     "store": 2, "passes": 2, "sources": 2, "weights": 2,
     "step": 3, "plan": 3,
     "execute": 4, "assemble": 4,

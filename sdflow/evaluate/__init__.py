@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sdflow.config.workflow import EvaluateSpec
-from sdflow.errors import TargetUnavailableError
+from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
 from sdflow.runtime.availability import require_package
@@ -77,5 +77,5 @@ def _kernels() -> dict[str, str]:
     """Where this user's compiled kernels are: the worker has a home of its own, for a while."""
     try:
         return {FOLDER_VARIABLE: str(kernel_folder().absolute())}
-    except TargetUnavailableError:
+    except UsageError:
         return {}

@@ -7,7 +7,6 @@ pipeline's folder, which may be shared by machines and is replaced as a whole, n
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from sdflow.errors import UsageError
 from sdflow.evaluate.device import device, versions
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target
+from sdflow.user_folder import user_folder
 
 FORMAT_VERSION = 1
 FOLDER_VARIABLE = "SDFLOW_TUNING"
@@ -39,19 +39,9 @@ def tuning_file(folder: Path, target: Target) -> Path:
     Raises UsageError when there is neither.
     """
     artifacts = {name: part["artifact"] for name, part in read_manifest(folder)["submodels"].items()}
-    return _root() / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
-
-
-def _root() -> Path:
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(named)
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
-        raise UsageError(
-            f"no folder for what `sdflow tune` chooses: {error}", remedy=f"Name one: {FOLDER_VARIABLE}=FOLDER."
-        ) from error
-    return base / "sdflow" / "tuning"
+    return (
+        user_folder("tuning", FOLDER_VARIABLE) / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
+    )
 
 
 def machine(target: Target) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @LINUX
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again(
-    cache: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TargetUnavailableError, match="our kernels do not run on this device"):
         library.build()
@@ -245,7 +245,9 @@ def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again
 
     (folder / "libsdflow_kernels.so").write_bytes(b"\x7fELF")
     (folder / "unfinished-by-a-process-that-was-killed").mkdir()
-    assert library.build() == folder / "libsdflow_kernels.so", "what is there is taken"
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert library.build() == folder / "libsdflow_kernels.so", "what is there is taken, without a compiler too"
     with pytest.warns(SlowerWarning, match="our kernels do not run on this device"):
         assert library._kernel_library.__wrapped__() is None
     assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]

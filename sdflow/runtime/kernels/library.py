@@ -1,8 +1,8 @@
 """The kernels' library for the GPU at hand: compiled when first wanted, proved, and kept per user.
 
 NVRTC, which comes with torch and with ONNX Runtime's CUDA packages, compiles the kernels; a C compiler, as Triton wants
-one for torch.compile, the operator around them. It depends on the sources, the GPU's model and compute capability, NVRTC's
-version and ONNX Runtime's, and lies in $SDFLOW_KERNELS, else in $XDG_CACHE_HOME/sdflow/kernels.
+one for torch.compile, the operator around them. It depends on the sources, the GPU's model and compute capability and
+ONNX Runtime's version, and lies in $SDFLOW_KERNELS, else in $XDG_CACHE_HOME/sdflow/kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 from filelock import FileLock
 
 from sdflow.digest import digest_json
-from sdflow.errors import SlowerWarning, TargetUnavailableError
+from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.runtime.sessions import import_onnxruntime
+from sdflow.user_folder import user_folder
 
 _FOLDER = Path(__file__).parent
 KERNELS = tuple(
@@ -78,7 +79,7 @@ def _kernel_library() -> Path | None:
             library.unlink()
             library = build()
             ctypes.CDLL(str(library))
-    except (TargetUnavailableError, OSError) as error:
+    except (SdflowError, OSError) as error:
         warnings.warn(
             f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", SlowerWarning, stacklevel=3
         )
@@ -87,9 +88,10 @@ def _kernel_library() -> Path | None:
 
 
 def build() -> Path:
-    """Compile and prove the library unless that was done before. Takes some seconds.
+    """Compile and prove the library, which takes some seconds, unless that was done before: then no compiler is needed.
 
-    Raises TargetUnavailableError where something is missing that it takes, or where the kernels are wrong.
+    Raises TargetUnavailableError where something is missing that it takes, or where the kernels are wrong, UsageError when
+    there is no place for it.
     """
     import torch
 
@@ -103,22 +105,21 @@ def build() -> Path:
             f"{device.name} has compute capability {device.major}.{device.minor}, "
             f"and they need {'.'.join(map(str, OLDEST))}"
         )
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
-    nvrtc = Nvrtc()
     capability = f"{device.major}{device.minor}"
     content = {
         "sources": [path.read_text(encoding="utf-8") for path in (*KERNELS, *OPERATORS, HEADER)],
         "defines": DEFINES,
         "capability": capability,
         "device": [device.name, device.multi_processor_count],  # a part of a GPU (MIG) may launch less than the whole
-        "nvrtc": nvrtc.version,
         "onnxruntime": import_onnxruntime().__version__,
     }
     library = kernel_folder() / digest_json(content) / "libsdflow_kernels.so"
     if library.exists():  # whole, and maybe in a folder that others write
         return library
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
+    nvrtc = Nvrtc()
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(library.with_suffix(".lock")):
@@ -130,14 +131,8 @@ def build() -> Path:
 
 
 def kernel_folder() -> Path:
-    """Where libraries are kept. Raises TargetUnavailableError when there is no such place."""
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(named)
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
-        raise TargetUnavailableError(f"they have no place: {error}", remedy=_ELSEWHERE) from error
-    return base / "sdflow" / "kernels"
+    """Where libraries are kept. Raises UsageError when there is no such place."""
+    return user_folder("kernels", FOLDER_VARIABLE)
 
 
 _ELSEWHERE = f"Name a folder that can be written: {FOLDER_VARIABLE}=FOLDER."
