@@ -1,0 +1,162 @@
+"""What a model is: one network class, and so one graph.
+
+A model knows its config.json and its state_dict, and nothing of the pipeline around it. Names of ports are those that
+diffusers' ONNX pipelines and optimum-onnx feed and read. Two axes with one name have one size, across all submodels of
+a pipeline but for `batch`, so that `add_free_dimension_override_by_name` can make every shape static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Config = Mapping[str, Any]
+"""config.json of the submodel; of the whole VAE for its halves."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""state_dict key -> shape."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size.
+
+    exact: it stays float32 where a graph is converted to float16, as a timestep must.
+    """
+
+    name: str
+    dtype: str
+    axes: tuple[int | str, ...]
+    exact: bool = False
+
+    @property
+    def dynamic_axes(self) -> dict[int, str]:
+        return {index: axis for index, axis in enumerate(self.axes) if isinstance(axis, str)}
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The inputs and outputs of a graph, in its order."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    @property
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Port name -> axis index -> axis name, as `torch.onnx.export` wants them."""
+        return {port.name: port.dynamic_axes for port in (*self.inputs, *self.outputs) if port.dynamic_axes}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the dynamic axes are. height, width: of the image in pixels; vae_scale: image pixels per latent pixel, for
+    models whose config does not say it; sequence: tokens per prompt."""
+
+    batch: int = 1
+    height: int = 512
+    width: int = 512
+    vae_scale: int = 8
+    sequence: int = 77
+
+    def axes(self) -> dict[str, int]:
+        """Axis name -> size."""
+        return {
+            "batch": self.batch,
+            "sequence": self.sequence,
+            "height": self.height,
+            "width": self.width,
+            "latent_height": self.height // self.vae_scale,
+            "latent_width": self.width // self.vae_scale,
+        }
+
+
+@dataclass(frozen=True)
+class Original:
+    """Where a parameter lies in a file in the original layout: the tensor `name`; of its rows the part of this index out
+    of so many equal parts (q, k and v in one matrix); transposed."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+    transposed: bool = False
+
+
+class Model:
+    """One network class. Subclasses set the class variables and the methods that raise here.
+
+    class_name: as in config.json and in cache keys.
+    weights_stem: of the file that diffusers or transformers keep its weights in, without the suffix.
+    """
+
+    class_name: ClassVar[str]
+    weights_stem: ClassVar[str]
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        """The module as its library makes it from the config. The caller puts its parameters on the meta device."""
+        raise NotImplementedError
+
+    def ports(self, config: Config) -> Ports:
+        """The inputs and outputs of its graph. Raises PassError for a config with other inputs."""
+        raise NotImplementedError
+
+    def smallest(self, config: Config) -> Sizes:
+        """The smallest sizes from which a trace generalizes: no axis is 1, and no two are equal by accident."""
+        raise NotImplementedError
+
+    def traced(self, module: Any) -> None:
+        """Change the module so that its `forward` takes and returns the tensors of `ports`, in the form that the fusions
+        match. No wrapper: the names of its parameters stay the keys of its state_dict."""
+        raise NotImplementedError
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs by name from inputs by name, by the library's own forward. It never calls `traced`: it is what the
+        traced graph is held to."""
+        raise NotImplementedError
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
+        raise NotImplementedError
+
+    def scale(self, config: Config) -> int | None:
+        """Image pixels per latent pixel, along each axis; None where the config does not say it."""
+        return None
+
+    def dummy(self, config: Config, sizes: Sizes = Sizes(), seed: int = 0) -> dict[str, np.ndarray]:
+        """Random inputs of the right names, types and shapes. The same seed gives the same values."""
+        import numpy as np
+
+        axes = sizes.axes()
+        if scale := self.scale(config):
+            axes |= {"latent_height": sizes.height // scale, "latent_width": sizes.width // scale}
+        random = np.random.default_rng(seed)
+        return {
+            port.name: self.values(port, [axes[axis] if isinstance(axis, str) else axis for axis in port.axes], config, random)
+            for port in self.ports(config).inputs
+        }
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        """Made-up values of one input: standard normal, unless a subclass knows better."""
+        import numpy as np
+
+        return random.standard_normal(shape, np.float32)
+
+    def current_name(self, name: str) -> str:
+        """A tensor's name in a checkpoint without what older releases called otherwise; compare it with `known_name`."""
+        return name
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        """state_dict key -> where it lies in a file in the original layout, without the prefix."""
+        return {key: Original(self.current_name(key)) for key in keys}
+
+    def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a tensor stored in this shape holds the values of a parameter of that shape, in its order."""
+        return stored == shape
+
+    def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """module -> its names in LoRA files, with dots; empty where LoRAs do not change this model."""
+        return {}
