@@ -1,9 +1,9 @@
 """Each optimization on and off, on a CUDA machine: latency, device memory, and whether the numbers are still right.
 
-    python bench/ablation.py GRAPHS [--weights FOLDER] [--seconds 290] [--only unet decoder text options profile]
+    python benchmarks/ablation.py GRAPHS [--weights FOLDER] [--seconds 290] [--only unet decoder text options profile]
                              [--json rows.json]
 
-GRAPHS: one folder for each graph without weights, as `bench/ablation_graphs.py` makes them (unet.base, unet.bias, ...):
+GRAPHS: one folder for each graph without weights, as `benchmarks/ablation_graphs.py` makes them (unet.base, unet.bias, ...):
 see there what their names stand for. Random weights of a sane scale are made on the device and written to FOLDER (2.5
 GB, a temporary one by default). Rows are printed as they come; the most telling come first, and what does not fit into
 --seconds is named at the end.

@@ -1,6 +1,6 @@
 """Time and peak memory of Olive's own passes on a checkpoint or an ONNX model, for comparison with sdflow's.
 
-    python bench/olive_chain.py MODEL --submodel unet [--float16 one-pass|two-passes|no] [--options JSON] [--json]
+    python benchmarks/olive_chain.py MODEL --submodel unet [--float16 one-pass|two-passes|no] [--options JSON] [--json]
 
 MODEL: a folder with model.onnx, or a checkpoint as workflows name it, which is converted first. Each pass runs in a
 process of its own, as Olive's classes have it: no engine, no cache, none of sdflow's mends. Peak memory is the process's

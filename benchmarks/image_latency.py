@@ -1,6 +1,7 @@
 """Whole pictures, engines side by side in one process: sdflow, PyTorch eager, torch.compile.
 
-    python bench/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5] [--engines sdflow eager compile]
+    python benchmarks/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5]
+        [--engines sdflow eager compile]
 
 GRAPHS: a folder with text_encoder, unet and vae_decoder, each a structure (a graph without weights, `parameters.json`,
 `config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5; and the

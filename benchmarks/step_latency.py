@@ -1,6 +1,6 @@
 """A step of the UNet and the decoder on CUDA: pipelines side by side, with our kernels and with ONNX Runtime's.
 
-    python bench/step_latency.py PIPELINE [PIPELINE ...] [--kernels ours ort] [--processes 1] [--profile]
+    python benchmarks/step_latency.py PIPELINE [PIPELINE ...] [--kernels ours ort] [--processes 1] [--profile]
                                  [--defines APPLY_PER_PROCESSOR=2,...]
 
 Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance and the decoder

@@ -1,6 +1,6 @@
 """No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
 
-    python bench/verify_all.py SCRATCH [--full] [--targets cuda cpu ...]
+    python benchmarks/verify_all.py SCRATCH [--full] [--targets cuda cpu ...]
 
 The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. Not for CUDA,
 whose BiasSplitGelu and BiasAdd take the widths of Stable Diffusion alone: there the alarm is right. The sample's workflows

@@ -1,8 +1,8 @@
 """Where the device's memory goes while sdflow draws a picture, stage by stage, and what each choice saves.
 
-    python bench/device_memory.py GRAPHS [--steps 10] [--variant NAME ...]
+    python benchmarks/device_memory.py GRAPHS [--steps 10] [--variant NAME ...]
 
-GRAPHS: as for bench/image_latency.py. Weights are drawn once; each variant then runs in a process of its own, which
+GRAPHS: as for benchmarks/image_latency.py. Weights are drawn once; each variant then runs in a process of its own, which
 prints what is in use on the device, by anybody, above what was in use when the process had its CUDA context.
 """
 

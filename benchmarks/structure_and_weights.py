@@ -1,6 +1,6 @@
 """Structure and bind, measured: time and peak memory, beside a plain copy of the result and the carrying passes.
 
-    python bench/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda ...] [--loras N] [--carried] [--json]
+    python benchmarks/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda ...] [--loras N] [--carried] [--json]
 
 MODEL: as in a workflow, synthetic:sd15 by default; of synthetic:sdxl only the UNet is there. Each step runs in a process
 of its own; peak memory is that process's maximum resident set, imports included. `--carried` runs the same chain with the

@@ -1,7 +1,7 @@
 """The sample pipeline on the CPU: sdflow and PyTorch eager in turns, in one process.
 
     sdflow run workflows/shapes_cpu.yaml --no-evaluate
-    python bench/sample_on_cpu.py pipelines/shapes_cpu [--threads 2] [--rounds 5]
+    python benchmarks/sample_on_cpu.py pipelines/shapes_cpu [--threads 2] [--rounds 5]
 
 Prints wall and processor time of a picture of 1 and of 9 runs of the UNet, the ratio for 20, and the largest difference
 of the pictures. On a busy machine compare processor time, with one thread: waiting threads spin.

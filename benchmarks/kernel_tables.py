@@ -1,8 +1,8 @@
 """Writes the kernel tables of `sdflow/verify/kernels/` that ONNX Runtime itself can tell: CPU, CUDA, ROCm.
 
-    python bench/kernel_tables.py cpu
-    python bench/kernel_tables.py cuda --wheel onnxruntime_gpu-1.31.1-cp311-cp311-manylinux_2_28_x86_64.whl
-    python bench/kernel_tables.py rocm --wheel onnxruntime_rocm-1.22.2.post3-cp312-*.whl --python /usr/bin/python3.12
+    python benchmarks/kernel_tables.py cpu
+    python benchmarks/kernel_tables.py cuda --wheel onnxruntime_gpu-1.31.1-cp311-cp311-manylinux_2_28_x86_64.whl
+    python benchmarks/kernel_tables.py rocm --wheel onnxruntime_rocm-1.22.2.post3-cp312-*.whl --python /usr/bin/python3.12
 
 A provider's list of kernels is made when the provider is, and that asks for the GPU's libraries. No GPU is needed to
 list kernels: for a wheel, empty libraries are compiled in which every function that the provider's library wants
@@ -32,7 +32,7 @@ DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
 OPEN = 2**31 - 1  # ONNX Runtime's "and all later versions"
 
-# A session allocates and copies before it is ready: the CPU's memory does for that (bench/placement_without_gpu.py).
+# A session allocates and copies before it is ready: the CPU's memory does for that (benchmarks/placement_without_gpu.py).
 MEMORY = {
     "cudaMalloc": "(void **p, unsigned long n) { *p = malloc(n); return 0; }",
     "cudaMallocAsync": "(void **p, unsigned long n, void *s) { *p = malloc(n); return 0; }",
@@ -91,7 +91,7 @@ def main() -> None:
     table = {
         "provider": provider,
         "version": f"{package} {answer['runtime']}",
-        "source": "get_all_opkernel_def() of that package, by bench/kernel_tables.py",
+        "source": "get_all_opkernel_def() of that package, by benchmarks/kernel_tables.py",
         "opset": answer["opset"],
         "ir_version": answer["ir_version"],
     }

@@ -1,8 +1,8 @@
 """Whether the verdict on a CUDA artifact, reached on a CPU, is the one that the real kernels give.
 
-    python bench/verify_on_gpu.py GRAPHS [--size 32] [--timesteps 999 500 1] [--submodels unet vae_decoder text_encoder]
+    python benchmarks/verify_on_gpu.py GRAPHS [--size 32] [--timesteps 999 500 1] [--submodels unet vae_decoder text_encoder]
 
-GRAPHS: as for `bench/image_latency.py`. For each submodel, with the same random weights and inputs: relative L2 distance to
+GRAPHS: as for `benchmarks/image_latency.py`. For each submodel, with the same random weights and inputs: relative L2 distance to
 PyTorch in float32 of the artifact as sdflow runs it on CUDA (our kernels, captured), of the artifact lowered to the CPU,
 and of PyTorch in float16. The first two must agree within a fifth, and both must be at most 1.2 times the third; else the
 exit status is 1.

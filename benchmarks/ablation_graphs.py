@@ -1,6 +1,6 @@
-"""The graphs that `bench/ablation.py` measures: full-size Stable Diffusion 1.5 for CUDA, without weights.
+"""The graphs that `benchmarks/ablation.py` measures: full-size Stable Diffusion 1.5 for CUDA, without weights.
 
-    python bench/ablation_graphs.py OUT [--model synthetic:sd15] [--base STRUCTURES] [--best OUT]
+    python benchmarks/ablation_graphs.py OUT [--model synthetic:sd15] [--base STRUCTURES] [--best OUT]
 
 Takes some minutes and 2 GB of memory on two cores; OUT is 3 MB and goes to the CUDA machine.
 """
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="synthetic:sd15")
     parser.add_argument("--base", type=Path, help="structures to start from: unet, vae_decoder, text_encoder")
-    parser.add_argument("--best", type=Path, help="write the structures for bench/image_latency.py here too")
+    parser.add_argument("--best", type=Path, help="write the structures for benchmarks/image_latency.py here too")
     arguments = parser.parse_args()
     os.environ.update(SILENCE)  # before anything imports olive
     best = {"unet": "norms_qkv640", "vae_decoder": "bias_resize", "text_encoder": "base"}

@@ -1,9 +1,9 @@
 """Holds the kernel table of CUDA against ONNX Runtime itself, on a machine without a GPU.
 
-    python bench/placement_without_gpu.py onnxruntime_gpu-1.31.1-*.whl PIPELINE ... [--python PYTHON]
+    python benchmarks/placement_without_gpu.py onnxruntime_gpu-1.31.1-*.whl PIPELINE ... [--python PYTHON]
 
 Every graph of the pipelines, whatever their target, is given to a CUDA session in a process that finds empty CUDA
-libraries (`bench/kernel_tables.py`). ONNX Runtime decides as ever which provider takes which node, and says so; nothing
+libraries (`benchmarks/kernel_tables.py`). ONNX Runtime decides as ever which provider takes which node, and says so; nothing
 is run. The nodes that it leaves to the CPU, less those that only compute shapes, must be those that
 `sdflow.verify.fit` finds no kernel for. Nodes that ONNX Runtime's own optimizations make, and which the graph does not
 have, are counted apart. Needs gcc and readelf; the Python must fit the wheel and have what sdflow has.

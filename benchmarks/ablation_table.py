@@ -1,4 +1,4 @@
-"""The table of `bench/ablation.py`: random weights, sessions bound to the device, and a row for each variant measured."""
+"""The table of `benchmarks/ablation.py`: random weights, sessions bound to the device, and a row for each variant measured."""
 
 from __future__ import annotations
 

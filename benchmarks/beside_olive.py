@@ -1,11 +1,11 @@
 """Everything issue 5 asks a figure for, in one run: sdflow's builds beside Olive's passes and beside `cp`.
 
-    python bench/beside_olive.py [--scratch DIR] [--target cuda] [--part NAME ...] [--many 20] [--results FILE]
+    python benchmarks/beside_olive.py [--scratch DIR] [--target cuda] [--part NAME ...] [--many 20] [--results FILE]
 
 Writes two checkpoints of the SD1.5 architecture with random float16 weights (2.7 GB each) and a LoRA, as diffusers
 folders and a kohya file, and measures, each as commands in processes of their own:
 
-    olive   the first build with Olive's own passes, submodel after submodel, pass after pass (bench/olive_chain.py)
+    olive   the first build with Olive's own passes, submodel after submodel, pass after pass (benchmarks/olive_chain.py)
     first   sdflow's first build into an empty cache: all five submodels
     again   the same once more: nothing to do
     next    the next checkpoint, and `cp` of the same bytes before and after, once left to the page cache and once synced
@@ -230,7 +230,7 @@ class Bench:
         every = []
         for submodel in SUBMODELS:
             command = [
-                sys.executable, str(ROOT / "bench/olive_chain.py"), str(checkpoint), "--submodel", submodel,
+                sys.executable, str(ROOT / "benchmarks/olive_chain.py"), str(checkpoint), "--submodel", submodel,
                 "--float16", "one-pass", "--scratch", str(self.scratch), "--json",
             ]  # fmt: skip
             every.append(measured(command, self.scratch / "olive.log", self.scratch))

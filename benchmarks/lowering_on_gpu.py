@@ -1,4 +1,4 @@
-"""Every lowered operator against the real CUDA kernel: `python bench/lowering_on_gpu.py [--cases 20] [--seed 0]`.
+"""Every lowered operator against the real CUDA kernel: `python benchmarks/lowering_on_gpu.py [--cases 20] [--seed 0]`.
 
 Draws shapes, attributes and optional inputs as Stable Diffusion's graphs have them, in float16; runs each node on the CUDA
 provider, and lowered on the CPU; prints one line for each operator. Differences count in float16's units in the last place,
