@@ -1,27 +1,215 @@
-"""A checkpoint's tensors as one file in the original (CompVis) layout holds them."""
+"""Checkpoints in one file in the original (CompVis, Stability AI) layouts, written from the modules of the libraries.
+
+The modules are walked in the order in which the original constructors make them, so that this knows nothing of sdflow's
+names: https://github.com/CompVis/stable-diffusion, ldm/modules/diffusionmodules/openaimodel.py and model.py;
+https://github.com/mlfoundations/open_clip, open_clip/transformer.py.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from sdflow.sources import Checkpoint, load_module
-from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
 
-ATTENTION = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
+Tensors = dict[str, torch.Tensor]
 
 
-def original_layout(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def original_layout(checkpoint: Checkpoint) -> Tensors:
+    """The file of a checkpoint of Stable Diffusion 1.x."""
+    parts = (load_module(name, checkpoint.submodels[name].load) for name in ("unet", "vae_decoder", "text_encoder"))
+    return stable_diffusion_1(*parts)
+
+
+def stable_diffusion_1(unet: Any, vae: Any, text: Any) -> Tensors:
     """UNet, VAE and text encoder, and what such files hold besides."""
-    unet, vae, text = (
-        load_module(name, checkpoint.submodels[name].load).state_dict()
-        for name in ("unet", "vae_decoder", "text_encoder")
+    return _file(unet, vae, ("cond_stage_model.transformer.", _with_positions(clip_tensors(text))))
+
+
+def stable_diffusion_2(unet: Any, vae: Any, text: Any) -> Tensors:
+    """The same with OpenCLIP's text encoder, whose last layer and projection nothing reads."""
+    return _file(unet, vae, ("cond_stage_model.model.", open_clip_tensors(text)))
+
+
+def stable_diffusion_xl(unet: Any, vae: Any, text: Any, text_2: Any) -> Tensors:
+    """UNet, VAE and both text encoders."""
+    return _file(
+        unet,
+        vae,
+        ("conditioner.embedders.0.transformer.", _with_positions(clip_tensors(text))),
+        ("conditioner.embedders.1.model.", open_clip_tensors(text_2)),
     )
-    tensors = {f"model.diffusion_model.{name}": unet[key] for key, name in ldm_unet_names(unet).items()}
-    for key, name in ldm_vae_names(vae).items():
-        tensor = vae[key][:, :, None, None] if key.endswith(ATTENTION) else vae[key]  # 1x1 convolutions there
-        tensors[f"first_stage_model.{name}"] = tensor
-    for key, tensor in text.items():
-        tensors[f"cond_stage_model.transformer.text_model.{key.removeprefix('text_model.')}"] = tensor
-    tensors["cond_stage_model.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
+
+
+def _file(unet: Any, vae: Any, *texts: tuple[str, Tensors]) -> Tensors:
+    parts = [("model.diffusion_model.", unet_tensors(unet)), ("first_stage_model.", vae_tensors(vae)), *texts]
+    tensors = {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
     tensors["alphas_cumprod"] = torch.linspace(1, 0, 1000)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _named(places: Iterator[tuple[str, Any]]) -> Tensors:
+    tensors: Tensors = {}
+    for place, module in places:
+        named = {f"{place}.{key}": tensor for key, tensor in module.state_dict().items()}
+        assert not named.keys() & tensors.keys()
+        tensors |= named
+    return tensors
+
+
+# UNet
+
+
+def unet_tensors(unet: Any) -> Tensors:
+    """The tensors of a UNet2DConditionModel without `model.diffusion_model.`."""
+    tensors = _named(_unet(unet))
+    assert len(tensors) == len(unet.state_dict())
+    return tensors
+
+
+def _unet(unet: Any) -> Iterator[tuple[str, Any]]:
+    yield from (("time_embed.0", unet.time_embedding.linear_1), ("time_embed.2", unet.time_embedding.linear_2))
+    if unet.config.addition_embed_type == "text_time":
+        yield from (("label_emb.0.0", unet.add_embedding.linear_1), ("label_emb.0.2", unet.add_embedding.linear_2))
+    yield "input_blocks.0.0", unet.conv_in
+    place = 1
+    for block in unet.down_blocks:
+        for index, resnet in enumerate(block.resnets):
+            yield from _resnet(f"input_blocks.{place}.0", resnet)
+            if hasattr(block, "attentions"):
+                yield f"input_blocks.{place}.1", block.attentions[index]
+            place += 1
+        if block.downsamplers:
+            yield f"input_blocks.{place}.0.op", block.downsamplers[0].conv
+            place += 1
+    yield from _resnet("middle_block.0", unet.mid_block.resnets[0])
+    yield "middle_block.1", unet.mid_block.attentions[0]
+    yield from _resnet("middle_block.2", unet.mid_block.resnets[1])
+    place = 0
+    for block in unet.up_blocks:
+        for index, resnet in enumerate(block.resnets):
+            modules = 1
+            yield from _resnet(f"output_blocks.{place}.0", resnet)
+            if hasattr(block, "attentions"):
+                yield f"output_blocks.{place}.1", block.attentions[index]
+                modules = 2
+            if block.upsamplers and index == len(block.resnets) - 1:
+                yield f"output_blocks.{place}.{modules}.conv", block.upsamplers[0].conv
+            place += 1
+    yield from (("out.0", unet.conv_norm_out), ("out.2", unet.conv_out))
+
+
+def _resnet(place: str, resnet: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{place}.in_layers.0", resnet.norm1), (f"{place}.in_layers.2", resnet.conv1))
+    yield f"{place}.emb_layers.1", resnet.time_emb_proj
+    yield from ((f"{place}.out_layers.0", resnet.norm2), (f"{place}.out_layers.3", resnet.conv2))
+    if resnet.conv_shortcut is not None:
+        yield f"{place}.skip_connection", resnet.conv_shortcut
+
+
+# VAE
+
+
+def vae_tensors(vae: Any) -> Tensors:
+    """The tensors of an AutoencoderKL without `first_stage_model.`; its attention is made of 1x1 convolutions there."""
+    tensors = _named(_vae(vae))
+    assert len(tensors) == len(vae.state_dict())
+    return {
+        name: tensor[:, :, None, None] if ".attn_1." in name and tensor.dim() == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _vae(vae: Any) -> Iterator[tuple[str, Any]]:
+    yield from (("quant_conv", vae.quant_conv), ("post_quant_conv", vae.post_quant_conv))
+    for half, module in (("encoder", vae.encoder), ("decoder", vae.decoder)):
+        yield from ((f"{half}.conv_in", module.conv_in), (f"{half}.conv_out", module.conv_out))
+        yield f"{half}.norm_out", module.conv_norm_out
+        middle = module.mid_block
+        yield from _vae_resnet(f"{half}.mid.block_1", middle.resnets[0])
+        yield from _vae_resnet(f"{half}.mid.block_2", middle.resnets[1])
+        attention = middle.attentions[0]
+        yield f"{half}.mid.attn_1.norm", attention.group_norm
+        for name, part in (("q", attention.to_q), ("k", attention.to_k), ("v", attention.to_v)):
+            yield f"{half}.mid.attn_1.{name}", part
+        yield f"{half}.mid.attn_1.proj_out", attention.to_out[0]
+    for level, block in enumerate(vae.encoder.down_blocks):
+        for index, resnet in enumerate(block.resnets):
+            yield from _vae_resnet(f"encoder.down.{level}.block.{index}", resnet)
+        if block.downsamplers:
+            yield f"encoder.down.{level}.downsample.conv", block.downsamplers[0].conv
+    for level, block in enumerate(reversed(vae.decoder.up_blocks)):  # the original counts from the finest
+        for index, resnet in enumerate(block.resnets):
+            yield from _vae_resnet(f"decoder.up.{level}.block.{index}", resnet)
+        if block.upsamplers:
+            yield f"decoder.up.{level}.upsample.conv", block.upsamplers[0].conv
+
+
+def _vae_resnet(place: str, resnet: Any) -> Iterator[tuple[str, Any]]:
+    for name in ("norm1", "conv1", "norm2", "conv2"):
+        yield f"{place}.{name}", getattr(resnet, name)
+    if resnet.conv_shortcut is not None:
+        yield f"{place}.nin_shortcut", resnet.conv_shortcut
+
+
+# Text encoders
+
+
+def clip_tensors(text: Any) -> Tensors:
+    """The tensors of a CLIPTextModel as transformers 4 named them."""
+    return {f"text_model.{key.removeprefix('text_model.')}": tensor for key, tensor in text.state_dict().items()}
+
+
+def _with_positions(tensors: Tensors) -> Tensors:
+    return tensors | {"text_model.embeddings.position_ids": torch.arange(77)[None]}
+
+
+def open_clip_tensors(text: Any) -> Tensors:
+    """The tensors of a CLIPTextModelWithProjection in OpenCLIP's layout.
+
+    A CLIPTextModel is one that reads the last layer but one, so the file has one more, and a projection.
+    """
+    model = getattr(text, "text_model", text)
+    width, layers = text.config.hidden_size, list(model.encoder.layers)
+    tensors = {
+        "token_embedding.weight": model.embeddings.token_embedding.weight,
+        "positional_embedding": model.embeddings.position_embedding.weight,
+        "logit_scale": torch.tensor(4.6),
+        "ln_final.weight": model.final_layer_norm.weight,
+        "ln_final.bias": model.final_layer_norm.bias,
+    }
+    if hasattr(text, "text_projection"):
+        tensors["text_projection"] = text.text_projection.weight.T
+    else:
+        tensors["text_projection"] = torch.full((width, width), 7.0)
+        layers.append(_unread(layers[-1]))
+    for index, layer in enumerate(layers):
+        block = f"transformer.resblocks.{index}"
+        attention = layer.self_attn
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        tensors[f"{block}.attn.in_proj_weight"] = torch.cat([part.weight for part in qkv])
+        tensors[f"{block}.attn.in_proj_bias"] = torch.cat([part.bias for part in qkv])
+        tensors |= _named(
+            (f"{block}.{name}", module)
+            for name, module in (
+                ("attn.out_proj", attention.out_proj),
+                ("ln_1", layer.layer_norm1),
+                ("ln_2", layer.layer_norm2),
+                ("mlp.c_fc", layer.mlp.fc1),
+                ("mlp.c_proj", layer.mlp.fc2),
+            )
+        )
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _unread(layer: torch.nn.Module) -> Any:
+    """A layer of the same shapes with other values."""
+    import copy
+
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7.0)
+    return other

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 _UNET_OUTER = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0",
     "conv_norm_out": "out.0",
     "conv_out": "out.2",
@@ -32,7 +34,7 @@ _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|
 
 
 def ldm_unet_names(names: Iterable[str]) -> dict[str, str]:
-    """The original name (without `model.diffusion_model.`) of each module or tensor of an SD 1.x or 2.x UNet.
+    """The original name (without `model.diffusion_model.`) of each module or tensor of the UNet of SD 1.x, 2.x or XL.
 
     Names that have none are left out. The layers per block are counted in the names, so give all of them.
     """

@@ -1,0 +1,66 @@
+"""Names of OpenCLIP's layout for the tensors of transformers' CLIP text encoders.
+
+Files of Stable Diffusion 2.x (under `cond_stage_model.model.`) and the second text encoder of XL (under
+`conditioner.embedders.1.model.`) have it. The layout: https://github.com/mlfoundations/open_clip, open_clip/transformer.py;
+q, k and v lie in one matrix, as torch.nn.MultiheadAttention keeps them. The correspondence is that of diffusers'
+loaders/single_file_utils.py, `convert_open_clip_checkpoint`, read backwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from sdflow.models.base import Original
+
+_OUTER = {
+    "embeddings.token_embedding.weight": Original("token_embedding.weight"),
+    "embeddings.position_embedding.weight": Original("positional_embedding"),
+    "final_layer_norm.weight": Original("ln_final.weight"),
+    "final_layer_norm.bias": Original("ln_final.bias"),
+    # A parameter that OpenCLIP multiplies by from the right, where transformers has a Linear.
+    "text_projection.weight": Original("text_projection", transposed=True),
+}
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_IN_LAYER = {
+    "layer_norm1": "ln_1.",
+    "layer_norm2": "ln_2.",
+    "mlp.fc1": "mlp.c_fc.",
+    "mlp.fc2": "mlp.c_proj.",
+    "self_attn.out_proj": "attn.out_proj.",
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def open_clip_names(keys: Iterable[str]) -> dict[str, Original]:
+    """Where OpenCLIP's layout, without prefix, keeps each parameter of a CLIPTextModel or CLIPTextModelWithProjection.
+
+    keys: with the `text_model.` of transformers 4 or without. Keys that have no place are left out.
+    """
+    return {key: found for key in keys if (found := _place(key.removeprefix("text_model.")))}
+
+
+def open_clip_leftovers(keys: Iterable[str]) -> re.Pattern[str]:
+    """Matches, in full, the names that such a file holds besides, and that a module of these keys has no use for.
+
+    They are CLIP's contrastive head and the mask. A module without a projection is one that stops a layer early, as
+    Stable Diffusion 2.x does, so that its file holds one layer more, and a projection.
+    """
+    keys = [key.removeprefix("text_model.") for key in keys]
+    names = ["logit_scale", "logit_bias", "attn_mask"]
+    if "text_projection.weight" not in keys:
+        layers = {int(match[1]) for key in keys if (match := _LAYER.fullmatch(key))}
+        inner = [r"attn\.in_proj_", *map(re.escape, _IN_LAYER.values())]
+        names += ["text_projection", rf"transformer\.resblocks\.{len(layers)}\.({'|'.join(inner)})(weight|bias)"]
+    return re.compile("|".join(names))
+
+
+def _place(key: str) -> Original | None:
+    match = _LAYER.fullmatch(key)
+    if match is None:
+        return _OUTER.get(key)
+    layer, module, kind = match.groups()
+    block = f"transformer.resblocks.{layer}."
+    if module in _QKV:
+        return Original(f"{block}attn.in_proj_{kind}", part=_QKV.index(module), parts=len(_QKV))
+    return Original(f"{block}{_IN_LAYER[module]}{kind}") if module in _IN_LAYER else None
