@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier_folder import as_an_earlier_sdflow
 from PIL import Image
 from small_lora import write_lora
+
+from sdflow.config import load_workflow
+from sdflow.passes import registry
+from sdflow.plan import make_plan
+from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "workflows/tiny_cpu.yaml"
@@ -205,6 +211,49 @@ def test_bake_says_a_line_for_each_submodel(shell: Shell, baked: Any) -> None:
     assert "LoRAs in 32 weights" in lines["unet"], "the base's own LoRA stays"
     assert "from the cache" in lines["vae_decoder"]
     assert "more: verified for cpu" in done.stdout, "with its own LoRA and the new one, against PyTorch"
+
+
+@pytest.fixture(scope="module")
+def earlier(shell: Shell, first: Any) -> Path:
+    """The first run's folder, described as an earlier sdflow described it."""
+    cache = Cache(shell.folder / "cache")
+    plan = make_plan(load_workflow(TINY, catalog=registry.catalog()), cache)
+    return as_an_earlier_sdflow(shell.folder / "pipelines/tiny_cpu", shell.folder / "pipelines/earlier", plan, cache)
+
+
+def test_a_folder_of_an_earlier_sdflow_still_draws(shell: Shell, earlier: Path) -> None:
+    settings = ("--prompt", "an otter", "--steps", "1", "--seed", "3", "--no-sheet")
+    for name in ("earlier", "tiny_cpu"):
+        shell.json("generate", f"pipelines/{name}", *settings, "--out", f"drawn/{name}")
+    pictures = [next((shell.folder / "drawn" / name).glob("*.png")) for name in ("earlier", "tiny_cpu")]
+    with Image.open(pictures[0]) as one, Image.open(pictures[1]) as other:
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_folder_of_an_earlier_sdflow_is_verified_with_its_recipes(shell: Shell, earlier: Path) -> None:
+    done = shell.run("verify", str(earlier), "--quick", "--fresh", "--json")
+    (verified,) = json.loads(done.stdout)["pipelines"]
+    assert verified["passed"], done.stderr
+    assert verified["name"] == "tiny_cpu", "as its manifest calls it"
+    assert list(verified["submodels"]) == ["text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker"]
+    for name in verified["submodels"]:
+        assert f"{name}: recipes" in done.stderr
+
+
+def test_a_folder_of_an_earlier_sdflow_takes_a_lora_and_builds_only_the_weights(
+    shell: Shell, earlier: Path, baked: Any
+) -> None:
+    arguments = ("--base", str(earlier), "--lora", "ink.safetensors:0.8", "--out", "baked/from_earlier")
+    again = shell.json("bake", *arguments)["pipeline"]
+    made = [{step["step"].partition("/")[2]: step["artifact"] for step in each["steps"]} for each in (again, baked)]
+    assert made[0] == made[1], "what today's folder gives"
+    assert {step["outcome"] for step in again["steps"]} == {"cached"}
+
+
+def test_a_folder_of_an_earlier_sdflow_is_measured_beside_pytorch(shell: Shell, earlier: Path) -> None:
+    settings = ("--size", "64", "--steps", "1", "--rounds", "1", "--threads", "1")
+    measured = shell.json("bench", str(earlier), *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
+    assert {each["cases"][0]["verdict"] for each in measured["engines"] if each["status"] == "measured"} == {"right"}
 
 
 @pytest.mark.parametrize(
