@@ -40,19 +40,21 @@ def open_clip_names(keys: Iterable[str]) -> dict[str, Original]:
     return {key: found for key in keys if (found := _place(key.removeprefix("text_model.")))}
 
 
-def open_clip_leftovers(keys: Iterable[str]) -> re.Pattern[str]:
-    """Matches, in full, the names that such a file holds besides, and that a module of these keys has no use for.
+def open_clip_unused(name: str, keys: Iterable[str]) -> bool:
+    """Whether such a file holds the tensor `name`, without prefix, that a module of these keys has no use for.
 
-    They are CLIP's contrastive head and the mask. A module without a projection is one that stops a layer early, as
+    There are CLIP's contrastive head and the mask. A module without a projection is one that stops a layer early, as
     Stable Diffusion 2.x does, so that its file holds one layer more, and a projection.
     """
+    if name in ("logit_scale", "logit_bias", "attn_mask"):
+        return True
     keys = [key.removeprefix("text_model.") for key in keys]
-    names = ["logit_scale", "logit_bias", "attn_mask"]
-    if "text_projection.weight" not in keys:
-        layers = {int(match[1]) for key in keys if (match := _LAYER.fullmatch(key))}
-        inner = [r"attn\.in_proj_", *map(re.escape, _IN_LAYER.values())]
-        names += ["text_projection", rf"transformer\.resblocks\.{len(layers)}\.({'|'.join(inner)})(weight|bias)"]
-    return re.compile("|".join(names))
+    if "text_projection.weight" in keys:
+        return False
+    first = "encoder.layers.0."
+    layers = {match[1] for key in keys if (match := _LAYER.fullmatch(key))}
+    beyond = [f"encoder.layers.{len(layers)}.{key.removeprefix(first)}" for key in keys if key.startswith(first)]
+    return name == "text_projection" or name in {place.name for place in open_clip_names(beyond).values()}
 
 
 def _place(key: str) -> Original | None:
