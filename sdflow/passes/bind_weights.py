@@ -29,7 +29,7 @@ class BindWeights(Pass[BindWeightsConfig]):
     """
 
     name: ClassVar[str] = "BindWeights"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")  # onnxruntime rounds to float16
     takes_loras: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = BindWeightsConfig

@@ -45,7 +45,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
     """
 
     name: ClassVar[str] = "LoraMerge"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx")
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = True

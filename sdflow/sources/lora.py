@@ -5,20 +5,18 @@ W' = W + scale * (alpha / rank) * up @ down   (Hu et al. 2021, https://arxiv.org
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.hub import choose_file, hub_file
-from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, spellings
+from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, peft_module, spellings
+from sdflow.sources.peft_metadata import METADATA_KEY, read_peft_configs
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
-from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
+from sdflow.sources.safetensors_file import read_float_tensors, read_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 LORA_SUBMODELS = ("unet", "text_encoder")
-# Where diffusers keeps peft's configuration in the header of a file it writes.
-_PEFT_METADATA = "lora_adapter_metadata"
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,8 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
         elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
             problems.append(f"{name}: {other} is for the same weight")
     tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
-    metadata = _peft_metadata(path)
+    configs = read_peft_configs(path, LORA_SUBMODELS)
+    ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
     for (submodel, key), group in groups.items():
         found = {role: tensors[name] for role, name in group.items()}
@@ -117,11 +114,14 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
             problems.append(problem)
             continue
         rank = found["down"].shape[0]
-        scale = (
-            float(found["alpha"].reshape(())) / rank
-            if "alpha" in found
-            else _peft_scale(metadata, submodel, key.removesuffix(".weight"), rank)
-        )
+        config = configs.get(submodel)
+        module = peft_module(key, names[group["down"]])
+        if config is not None and config.rank(module) != rank:
+            ranks.append(f"{group['down']}: {rank}, not {config.rank(module)}")
+        if "alpha" in found:
+            scale = float(found["alpha"].reshape(())) / rank
+        else:  # without either, alpha is the rank
+            scale = 1.0 if config is None else config.scale(module, rank)
         up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
         layers[submodel][key] = LoraLayer(up, down, scale)
     if problems:
@@ -129,6 +129,12 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
             f"{len(problems)} of its parts do not fit the model: {listing(problems, 100)}",
             where=str(path),
             remedy="Use a LoRA made for this architecture (Stable Diffusion 1.x).",
+        )
+    if ranks:  # diffusers does not load such a file either, and its alphas may be just as wrong
+        raise CheckpointError(
+            f"{len(ranks)} of its tensors have another rank than its {METADATA_KEY} says: {listing(ranks, 100)}",
+            where=str(path),
+            remedy="Correct r and rank_pattern there, whose first pattern that fits a module counts.",
         )
     return layers
 
@@ -225,42 +231,3 @@ def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tup
         if rank == 0 or plain != (wanted[:2] if flat else wanted):
             return f"{group[role]}: {list(tensor.shape)} where {list(wanted)} belongs"
     return None
-
-
-def _peft_metadata(path: Path) -> dict[str, Any]:
-    text = read_metadata(path).get(_PEFT_METADATA)
-    if text is None:
-        return {}
-    try:
-        metadata = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"its {_PEFT_METADATA} is not JSON", where=str(path)) from error
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"its {_PEFT_METADATA} is not a JSON object", where=str(path))
-    for submodel in LORA_SUBMODELS:
-        if metadata.get(f"{submodel}.use_dora"):
-            raise CheckpointError("DoRA is not supported", where=str(path), remedy="Use a plain LoRA.")
-        alphas = [metadata.get(f"{submodel}.lora_alpha", 1.0), *_patterns(metadata, submodel).values()]
-        if not all(isinstance(alpha, int | float) for alpha in alphas):
-            raise CheckpointError(
-                f"its {_PEFT_METADATA} has a {submodel}.lora_alpha that is no number", where=str(path)
-            )
-    return metadata
-
-
-def _patterns(metadata: Mapping[str, Any], submodel: str) -> dict[str, Any]:
-    patterns = metadata.get(f"{submodel}.alpha_pattern")
-    return patterns if isinstance(patterns, dict) else {}
-
-
-def _peft_scale(metadata: Mapping[str, Any], submodel: str, module: str, rank: int) -> float:
-    """alpha / rank by peft's configuration in the header; 1 where there is none (alpha is then the rank)."""
-    if f"{submodel}.lora_alpha" not in metadata:
-        return 1.0
-    alpha = metadata[f"{submodel}.lora_alpha"]
-    for pattern, value in _patterns(metadata, submodel).items():
-        # As in peft.utils.other.get_pattern_key; what diffusers writes there are whole names, or the ends of them.
-        if re.fullmatch(rf"(.*\.)?{re.escape(pattern.removeprefix('^'))}", module):
-            alpha = value
-            break
-    return float(alpha) / (sqrt(rank) if metadata.get(f"{submodel}.use_rslora") else rank)

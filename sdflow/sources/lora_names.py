@@ -87,6 +87,16 @@ def parse_name(name: str) -> LoraName | None:
     return None
 
 
+def peft_module(key: str, name: LoraName) -> str:
+    """What peft called the module when it wrote the file; the patterns in its configuration are for this name.
+
+    key: of the weight, in the state_dict. transformers before 5 had a text_model in the names of a text encoder: a
+    file from there has it in its tensors' names too.
+    """
+    module = canonical_name(key.removesuffix(".weight"))
+    return f"text_model.{module}" if name.module.startswith("text_model.") else module
+
+
 def spellings(submodel: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Every spelling of the modules of a submodel with a weight that a LoRA can change: spelling -> state_dict key.
 

@@ -1,6 +1,5 @@
 """LoRAs: the merged weights are diffusers' own, in every key style, and no tensor of a file is dropped."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,32 +165,6 @@ def test_several_loras_with_scales_equal_diffusers(
     assert_equal(ours, fused_by_diffusers(tiny, [(first, 0.8), (second, -0.5)]), weights, layers)
 
 
-def test_alpha_in_peft_metadata_equals_diffusers(
-    tiny: Checkpoint, weights: dict[str, Tensors], shapes: Shapes, tmp_path: Path
-) -> None:
-    """diffusers writes peft's configuration, with alpha, into the header and no alpha tensors."""
-    from peft import LoraConfig
-
-    pipeline = load_pipeline(tiny)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["to_q", "conv1"], alpha_pattern={"conv1": 2})
-    config.init_lora_weights = False
-    torch.manual_seed(5)
-    pipeline.unet.add_adapter(config)
-    pipeline.save_lora_weights(
-        tmp_path,
-        unet_lora_layers={
-            name.replace(".default", ""): tensor
-            for name, tensor in pipeline.unet.state_dict().items()
-            if ".lora_" in name
-        },
-        unet_lora_adapter_metadata=config.to_dict(),
-    )
-    file = tmp_path / "pytorch_lora_weights.safetensors"
-    layers = read_lora(file, shapes)["unet"]
-    assert {layer.scale for layer in layers.values()} == {3.0, 0.5}
-    assert_equal(merged(file, weights, shapes, 0.7), fused_by_diffusers(tiny, [(file, 0.7)]), weights, len(layers))
-
-
 def test_a_mixed_file_is_read_whole(shapes: Shapes, tmp_path: Path) -> None:
     """diffusers' loader drops one of the styles of such a file."""
     peft = {name: tensor for name, tensor in peft_lora(shapes).items() if name.startswith("unet.")}
@@ -293,13 +266,6 @@ def test_other_adapters_are_refused_by_name(name: str, kind: str, shapes: Shapes
 def test_a_file_that_is_no_lora_is_refused(tensors: Tensors, shapes: Shapes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"belong to no LoRA: model\.weight|holds no tensors"):
         read_lora(written(tmp_path, tensors), shapes)
-
-
-@pytest.mark.parametrize("text", ["[", "[]", json.dumps({"unet.lora_alpha": "x"}), json.dumps({"unet.use_dora": True})])
-def test_bad_peft_metadata_is_an_error(text: str, shapes: Shapes, tmp_path: Path) -> None:
-    file = written(tmp_path, peft_lora(shapes), {"lora_adapter_metadata": text})
-    with pytest.raises(CheckpointError, match=r"lora_adapter_metadata|DoRA"):
-        read_lora(file, shapes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
