@@ -51,6 +51,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     from sdflow.runtime.device_weights import DeviceWeights
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
+    from sdflow.runtime.sessions import LoadOptions
     from sdflow.runtime.submodel import Bound
     from sdflow.runtime.tuning import Tuning
     from sdflow.targets import TARGETS
@@ -70,9 +71,9 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
         print(f"    {name:42} {now - last[0]:+6.2f}  in all {now - start:5.2f} GB", flush=True)
         last[0] = now
 
-    tuning = Tuning(**chosen)
+    options = LoadOptions(tuning=Tuning(**chosen))
     submodels = {
-        name: load_submodel(folder, name, TARGETS["cuda"], cuda_graphs=tuple(SUBMODELS), lazy=True, tuning=tuning)
+        name: load_submodel(folder, name, TARGETS["cuda"], cuda_graphs=tuple(SUBMODELS), lazy=True, options=options)
         for name in SUBMODELS
     }
     pipeline = Pipeline(submodels, **companions(graphs))

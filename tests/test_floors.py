@@ -37,7 +37,6 @@ KNOWN = {
     ("sdflow", "verify", "run"),
     ("sdflow", "verify", "bake"),
     ("sdflow/bench", "html", "files"),
-    ("sdflow/runtime", "kernels", "sessions"),
 }
 """Imports that close a circle today: the folder, what imports in it, and what is imported. Whoever mends one takes it out."""
 

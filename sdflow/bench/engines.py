@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import Literal
 
 from sdflow.errors import TargetUnavailableError, UsageError
-from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+from sdflow.runtime.onnx_runtime import import_onnxruntime
+from sdflow.runtime.sessions import choose_provider
 from sdflow.targets import TARGETS
 
 

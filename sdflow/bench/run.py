@@ -272,7 +272,8 @@ def _skipped(chosen: Chosen) -> EngineResult:
 
 def _provider(engine: Engine, device: Device) -> str:
     if engine.target:
-        from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+        from sdflow.runtime.onnx_runtime import import_onnxruntime
+        from sdflow.runtime.sessions import choose_provider
 
         target = TARGETS[engine.target]
         ort = import_onnxruntime(target)

@@ -25,7 +25,7 @@ from sdflow.bench.run import dtype_of
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile
-from sdflow.runtime.sessions import import_onnxruntime, onnxruntime_errors
+from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.tuned import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import TARGETS, Target

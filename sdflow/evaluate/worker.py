@@ -29,6 +29,7 @@ from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels
 from sdflow.runtime.pictures import write_png
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
+from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Submodel
 from sdflow.targets import TARGETS, Target
 from sdflow.workers import peak_memory, serve_request
@@ -170,20 +171,17 @@ def _evaluate_submodel(
 ) -> tuple[SubmodelResult, Submodel]:
     progress(f"{name}: loading")
     begin = time.perf_counter()
-    options: dict[str, Any] = {
-        "shapes": {key: value.shape for key, value in inputs.items()},
-        "engine_cache": request.engine_cache,
-        "threads": request.threads,
-    }
-    submodel = load_submodel(request.folder, name, target, **options)
-    session = submodel.bound(**options["shapes"]).session  # what runs: on CUDA, of the graph for these shapes
+    shapes = {key: value.shape for key, value in inputs.items()}
+    options = LoadOptions(request.engine_cache, request.threads)
+    submodel = load_submodel(request.folder, name, target, shapes=shapes, options=options)
+    session = submodel.bound(**shapes).session  # what runs: on CUDA, of the graph for these shapes
     load_seconds = time.perf_counter() - begin
     model = (request.folder / name / MODEL_FILE).resolve()
     cast = {key: value.astype(submodel.input_types[key]) for key, value in inputs.items()}
     if hasattr(session, "get_provider_graph_assignment_info"):
         placed = placement(session, model)
     else:
-        placed = placement_by_profile(model, target, cast, **options)
+        placed = placement_by_profile(model, target, cast, options, shapes)
     latency: Latency | None = None
     if request.spec.latency is not None:
         progress(f"{name}: timing")

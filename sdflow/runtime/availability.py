@@ -88,7 +88,8 @@ def try_target(target: Target) -> str:
     """
     import numpy as np
 
-    from sdflow.runtime.sessions import create_session, import_onnxruntime, onnxruntime_errors
+    from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
+    from sdflow.runtime.sessions import create_session
 
     shapes = {"image": (1, 3, 8, 8)}
     ort = import_onnxruntime(target)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, SUBMODELS
 from sdflow.errors import UsageError
 from sdflow.runtime.device_weights import DeviceWeights
-from sdflow.runtime.sessions import DAMAGED, Shapes, create_session
+from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
 from sdflow.targets import Target
 
@@ -40,9 +41,9 @@ def load_submodel(
     shapes: Shapes | None = None,
     cuda_graphs: Container[str] = SUBMODELS,
     lazy: bool = False,
-    **session_options: Any,
+    options: LoadOptions = PLAIN,
 ) -> Submodel:
-    """One submodel of a pipeline folder on a target; further options are those of `create_session`.
+    """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
 
     shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that may be captured. lazy: load
     the session when it is first needed, as is always done where there will be one for each set of shapes.
@@ -51,15 +52,17 @@ def load_submodel(
     model = (folder / submodel / MODEL_FILE).resolve()
     fixed = target.name == "cuda" and submodel in cuda_graphs
     if where.stream is not None:
-        session_options["stream"] = where.stream.cuda_stream
+        options = replace(options, stream=where.stream.cuda_stream)
     weights = DeviceWeights(model, where.device) if fixed else None
 
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
-        options = {**session_options, "capture": capture and fixed}
+        held = None
         if weights is not None and graph is not None:
             with where.current():
-                options["weights"] = weights.of(graph)
-        return create_session(model, target, graph=graph, shapes=wanted or shapes, **options)
+                held = weights.of(graph)
+        return create_session(
+            model, target, options, shapes=wanted or shapes, graph=graph, weights=held, capture=capture and fixed
+        )
 
     loaded = Submodel(
         load,

@@ -29,9 +29,10 @@ from sdflow.runtime.inputs import (
     read_mask,
     require_size,
 )
+from sdflow.runtime.onnx_runtime import import_onnxruntime
 from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
-from sdflow.runtime.sessions import choose_provider, import_onnxruntime
+from sdflow.runtime.sessions import LoadOptions, choose_provider
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
@@ -120,8 +121,8 @@ class Pipeline:
             late = ("vae_encoder", "unet") if target.name in TAKEN_APART else ("vae_encoder",)
             lazy = low_memory or target.session.static_shapes or name in late
             graphs = () if low_memory else cuda_graphs
-            options: dict[str, Any] = {"engine_cache": engine_cache, "threads": threads, "tuning": tuning}
-            return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, **options)
+            options = LoadOptions(engine_cache, threads, tuning)
+            return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
 
         with ThreadPoolExecutor(max_workers=len(SUBMODELS)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))

@@ -10,13 +10,13 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.runtime.kernels.replace import DOMAIN
-from sdflow.runtime.sessions import create_session
+from sdflow.runtime.sessions import PLAIN, LoadOptions, Shapes, create_session
 from sdflow.targets import CPU_PROVIDER, Target
 
 if TYPE_CHECKING:
@@ -87,11 +87,15 @@ def placement(session: onnxruntime.InferenceSession, model: Path) -> Placement:
 
 
 def placement_by_profile(
-    model: Path, target: Target, inputs: Mapping[str, np.ndarray], **session_options: Any
+    model: Path,
+    target: Target,
+    inputs: Mapping[str, np.ndarray],
+    options: LoadOptions = PLAIN,
+    shapes: Shapes | None = None,
 ) -> Placement:
     """The same from the profile of one run, in a session of its own: the kernels that ran, after all fusions."""
     with tempfile.TemporaryDirectory() as folder:
-        session = create_session(model, target, profile=Path(folder) / "run", **session_options)
+        session = create_session(model, target, replace(options, profile=Path(folder) / "run"), shapes=shapes)
         session.run(None, dict(inputs))
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
         provider = session.get_providers()[0]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.runtime.cublas import small_workspaces
+from sdflow.runtime.kernels.library import kernel_library
+from sdflow.runtime.kernels.replace import with_own_kernels
+from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
@@ -29,26 +32,6 @@ DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
-
-
-def import_onnxruntime(target: Target | None = None) -> Any:
-    """ONNX Runtime with its telemetry off.
-
-    Raises TargetUnavailableError when no ONNX Runtime is installed.
-    """
-    os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at import; without it a device id is written under HOME
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise TargetUnavailableError(
-            f"ONNX Runtime cannot be imported: {error}",
-            where=target.name if target else None,
-            remedy=f"pip install {target.package if target else 'onnxruntime'}",
-        ) from error
-    onnxruntime.disable_telemetry_events()
-    # cuDNN's complaint about each engine that it tries and cannot use. What is an error raises one.
-    onnxruntime.set_default_logger_severity(4)
-    return onnxruntime
 
 
 def require_platform(target: Target) -> None:
@@ -83,33 +66,45 @@ def choose_provider(target: Target, version: str, available: Iterable[str]) -> s
     )
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How sessions are made, the same for all of a pipeline.
+
+    engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
+    threads: of the CPU, for one operator; None leaves it to the tuning, then to ONNX Runtime.
+    tuning: choices on top of the target's settings.
+    stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
+    profile: prefix of a profile that `end_profiling` writes.
+    """
+
+    engine_cache: Path | None = None
+    threads: int | None = None
+    tuning: Tuning = UNTUNED
+    stream: int | None = None
+    profile: Path | None = None
+
+
+PLAIN = LoadOptions()
+
+
 def create_session(
     model: Path,
     target: Target,
+    options: LoadOptions = PLAIN,
     *,
-    graph: onnx.ModelProto | None = None,
     shapes: Shapes | None = None,
-    engine_cache: Path | None = None,
-    threads: int | None = None,
-    profile: Path | None = None,
-    stream: int | None = None,
+    graph: onnx.ModelProto | None = None,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     capture: bool = False,
-    tuning: Tuning = UNTUNED,
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
+    shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
     graph: to load in its place; its large weights lie beside `model`. On CUDA, `sdflow.runtime.kernels` compute what of
     it they can; its shapes must be fixed for that.
-    shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
-    engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
-    threads: of the CPU, for one operator; None leaves it to ONNX Runtime.
-    profile: prefix of a profile that `end_profiling` writes.
-    stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
     weights: initializers that are there already and are taken instead of those in the model's data file.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
     session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
-    tuning: choices on top of the target's settings; `threads` goes before its own.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
     run this graph.
     """
@@ -117,39 +112,34 @@ def create_session(
     provider = choose_provider(target, ort.__version__, ort.get_available_providers())
     if target.session.needs_cuda:
         _load_cuda(ort)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are raised; what matters of the warnings is checked below
-    options.enable_mem_pattern = target.session.memory_pattern
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    session_options = _session_options(ort, target, options)
     if graph is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
-    if target.session.static_shapes and graph is None:
+        folder = str(model.parent)
+        session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    elif target.session.static_shapes:
         for name, size in free_dimensions(read_graph(model), shapes or {}, str(model)).items():
-            options.add_free_dimension_override_by_name(name, size)
+            session_options.add_free_dimension_override_by_name(name, size)
+    for name, value in (weights or {}).items():
+        session_options.add_initializer(name, value)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
-    with_options = {name: provider_options(target, name, engine_cache) for name in wanted}
-    if target.session.needs_cuda and stream is not None:
-        for each in with_options.values():
-            each["user_compute_stream"] = str(stream)
-    for name, value in (weights or {}).items():
-        options.add_initializer(name, value)
-    tuning.apply(options, with_options[provider], ort)
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if graph is not None and provider == CUDA_PROVIDER and tuning.own_kernels:
-        graph = _with_own_kernels(graph, options)
-    if capture and tuning.cuda_graphs and provider == CUDA_PROVIDER:
-        with_options[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
+    providers = {name: provider_options(target, name, options.engine_cache) for name in wanted}
+    if target.session.needs_cuda and options.stream is not None:
+        for each in providers.values():
+            each["user_compute_stream"] = str(options.stream)
+    options.tuning.apply(session_options, providers[provider], ort)
+    if options.threads is not None:
+        session_options.intra_op_num_threads = options.threads
+    if graph is not None and provider == CUDA_PROVIDER and options.tuning.own_kernels:
+        graph = _with_own_kernels(graph, session_options)
+    if capture and options.tuning.cuda_graphs and provider == CUDA_PROVIDER:
+        providers[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
         with small_workspaces() if target.session.needs_cuda else nullcontext():
-            return ort.InferenceSession(source, options, providers=list(with_options.items()), enable_fallback=0)
+            return ort.InferenceSession(source, session_options, providers=list(providers.items()), enable_fallback=0)
 
     try:
         try:
@@ -158,7 +148,7 @@ def create_session(
             if _NOT_CAPTURED not in str(error):
                 raise
             warnings.warn(f"{model} runs without a CUDA graph: {error}", SlowerWarning, stacklevel=2)
-            del with_options[CUDA_PROVIDER]["enable_cuda_graph"]
+            del providers[CUDA_PROVIDER]["enable_cuda_graph"]
             session = load()
     except onnxruntime_errors(ort) as error:
         read_graph(model)  # a damaged folder is told as that
@@ -175,15 +165,24 @@ def create_session(
     return session
 
 
-def _with_own_kernels(graph: onnx.ModelProto, options: Any) -> onnx.ModelProto:
-    from sdflow.runtime.kernels.library import kernel_library
-    from sdflow.runtime.kernels.replace import with_own_kernels
+def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
+    """ONNX Runtime's own options, as far as they are the same for every model."""
+    made = ort.SessionOptions()
+    made.log_severity_level = 4  # errors are raised; what matters of the warnings is checked afterwards
+    made.enable_mem_pattern = target.session.memory_pattern
+    made.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    made.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if options.profile is not None:
+        made.enable_profiling, made.profile_file_prefix = True, str(options.profile)
+    return made
 
+
+def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.ModelProto:
     replaced = with_own_kernels(graph)
     library = None if replaced is None else kernel_library()
     if replaced is None or library is None:
         return graph
-    options.register_custom_ops_library(str(library))
+    session_options.register_custom_ops_library(str(library))
     return replaced
 
 
@@ -204,13 +203,6 @@ def read_graph(model: Path) -> onnx.ModelProto:
     if lacking:
         raise VerificationError(lacking, where=str(model), remedy=DAMAGED)
     return read
-
-
-def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:
-    """What making or running a session raises; ONNX Runtime's own errors have no common base."""
-    state = ort.capi.onnxruntime_pybind11_state
-    names = ("Fail", "EPFail", "NotImplemented", "InvalidGraph", "InvalidProtobuf", "InvalidArgument", "NoSuchFile")
-    return (RuntimeError, state.RuntimeException, *(getattr(state, name) for name in names))
 
 
 def provider_options(target: Target, provider: str, engine_cache: Path | None) -> dict[str, str]:
@@ -265,10 +257,3 @@ def _require_cudnn(target: Target) -> None:
 def _release(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def numpy_type(value: Any) -> str:
-    """The numpy type name of a session's input or output (`onnxruntime.NodeArg`)."""
-    names = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
-    element: str = names.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
-    return element

@@ -290,7 +290,7 @@ def test_the_kernels_are_right_on_this_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_session_gives_what_onnxruntimes_kernels_give(tmp_path: Path) -> None:
-    from sdflow.runtime.sessions import create_session
+    from sdflow.runtime.sessions import LoadOptions, create_session
     from sdflow.runtime.tuning import Tuning
     from sdflow.targets import TARGETS
 
@@ -309,7 +309,7 @@ def test_a_captured_session_gives_what_onnxruntimes_kernels_give(tmp_path: Path)
     }
     results = []
     for own in (True, False):
-        session = create_session(path, TARGETS["cuda"], graph=graph, tuning=Tuning(own_kernels=own))
+        session = create_session(path, TARGETS["cuda"], LoadOptions(tuning=Tuning(own_kernels=own)), graph=graph)
         types = {value.name: np.float16 if "16" in value.type else np.float32 for value in session.get_inputs()}
         counted = Counter(
             node.domain for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()

@@ -19,7 +19,7 @@ from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import SCHEDULERS, named_scheduler, trace
-from sdflow.runtime.sessions import create_session
+from sdflow.runtime.sessions import LoadOptions, create_session
 from sdflow.runtime.submodel import KEPT, Submodel
 from sdflow.sources import Checkpoint, load_module
 from sdflow.targets import TARGETS
@@ -137,7 +137,10 @@ def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
     load["config"] = {**load["config"], "in_channels": 9}
     (tmp_path / "unet").mkdir()
     OnnxConversion().run(PassInputs("unet", None, load), tmp_path / "unet", OnnxConversionConfig())
-    submodels = {**pipeline.submodels, "unet": load_submodel(tmp_path, "unet", TARGETS["cpu"], threads=1)}
+    submodels = {
+        **pipeline.submodels,
+        "unet": load_submodel(tmp_path, "unet", TARGETS["cpu"], options=LoadOptions(threads=1)),
+    }
     ours = Pipeline(submodels, pipeline.tokenizer, pipeline.scheduler)
     theirs = reference(
         diffusers.StableDiffusionInpaintPipeline, {**parts, "unet": load_module("unet", load)}, pipeline.scheduler
@@ -175,9 +178,11 @@ def test_sessions_of_fixed_shapes_compute_the_same_and_only_some_are_kept(
     pipeline: Pipeline, tiny_pipeline: Path
 ) -> None:
     """As on CUDA, where each is captured in a graph."""
-    loaded = load_submodel(tiny_pipeline, "text_encoder", TARGETS["cpu"], threads=1)
+    loaded = load_submodel(tiny_pipeline, "text_encoder", TARGETS["cpu"], options=LoadOptions(threads=1))
     fixed = Submodel(
-        lambda shapes, graph=None, capture=False: create_session(loaded.path, TARGETS["cpu"], graph=graph, threads=1),
+        lambda shapes, graph=None, capture=False: create_session(
+            loaded.path, TARGETS["cpu"], LoadOptions(threads=1), graph=graph
+        ),
         loaded.config,
         loaded.place,
         path=loaded.path,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError
 from sdflow.runtime.kernels.replace import DOMAIN, VERSION
-from sdflow.runtime.sessions import import_onnxruntime, onnxruntime_errors
+from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 
 if TYPE_CHECKING:
     import numpy as np
