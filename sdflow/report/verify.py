@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table
 from sdflow.units import seconds
+from sdflow.verify.kinds import kinds
 
 if TYPE_CHECKING:
     from sdflow.verify.fix import Fix
@@ -53,9 +54,8 @@ def print_verification(result: Verification) -> None:
             f"meaning: {meaning.artifact:.0%} of {meaning.cases} pictures are right, PyTorch's {meaning.reference:.0%}"
         )
     print(f"covered: {'; '.join(result.coverage)}")
-    for finding in result.findings:
-        if finding["level"] == "warning":
-            print(f"  {finding['submodel']} {finding['node']}: {finding['what']}")
+    for kind in kinds(each for each in result.findings if each["level"] == "warning"):
+        print(f"  {kind.where}: {kind.what}")
     for name, part in result.submodels.items():
         if part.left_out:
             print(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")

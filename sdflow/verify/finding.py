@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Level = Literal["error", "warning", "note"]
+LEVELS: tuple[str, ...] = get_args(Level)
+"""The gravest first."""
 
 
 @dataclass(frozen=True)

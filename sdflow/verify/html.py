@@ -11,17 +11,24 @@ from pathlib import Path
 
 from sdflow.errors import UsageError
 from sdflow.verify.check import Verified
+from sdflow.verify.finding import LEVELS
+from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.pictures import AMPLIFIED
 from sdflow.verify.plot import plot_steps
 from sdflow.verify.result import FLOAT16_RATIO, FLOAT32_LIMIT, SubmodelVerdict, Verification
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c1c1c; }
-table { border-collapse: collapse; margin: .8rem 0; } td, th { padding: .2rem .7rem; text-align: left; vertical-align: top; }
-th { border-bottom: 1px solid #888; } td { border-bottom: 1px solid #ddd; } .number { text-align: right; }
-.passed { color: #06752f; } .failed { color: #b00020; font-weight: 600; } figure { display: inline-block; margin: 0 1rem 1rem 0; }
-figure img { width: 256px; image-rendering: pixelated; border: 1px solid #bbb; } figcaption { font-size: 13px; color: #444; }
-h2 { margin-top: 2rem; } .remedy { color: #444; } small { color: #555; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
+.scrolls { overflow-x: auto; } table { border-collapse: collapse; margin: .8rem 0; }
+td, th { padding: .2rem .7rem; text-align: left; vertical-align: top; }
+th { border-bottom: 1px solid #888; white-space: nowrap; } td { border-bottom: 1px solid #ddd; }
+.number { text-align: right; } th.wide { width: 50%; } td.wide { min-width: 16rem; overflow-wrap: anywhere; }
+.passed { color: #06752f; } .failed, .error { color: #b00020; font-weight: 600; } .warning { color: #8a5300; font-weight: 600; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; }
+figure img { width: 256px; image-rendering: pixelated; border: 1px solid #bbb; }
+figcaption { font-size: 13px; color: #444; } h2 { margin-top: 2rem; } .remedy, small { color: #555; }
+li { overflow-wrap: anywhere; } summary { cursor: pointer; } svg { max-width: 100%; }
+details ul { margin: .3rem 0; padding-left: 1.2rem; max-height: 30rem; overflow-y: auto; }
 """
 
 
@@ -76,8 +83,8 @@ def page(result: Verification, pictures: Path) -> str:
     title = f"{escape(result.name)}: {'passed' if result.passed else 'failed'}"
     body = "\n".join(section for section in sections if section)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 
 
@@ -89,15 +96,17 @@ def _list(items: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """A table; cells are HTML."""
-    kind = [' class="number"' if column in numbers else "" for column in columns]
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), wide: Sequence[str] = ()
+) -> str:
+    """A table; cells are HTML. numbers: columns that end at the right. wide: those that hold text, and share the room."""
+    kind = [' class="number"' if column in numbers else ' class="wide"' if column in wide else "" for column in columns]
     head = "".join(f"<th{each}>{column}</th>" for column, each in zip(columns, kind, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{each}>{cell}</td>" for cell, each in zip(row, kind, strict=True)) + "</tr>"
         for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="scrolls"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _problems(result: Verification) -> str:
@@ -171,18 +180,41 @@ def _findings(result: Verification) -> str:
         return ""
     rows = [
         (
-            each["level"],
-            each["check"],
-            escape(each["submodel"]),
-            escape(each["node"]),
-            escape(each["what"]),
-            escape(each["remedy"]),
+            f'<span class="{kind.level}">{kind.level}</span>',
+            kind.check,
+            f'{escape(kind.what)}<br><span class="remedy">{escape(kind.remedy)}</span>',
+            f"{kind.count:,}",
+            _places(kind),
         )
-        for each in result.findings
+        for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.level))
     ]
+    columns = ("level", "check", "what, and what to do", "places", "where")
     return "<h2>The target and the folder</h2>" + _table(
-        ("level", "check", "submodel", "where", "what", "what to do"), rows
+        columns, rows, ("places",), wide=("what, and what to do", "where")
     )
+
+
+def _places(kind: Kind) -> str:
+    """Where a kind was found, folded away where there are several places; what is said there, if it is not the same."""
+    told = {kind.remedy}
+    lines = []
+    for finding in kind.findings:
+        line = escape(" ".join(filter(None, (finding["submodel"], finding["node"]))))
+        if finding["count"] > 1:
+            line += f" and {finding['count'] - 1:,} more"
+        if finding["what"] != kind.what:
+            line += f": {escape(finding['what'])}"
+        if finding["remedy"] not in told:
+            told.add(finding["remedy"])
+            line += f'<br><span class="remedy">{escape(finding["remedy"])}</span>'
+        lines.append(line)
+    if len(lines) == 1:
+        return lines[0]
+    submodels = {finding["submodel"]: 0 for finding in kind.findings}
+    for finding in kind.findings:
+        submodels[finding["submodel"]] += finding["count"]
+    summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in submodels.items())
+    return f"<details><summary>{summary}</summary>{_list(lines)}</details>"
 
 
 def _operators(result: Verification) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sdflow.errors import VerificationError
+from sdflow.verify.kinds import kinds
 
 FORMAT_VERSION = 1
 FLOAT32_LIMIT = 1e-4
@@ -122,15 +123,12 @@ class Verification:
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
-        """(where, what, what to do) of everything that does not pass."""
+        """(where, what, what to do) of everything that does not pass; what is found in many places is one problem."""
         found = [(name, *problem) for name, part in self.submodels.items() for problem in part.problems]
         for where, part in (("picture", self.picture), ("meaning", self.meaning)):
             found += [(where, *problem) for problem in (part.problems if part else ())]
-        found += [
-            (" ".join(filter(None, (each["submodel"], each["node"]))), each["what"], each["remedy"])
-            for each in self.findings
-            if each["level"] == "error"
-        ]
+        errors = [each for each in self.findings if each["level"] == "error"]
+        found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
         return found
 
     @property
