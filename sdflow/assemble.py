@@ -18,14 +18,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sdflow import __version__
 from sdflow.artifact import Artifact
 from sdflow.errors import CacheError, UsageError
+from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
 from sdflow.replace_folder import remove_stale, staging_beside, swap
 
-MANIFEST_FILE = "sdflow.json"
 INDEX_FILE = "model_index.json"
-FORMAT_VERSION = 1
 ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
 
 # The same in every Stable Diffusion 1.x and 2.x; old checkpoints name classes that transformers 5 no longer has.
@@ -48,21 +46,21 @@ def assemble(
     *,
     parts: Mapping[str, Artifact],
     companions: Mapping[str, Path],
-    manifest: Mapping[str, Any],
+    origin: Origin,
     copy: bool = False,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
     parts: submodel -> artifact. companions: tokenizer, scheduler, feature_extractor -> folder; small, always copied.
-    manifest: JSON that the caller knows, for sdflow.json; its `submodels` may hold more about each part. copy: real
-    copies in place of links; always so on Windows.
+    origin: what they were built from, for sdflow.json. copy: real copies in place of links; always so on Windows.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
     copy = copy or sys.platform == "win32"
-    described = _describe(parts, companions, manifest, copy)
+    manifest = _manifest(parts, companions, origin, copy)
+    described = {INDEX_FILE: _index(parts, companions), MANIFEST_FILE: manifest.to_bytes()}
     _refuse_foreign(out)
-    if _is_current(out, described):
+    if _is_current(out, manifest, described):
         return Assembled(out, changed=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -79,29 +77,11 @@ def assemble(
     return Assembled(out, changed=True)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """sdflow.json of a pipeline folder. Raises UsageError when it is missing, damaged, or of a newer format."""
-    path = folder / MANIFEST_FILE
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found = manifest["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("this is no pipeline of sdflow", where=str(path), remedy="Build one: sdflow run.") from error
-    if found != FORMAT_VERSION:
-        raise UsageError(f"format_version {found} is not known, only {FORMAT_VERSION}", where=str(path))
-    return dict(manifest)
-
-
 # What goes in
 
 
-def _describe(
-    parts: Mapping[str, Artifact],
-    companions: Mapping[str, Path],
-    manifest: Mapping[str, Any],
-    copy: bool,
-) -> dict[str, bytes]:
-    """The two JSON files. They hold no path and no date: equal pipelines have equal manifests."""
+def _index(parts: Mapping[str, Artifact], companions: Mapping[str, Path]) -> bytes:
+    """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
         "_class_name": "OnnxStableDiffusionPipeline",
         "_diffusers_version": version("diffusers"),
@@ -112,29 +92,21 @@ def _describe(
     for name, folder in companions.items():
         components[name] = ["diffusers", _scheduler_class(folder)] if name == "scheduler" else _CLASSES[name]
     components.update(dict.fromkeys(parts, ONNX_COMPONENT))
+    return (json.dumps(components, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
+
+def _manifest(parts: Mapping[str, Artifact], companions: Mapping[str, Path], origin: Origin, copy: bool) -> Manifest:
     files = [INDEX_FILE, MANIFEST_FILE]
     for name, folder in companions.items():
         files += [f"{name}/{path}" for path in _files(folder)]
     for name, artifact in parts.items():
         files += [f"{name}/{entry.path}" for entry in artifact.files] if copy else [name]
-
-    described = {
-        **manifest,
-        "format_version": FORMAT_VERSION,
-        "sdflow_version": __version__,
-        "copied": copy,
-        "submodels": {
-            name: {
-                **manifest.get("submodels", {}).get(name, {}),
-                "artifact": artifact.digest,
-                "files": [{"path": e.path, "bytes": e.size, "sha256": e.sha256} for e in artifact.files],
-            }
-            for name, artifact in parts.items()
-        },
-        "files": sorted(files),
-    }
-    return {INDEX_FILE: _json(components), MANIFEST_FILE: _json(described)}
+    return Manifest(
+        origin,
+        parts={name: Part(artifact.digest, artifact.files) for name, artifact in parts.items()},
+        files=tuple(sorted(files)),
+        copied=copy,
+    )
 
 
 def _fill(
@@ -203,10 +175,6 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
 # What is there already
 
 
@@ -221,8 +189,8 @@ def _refuse_foreign(out: Path) -> None:
     if not found:
         return
     try:
-        known = set(read_manifest(out)["files"])
-    except (UsageError, KeyError) as error:
+        known = set(read_manifest(out).files)
+    except UsageError as error:
         raise UsageError(
             "this folder is not a pipeline made by sdflow, and is not replaced", where=str(out), remedy=remedy
         ) from error
@@ -244,18 +212,13 @@ def _entries(folder: Path) -> set[str]:
     return found
 
 
-def _is_current(out: Path, described: Mapping[str, bytes]) -> bool:
-    """Whether `out` already is the described pipeline: the JSON files are equal, every other file is there in full."""
+def _is_current(out: Path, manifest: Manifest, described: Mapping[str, bytes]) -> bool:
+    """Whether `out` already is this pipeline: the JSON files are equal, every other file is there in full."""
     try:
         if any((out / name).read_bytes() != content for name, content in described.items()):
             return False
-        manifest = json.loads(described[MANIFEST_FILE])
-        sizes = {
-            f"{name}/{file['path']}": file["bytes"]
-            for name, submodel in manifest["submodels"].items()
-            for file in submodel["files"]
-        }
-        present = all((out / name).exists() for name in manifest["files"])
+        present = all((out / name).exists() for name in manifest.files)
+        sizes = {f"{name}/{file.path}": file.size for name, part in manifest.parts.items() for file in part.files}
         return present and all((out / name).stat().st_size == size for name, size in sizes.items())
     except OSError:
         return False

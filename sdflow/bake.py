@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.config.fields import LORA_SUBMODELS, SUBMODELS
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
+from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import make_plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
 from sdflow.store import Cache
+from sdflow.targets import find_target
 
 _HUB = re.compile(r"hf:[^:]*")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -46,13 +46,13 @@ def bake(
     out = out.absolute()
     if out.resolve() == base.resolve():
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
-    manifest = read_manifest(base)
-    workflow = workflow_of(base / MANIFEST_FILE, manifest, [parse_lora(text) for text in loras], out.name)
+    origin = read_manifest(base).origin
+    workflow = workflow_of(base / MANIFEST_FILE, origin, [parse_lora(text) for text in loras], out.name)
     if verify:
         (pipeline,) = workflow.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, verify=VerifySpec()),))
     (plan,) = make_plan(workflow, cache, download=True).pipelines
-    if plan.checkpoint is None or plan.checkpoint.provenance != manifest["checkpoint"]:
+    if plan.checkpoint is None or plan.checkpoint.provenance != origin.checkpoint:
         raise UsageError(
             f"the checkpoint {plan.pipeline.model} is not the one that this pipeline was built from",
             where=str(base / MANIFEST_FILE),
@@ -109,45 +109,37 @@ def _is_there(reference: str) -> bool:
     return bool(_HUB.fullmatch(outer)) or any(Path(each).expanduser().exists() for each in (reference, outer) if each)
 
 
-def workflow_of(path: Path, manifest: Mapping[str, Any], loras: Sequence[LoraSpec], name: str) -> Workflow:
-    """The workflow of one pipeline that a manifest and further LoRAs amount to. path: of the manifest, for messages.
+def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str) -> Workflow:
+    """The workflow of one pipeline that its origin and further LoRAs amount to. path: of the manifest, for messages.
 
     Raises UsageError when the manifest does not say how the pipeline was built.
     """
     mark = Mark(str(path), 0, 0)
-    try:
-        own = [LoraSpec(lora["reference"], lora["scale"], lora["weight_name"], mark) for lora in manifest["loras"]]
-        chains = {
-            submodel: tuple(
-                StepSpec(step["pass"], step["options"], {}, mark, path.parent.absolute()) for step in built["passes"]
+    own = [LoraSpec(lora.reference, lora.scale, lora.weight_name, mark) for lora in origin.loras]
+    submodels = {}
+    for submodel in SUBMODELS:
+        if (chain := origin.chains.get(submodel)) is None:
+            continue
+        if chain.written is None:
+            raise UsageError(
+                f"does not say by which passes {submodel} was built",
+                where=str(path),
+                remedy="An earlier sdflow wrote it: run the pipeline's workflow again.",
             )
-            for submodel in SUBMODELS
-            if (built := manifest["submodels"].get(submodel)) is not None
-        }
-        pipeline = Pipeline(
-            name=name,
-            model=_pinned(manifest["model"], manifest["checkpoint"]),
-            model_mark=mark,
-            target=manifest["target"],
-            loras=(*own, *loras),
-            submodels={submodel: _with_merge(submodel, chain) for submodel, chain in chains.items()},
-            evaluate=EvaluateSpec(latency=None, image=None),
-            allow_pickle=manifest["allow_pickle"],
-            carry_weights=manifest["carry_weights"],
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"does not say how the pipeline was built: {error}",
-            where=str(path),
-            remedy="Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again.",
-        ) from error
+        steps = (StepSpec(each.name, each.options, {}, mark, path.parent.absolute()) for each in chain.written)
+        submodels[submodel] = _with_merge(submodel, tuple(steps))
+    pipeline = Pipeline(
+        name=name,
+        model=origin.pinned_model(str(path)),
+        model_mark=mark,
+        target=find_target(origin.target, str(path)).name,
+        loras=(*own, *loras),
+        submodels=submodels,
+        evaluate=EvaluateSpec(latency=None, image=None),
+        allow_pickle=origin.allow_pickle,
+        carry_weights=origin.carry_weights,
+    )
     return Workflow(path, (), (pipeline,))
-
-
-def _pinned(model: str, provenance: Mapping[str, Any]) -> str:
-    """A checkpoint of the hub at the commit that was used."""
-    commit = provenance.get("commit")
-    return f"{model.partition('@')[0]}@{commit}" if commit else model
 
 
 def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:

@@ -11,14 +11,14 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.execute import Executor, Listener, Steps
+from sdflow.execute import Executor, FinishedStep, Listener, Steps
+from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.runtime.availability import require_package
@@ -111,15 +111,15 @@ def _assemble(
             executor.cache.check(artifact)
     companions = plan.checkpoint.companions if plan.checkpoint else {}
     checked = plan.pipeline.verify if options.verify and plan.checkpoint else None
-    described = manifest(plan, steps) | {"verified": checked.level if checked else None}
+    origin = replace(origin_of(plan, steps), verified=checked.level if checked else None)
     verification = None
     if checked is not None:
         with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
             trial = Path(scratch).resolve() / plan.pipeline.name
-            assemble(trial, parts=parts, companions=companions, manifest=described)
+            assemble(trial, parts=parts, companions=companions, origin=origin)
             with _ONE_AT_A_TIME:
                 verification = _verify(plan, checked, trial, executor, options)
-    assemble(folder, parts=parts, companions=companions, manifest=described, copy=options.copy)
+    assemble(folder, parts=parts, companions=companions, origin=origin, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
     result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
@@ -182,44 +182,36 @@ def _verify(
     return verified.result
 
 
-def manifest(plan: PipelinePlan, steps: Steps) -> dict[str, Any]:
-    """The content of a pipeline's `sdflow.json`: where every file came from, and what was measured on it."""
-    return {
-        "name": plan.pipeline.name,
-        "target": plan.pipeline.target,
-        "model": plan.pipeline.model,
-        "checkpoint": plan.checkpoint.provenance if plan.checkpoint else None,
-        "allow_pickle": plan.pipeline.allow_pickle,
-        "carry_weights": plan.pipeline.carry_weights,
-        "loras": [
-            {
-                "reference": lora.reference,
-                "weight_name": spec.weight_name,
-                "sha256": lora.sha256,
-                "scale": lora.scale,
-            }
-            for spec, lora in zip(plan.pipeline.loras, plan.loras, strict=True)
-        ],
-        "submodels": {
-            submodel: {
-                "passes": [_as_written(spec) for spec in plan.pipeline.submodels[submodel]],
-                "steps": [
-                    {
-                        "pass": result.step.name,
-                        "action": result.record.action.digest,
-                        "config": result.step.config,
-                        "uses": result.step.uses,
-                        "facts": result.record.facts,
-                    }
-                    for result in chain
-                ],
-            }
+def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
+    """Where every file of a pipeline came from, and what was measured on it."""
+    pipeline = plan.pipeline
+    loras = (
+        MergedLora(lora.reference, spec.weight_name, lora.sha256, lora.scale)
+        for spec, lora in zip(pipeline.loras, plan.loras, strict=True)
+    )
+    return Origin(
+        name=pipeline.name,
+        target=pipeline.target,
+        model=pipeline.model,
+        checkpoint=plan.checkpoint.provenance if plan.checkpoint else None,
+        allow_pickle=pipeline.allow_pickle,
+        carry_weights=pipeline.carry_weights,
+        loras=tuple(loras),
+        chains={
+            submodel: Chain(
+                tuple(_as_written(spec) for spec in pipeline.submodels[submodel]), tuple(map(_as_run, chain))
+            )
             for submodel, chain in steps.items()
         },
-    }
+    )
 
 
-def _as_written(spec: StepSpec) -> dict[str, Any]:
+def _as_written(spec: StepSpec) -> WrittenPass:
     """A step as the workflow has it, for `sdflow.bake`; the path of a user's pass made absolute."""
     name = str((spec.base / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
-    return {"pass": name, "options": dict(spec.options)}
+    return WrittenPass(name, dict(spec.options))
+
+
+def _as_run(result: FinishedStep) -> FinishedPass:
+    step = result.step
+    return FinishedPass(step.name, result.record.action.digest, step.config, step.uses, result.record.facts)

@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sdflow.artifact import Action, Artifact, Record
-from sdflow.assemble import FORMAT_VERSION, MANIFEST_FILE
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
+from sdflow.manifest import MANIFEST_FILE, Chain, Manifest, Origin, Part
 from sdflow.passes import registry
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.store import Cache
@@ -116,12 +116,13 @@ def _verification(plan: PipelinePlan, folder: Path) -> dict[str, Any]:
     """What `verify` asks the cache for: the reference, and the verification itself."""
     assert plan.checkpoint is not None
     pipeline = folder / "pipelines" / plan.pipeline.target
-    submodels: dict[str, Any] = {chain.submodel: {"steps": []} for chain in plan.chains}
-    for name in submodels:
+    chains = {chain.submodel: Chain(None, ()) for chain in plan.chains}
+    for name in chains:
         (pipeline / name).mkdir(parents=True, exist_ok=True)
         (pipeline / name / "model.onnx").write_text(name)
-    manifest = {"format_version": FORMAT_VERSION, "submodels": submodels}
-    (pipeline / MANIFEST_FILE).write_text(json.dumps(manifest))
+    origin = Origin("tiny", plan.pipeline.target, chains=chains)
+    manifest = Manifest(origin, {name: Part(digest_json(name), ()) for name in chains}, ())
+    (pipeline / MANIFEST_FILE).write_bytes(manifest.to_bytes())
     image = plan.pipeline.evaluate.image or own_image(plan.pipeline.model)
     subject = Subject("tiny", plan.pipeline.target, pipeline, plan.checkpoint, plan.loras, image=image)
     found = {}

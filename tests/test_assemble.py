@@ -17,8 +17,9 @@ import pytest
 from tiny_pipeline import artifact_of
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble, link_target, read_manifest
+from sdflow.assemble import assemble, link_target
 from sdflow.errors import CacheError, UsageError
+from sdflow.manifest import Chain, FinishedPass, Origin, read_manifest
 
 SUBMODELS = ("text_encoder", "unet", "vae_decoder")
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ def artifacts(tmp_path: Path) -> dict[str, Artifact]:
 
 
 def build(out: Path, artifacts: dict[str, Artifact], companions: dict[str, Path], **options: bool) -> bool:
-    return assemble(out, parts=artifacts, companions=companions, manifest={"name": "test"}, **options).changed
+    return assemble(out, parts=artifacts, companions=companions, origin=Origin("test", "cpu"), **options).changed
 
 
 def test_submodels_are_directory_links_and_the_rest_real_files(
@@ -82,14 +83,14 @@ def test_without_a_safety_checker_none_is_asked_for(
 def test_the_manifest_tells_what_each_part_is(
     tmp_path: Path, artifacts: dict[str, Artifact], companions: dict[str, Path]
 ) -> None:
-    described = {"name": "test", "loras": [], "submodels": {"unet": {"facts": {"nodes": 3}}}}
-    assemble(tmp_path / "out", parts=artifacts, companions=companions, manifest=described)
+    unet = Chain(None, (FinishedPass("OnnxConversion", "0" * 64, {}, {}, {"nodes": 3}),))
+    origin = Origin("test", "cpu", chains={"unet": unet})
+    assemble(tmp_path / "out", parts=artifacts, companions=companions, origin=origin)
     manifest = read_manifest(tmp_path / "out")
-    assert manifest["format_version"] == 1
-    assert manifest["loras"] == []
-    assert manifest["submodels"]["unet"]["facts"] == {"nodes": 3}
-    assert manifest["submodels"]["unet"]["artifact"] == artifacts["unet"].digest
-    assert str(tmp_path) not in json.dumps(manifest), "a manifest names no place of the machine it was made on"
+    assert manifest.origin == origin
+    assert manifest.artifacts == {name: artifact.digest for name, artifact in artifacts.items()}
+    assert manifest.parts["unet"].files == artifacts["unet"].files
+    assert str(tmp_path) not in (tmp_path / "out" / "sdflow.json").read_text(), "it names no place of this machine"
 
 
 def test_a_moved_project_keeps_its_pipelines(
@@ -191,7 +192,7 @@ def test_a_users_file_in_a_pipeline_is_kept(
 def test_an_empty_folder_is_filled(tmp_path: Path, artifacts: dict[str, Artifact], companions: dict[str, Path]) -> None:
     (tmp_path / "out").mkdir()
     assert build(tmp_path / "out", artifacts, companions)
-    assert read_manifest(tmp_path / "out")["name"] == "test"
+    assert read_manifest(tmp_path / "out").origin.name == "test"
 
 
 # A process that puts pipeline a and pipeline b in the same place, in turn, until it is killed.
@@ -200,18 +201,19 @@ ALTERNATE = """
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
     from sdflow.assemble import assemble
+    from sdflow.manifest import Origin
     root = Path(sys.argv[2])
     parts, companions = pickle.loads((root / "arguments").read_bytes())
     print("ready", flush=True)
     while True:
         for kind in "ab":
-            assemble(root / "out", parts=parts[kind], companions=companions, manifest={"kind": kind}, copy=True)
+            assemble(root / "out", parts=parts[kind], companions=companions, origin=Origin(kind, "cpu"), copy=True)
 """
 
 
 def whole_pipeline(out: Path) -> str:
     """Which of the two pipelines lies there; every byte of it must be there."""
-    kind = str(read_manifest(out)["kind"])
+    kind = read_manifest(out).origin.name
     for name in SUBMODELS:
         for file in ("model.onnx", "model.onnx.data", "config.json"):
             assert (out / name / file).read_bytes() == kind.encode() * 50_000

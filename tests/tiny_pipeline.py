@@ -15,6 +15,7 @@ import sdflow.sources
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.digest import FileEntry, digest_file, digest_json, digest_tree
+from sdflow.manifest import Origin
 from sdflow.passes.base import SUBMODELS, PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
@@ -66,5 +67,5 @@ def tiny_pipeline(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("pipelines") / "tiny"
-    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest={"name": "tiny"})
+    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"))
     return out

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.manifest import MANIFEST_FILE, MergedLora, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -25,20 +25,10 @@ def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
     """
     from sdflow.sources import PlainDigests, load_module, open_checkpoint
 
-    manifest, where = read_manifest(folder), str(folder / MANIFEST_FILE)
-    if missing := [key for key in ("model", "checkpoint", "loras") if key not in manifest]:
-        raise UsageError(
-            f"does not say what the pipeline was built from: {', '.join(missing)} is missing",
-            where=where,
-            remedy="Build it with `sdflow run`, or compare ONNX Runtime's engines alone.",
-        )
-    recorded = manifest["checkpoint"] or {}
-    model = manifest["model"]
-    if commit := recorded.get("commit"):
-        model = f"{model.partition('@')[0]}@{commit}"
-    allow_pickle = bool(manifest.get("allow_pickle"))
-    checkpoint = open_checkpoint(model, digests=PlainDigests(), download=False, allow_pickle=allow_pickle)
-    if checkpoint.provenance != recorded:
+    origin, where = read_manifest(folder).origin, str(folder / MANIFEST_FILE)
+    model = origin.pinned_model(where)
+    checkpoint = open_checkpoint(model, digests=PlainDigests(), download=False, allow_pickle=origin.allow_pickle)
+    if checkpoint.provenance != (origin.checkpoint or {}):
         raise UsageError(
             f"the checkpoint {model} is not the one that this pipeline was built from",
             where=where,
@@ -48,21 +38,21 @@ def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
         component: load_module(submodel, checkpoint.submodels[submodel].load)
         for submodel, component in COMPONENTS.items()
     }
-    for lora in manifest["loras"]:
+    for lora in origin.loras:
         _merge(lora, modules, where)
     return modules
 
 
-def _merge(lora: Mapping[str, Any], modules: Mapping[str, torch.nn.Module], where: str) -> None:
+def _merge(lora: MergedLora, modules: Mapping[str, torch.nn.Module], where: str) -> None:
     """W + scale x delta in float32, in place."""
     import torch
 
     from sdflow.sources import find_lora, lora_delta, lora_submodels, read_lora
 
-    path = find_lora(lora["reference"], lora["weight_name"], download=False)
-    if digest_file(path) != lora["sha256"]:
+    path = find_lora(lora.reference, lora.weight_name, download=False)
+    if digest_file(path) != lora.sha256:
         raise UsageError(
-            f"the LoRA {lora['reference']} is not the one that this pipeline was built with",
+            f"the LoRA {lora.reference} is not the one that this pipeline was built with",
             where=where,
             remedy="Put back the file that it was built with, or run its workflow again.",
         )
@@ -70,4 +60,4 @@ def _merge(lora: Mapping[str, Any], modules: Mapping[str, torch.nn.Module], wher
         state = modules[COMPONENTS[submodel]].state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         for key, layer in read_lora(path, {submodel: shapes})[submodel].items():
-            state[key] += torch.from_numpy(lora_delta(layer, shapes[key], lora["scale"]))
+            state[key] += torch.from_numpy(lora_delta(layer, shapes[key], lora.scale))

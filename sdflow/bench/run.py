@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.assemble import read_manifest
 from sdflow.bench.case import Case, Settings
 from sdflow.bench.checkpoint import COMPONENTS, torch_modules
 from sdflow.bench.device import Device
@@ -28,7 +27,8 @@ from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.device import device as describe_device
 from sdflow.evaluate.device import versions
-from sdflow.targets import TARGETS
+from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.targets import TARGETS, find_target
 from sdflow.units import megabytes
 
 if TYPE_CHECKING:
@@ -72,8 +72,10 @@ class _Running:
 def bench(request: BenchRequest, say: Say) -> BenchResult:
     """Measure. Raises UsageError when the folder is no pipeline, no engine can run, or its checkpoint is not here."""
     manifest = read_manifest(request.folder)
-    device = here(manifest["target"], request.engines)
-    chosen = choose(request.engines, manifest["target"], device.kind)
+    origin = manifest.origin
+    built_for = find_target(origin.target, str(request.folder / MANIFEST_FILE))
+    device = here(built_for.name, request.engines)
+    chosen = choose(request.engines, built_for.name, device.kind)
     running = [_Running(each.engine, _skipped(each)) for each in chosen]
     active = [each for each in running if each.result.status != "skipped"]
     if not active:
@@ -89,11 +91,12 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
             runner.measure(index, case, active)
     return BenchResult(
         pipeline={
-            **{key: manifest.get(key) for key in ("name", "model", "target", "loras")},
+            **{key: getattr(origin, key) for key in ("name", "model", "target")},
+            "loras": [asdict(lora) for lora in origin.loras],
             "folder": request.folder.name,
-            "artifacts": {name: part["artifact"] for name, part in manifest["submodels"].items()},
+            "artifacts": manifest.artifacts,
         },
-        machine={**describe_device(TARGETS[manifest["target"]]), **_accelerator(device)},
+        machine={**describe_device(built_for), **_accelerator(device)},
         versions={**versions(), **_optional_versions()},
         settings={**asdict(request.settings), "device": device.kind, "cases": [asdict(case) for case in request.cases]},
         cases=tuple(request.cases),

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.assemble import read_manifest
 from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
@@ -25,10 +24,11 @@ from sdflow.bench.run import dtype_of
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.tuned import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
-from sdflow.targets import TARGETS, Target
+from sdflow.targets import Target, find_target
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,8 @@ def tune(
     Raises UsageError when the folder is no pipeline, an option is not there, or its target has nothing to choose;
     TargetUnavailableError when its provider is not here.
     """
-    wanted = TARGETS[target or read_manifest(folder)["target"]]
+    built_for = read_manifest(folder).origin.target
+    wanted = find_target(target, "--target") if target else find_target(built_for, str(folder / MANIFEST_FILE))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = candidates(wanted, cores) if tried is None else tried
     known = list(dict.fromkeys(each.option for each in options))

@@ -144,7 +144,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _own_size(pipeline: Path) -> int:
     """Pixels of the model's own pictures."""
-    from sdflow.assemble import read_manifest
+    from sdflow.manifest import read_manifest
     from sdflow.picture_sizes import vae_scale
     from sdflow.runtime.folder import submodel_config
 
@@ -160,12 +160,12 @@ def _compare(files: tuple[Path, Path], force: bool, as_json: bool) -> None:
 
 
 def _list(pipeline: Path | None, engines: list[str], as_json: bool) -> None:
-    from sdflow.assemble import read_manifest
     from sdflow.bench.engines import choose
     from sdflow.bench.run import here
+    from sdflow.manifest import read_manifest
     from sdflow.report.bench import print_engines
 
-    built_for = "cuda" if pipeline is None else read_manifest(pipeline)["target"]
+    built_for = "cuda" if pipeline is None else read_manifest(pipeline).origin.target
     device = here(built_for, engines).kind
     print_engines(choose(engines, device if pipeline is None else built_for, device), as_json=as_json)
 

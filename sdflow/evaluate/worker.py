@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
-from sdflow.assemble import read_manifest
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SlowerWarning, UsageError, VerificationError
 from sdflow.evaluate.device import device, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
+from sdflow.manifest import read_manifest
 from sdflow.passes.submodel_io import dummy_inputs
 from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.availability import try_target
@@ -99,7 +99,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]
-    manifest = read_manifest(request.folder)
+    artifacts = read_manifest(request.folder).artifacts
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
     if missing := [name for name in IMAGE_SUBMODELS if name not in onnx_submodels(request.folder)]:
@@ -117,7 +117,6 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     provider = parts["unet"].placement.provider
     if loaded["unet"].path is not None:
         loaded["unet"].unload()  # the picture is drawn with parts of it: its weights would be there twice
-    artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,

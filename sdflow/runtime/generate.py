@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.evaluate.device import versions
+from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.folder import submodel_config
 from sdflow.runtime.inputs import granularity, require_size
 from sdflow.runtime.pipeline import Pipeline
@@ -109,13 +109,13 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
     """
-    built = _built(request.folder)
+    built = _read_whole(request.folder)
     _check(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
     if request.target is not None:
         target = find_target(request.target, "--target")
     else:
-        target = find_target(built["target"], str(request.folder / MANIFEST_FILE))
+        target = find_target(built.origin.target, str(request.folder / MANIFEST_FILE))
     recorded = recorded_tuning(request.folder, target)
     if recorded.note:
         progress.phase(recorded.note)
@@ -126,7 +126,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
-    settings = _settings(request, pipeline, {**built, "target": target.name})
+    settings = _settings(request, pipeline, built, target)
     pictures: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
@@ -154,26 +154,17 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded)
 
 
-def _built(folder: Path) -> dict[str, Any]:
-    """What sdflow.json tells of a pipeline: its target, its name, the digest of each artifact."""
+def _read_whole(folder: Path) -> Manifest:
+    """The manifest of a pipeline folder. Raises UsageError when a file that it lists is missing."""
     manifest = read_manifest(folder)
-    try:
-        absent = [name for name in manifest["files"] if not (folder / name).exists()]
-        artifacts = {name: part["artifact"] for name, part in manifest["submodels"].items()}
-        built = {"target": manifest["target"], "pipeline": manifest["name"], "artifacts": artifacts}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"does not say how the pipeline was built: {error}",
-            where=str(folder / MANIFEST_FILE),
-            remedy="Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again.",
-        ) from error
+    absent = [name for name in manifest.files if not (folder / name).exists()]
     if absent:  # transformers makes an empty tokenizer of an empty folder
         raise UsageError(
             f"{absent[0]} is missing",
             where=str(folder),
             remedy="Run the pipeline's workflow again; `--copy` needs no cache.",
         )
-    return built
+    return manifest
 
 
 def _check(request: GenerateRequest) -> None:
@@ -255,7 +246,7 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
     return lambda index, timestep, total: progress.step(label, index + 1, total)
 
 
-def _settings(request: GenerateRequest, pipeline: Pipeline, built: dict[str, Any]) -> dict[str, Any]:
+def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target) -> dict[str, Any]:
     """What all pictures of a run share, as their files tell it: enough to draw them again."""
     names = ("negative_prompt", "steps", "guidance_scale", "strength", "safety_checker")
     given = {"image": request.image, "mask": request.mask}
@@ -263,7 +254,9 @@ def _settings(request: GenerateRequest, pipeline: Pipeline, built: dict[str, Any
         **{name: getattr(request, name) for name in names},
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
         "scheduler": type(pipeline.scheduler).__name__,
-        **built,
+        "target": target.name,
+        "pipeline": built.origin.name,
+        "artifacts": built.artifacts,
         "versions": versions(),
     }
 

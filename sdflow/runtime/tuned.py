@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.assemble import read_manifest
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.evaluate.device import device, versions
+from sdflow.manifest import read_manifest
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target
 from sdflow.user_folder import user_folder
@@ -38,7 +38,7 @@ def tuning_file(folder: Path, target: Target) -> Path:
 
     Raises UsageError when there is neither.
     """
-    artifacts = {name: part["artifact"] for name, part in read_manifest(folder)["submodels"].items()}
+    artifacts = read_manifest(folder).artifacts
     return (
         user_folder("tuning", FOLDER_VARIABLE) / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
     )
@@ -74,7 +74,7 @@ def record_tuning(folder: Path, target: Target, tuning: Tuning, evidence: Mappin
     path, here = tuning_file(folder, target), machine(target)
     others = [record for record in _read(path) if record["machine"] != here]
     records = [*others, {"machine": here, "tuning": tuning.to_json(), **evidence}]
-    content = {"format_version": FORMAT_VERSION, "pipeline": read_manifest(folder).get("name"), "records": records}
+    content = {"format_version": FORMAT_VERSION, "pipeline": read_manifest(folder).origin.name, "records": records}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as stream:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Action, Record
-from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.passes.base import SUBMODELS, LoraInput
 from sdflow.plan import distribution_version
 from sdflow.store import Cache
@@ -74,7 +74,7 @@ def verify(
     """
     started = time.perf_counter()
     manifest = read_manifest(subject.folder)
-    built = [name for name in SUBMODELS if name in manifest["submodels"]]
+    built = [name for name in SUBMODELS if name in manifest.parts]
     if unknown := sorted(set(submodels or ()) - set(built)):
         raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
     present = [name for name in built if submodels is None or name in submodels]
@@ -87,7 +87,7 @@ def verify(
         loads["unet"].load["config"],
         loads["vae_decoder"].load["config"],
     )
-    made_by = {name: structure_of(manifest["submodels"][name], cache.root) for name in present}
+    made_by = {name: structure_of(manifest.origin.chains.get(name), cache.root) for name in present}
     structures = {name: path for name, path in made_by.items() if path is not None}
     digests = {name: _tree(subject.folder / name, cache) for name in present}
     scratch = Path(tempfile.mkdtemp(prefix="sdflow-verify-"))

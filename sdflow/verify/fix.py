@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sdflow.assemble import MANIFEST_FILE, assemble, read_manifest
+from sdflow.assemble import assemble
 from sdflow.bake import workflow_of
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.errors import VerificationError
 from sdflow.execute import Executor, Listener
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.plan import make_plan
-from sdflow.run import manifest
+from sdflow.run import origin_of
 from sdflow.store import Cache
 from sdflow.verify.check import verify
 from sdflow.verify.result import Verification
@@ -54,7 +55,7 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
 def _fix(
     subject: Subject, spec: VerifySpec, before: Verification, submodel: str, cache: Cache, listener: Listener
 ) -> Fix:
-    workflow = workflow_of(subject.folder / MANIFEST_FILE, read_manifest(subject.folder), [], subject.name)
+    workflow = workflow_of(subject.folder / MANIFEST_FILE, read_manifest(subject.folder).origin, [], subject.name)
     tried = {frozenset[str](): before}
 
     def verified(nodes: Sequence[str]) -> Verification:
@@ -121,7 +122,7 @@ def _rebuilt(
             folder,
             parts={submodel: steps[submodel][-1].record.artifact},
             companions=subject.checkpoint.companions,
-            manifest=manifest(plan, steps),
+            origin=origin_of(plan, steps),
         )
         return verify(
             replace(subject, folder=folder),

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.assemble import INDEX_FILE, MANIFEST_FILE, read_manifest
-from sdflow.digest import FileEntry, digest_file, digest_tree
-from sdflow.errors import PassError, UsageError
+from sdflow.assemble import INDEX_FILE
+from sdflow.digest import digest_file, digest_tree
+from sdflow.errors import PassError
+from sdflow.manifest import MANIFEST_FILE, Manifest, Part, read_manifest
 from sdflow.passes.submodel_io import Port, submodel_io
-from sdflow.targets import TARGETS, Target
+from sdflow.targets import Target, find_target
 from sdflow.verify.element_types import STANDARD
 from sdflow.verify.finding import Finding, Level
 from sdflow.verify.kernels import kernel_table
@@ -45,14 +46,10 @@ def check_promises(folder: Path, target: Target | None = None, *, digests: bool 
     Raises UsageError when the folder is no pipeline of sdflow.
     """
     manifest = read_manifest(folder)
-    target = target or TARGETS.get(str(manifest.get("target")))
-    if target is None or not {"submodels", "files"} <= manifest.keys():
-        raise UsageError(
-            "it lacks its target, its submodels or its files", where=str(folder / MANIFEST_FILE), remedy=f"{REBUILD}."
-        )
+    target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
     found = [*_components(folder, manifest)]
     port_types: dict[tuple[str, str], str] = {}
-    for submodel, part in sorted(manifest["submodels"].items()):
+    for submodel, part in sorted(manifest.parts.items()):
         found += _files(folder / submodel, submodel, part, digests)
         found += check_graph(folder / submodel, submodel, target, port_types)
     return [*found, *_one_type(port_types)]
@@ -61,7 +58,7 @@ def check_promises(folder: Path, target: Target | None = None, *, digests: bool 
 # The folder
 
 
-def _components(folder: Path, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+def _components(folder: Path, manifest: Manifest) -> Iterator[Finding]:
     """model_index.json, the components that it names, and the files beside the submodels."""
     try:
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
@@ -75,25 +72,25 @@ def _components(folder: Path, manifest: Mapping[str, Any]) -> Iterator[Finding]:
     for name in components:
         if not (folder / name).is_dir():
             yield Finding("", "component", "error", name, f"{INDEX_FILE} names it and there is no such folder", REBUILD)
-    for path in manifest["files"]:
+    for path in manifest.files:
         name = path.split("/")[0]
-        if name not in manifest["submodels"] and (folder / name).exists() and not (folder / path).is_file():
+        if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
             yield Finding("", "component", "error", path, "is missing", REBUILD)
 
 
-def _files(folder: Path, submodel: str, part: Mapping[str, Any], digests: bool) -> Iterator[Finding]:
+def _files(folder: Path, submodel: str, part: Part, digests: bool) -> Iterator[Finding]:
     """A submodel's files against the manifest: all there, none besides, and what they were when they were built."""
 
     def error(check: str, name: str, what: str) -> Finding:
         return Finding(submodel, check, "error", name, what, REBUILD)
 
-    entries = [FileEntry(file["path"], file["bytes"], file["sha256"]) for file in part["files"]]
-    if digest_tree(entries) != part["artifact"]:
-        yield error("digest", MANIFEST_FILE, f"its list of files is not that of artifact {part['artifact'][:12]}")
+    entries = part.files
+    if digest_tree(entries) != part.artifact:
+        yield error("digest", MANIFEST_FILE, f"its list of files is not that of artifact {part.artifact[:12]}")
     place = folder.resolve()
-    linked = place.parent.name if place.name == "files" else part["artifact"]
-    if linked != part["artifact"]:
-        yield error("stale", "", f"links to artifact {linked[:12]}, and {part['artifact'][:12]} was built")
+    linked = place.parent.name if place.name == "files" else part.artifact
+    if linked != part.artifact:
+        yield error("stale", "", f"links to artifact {linked[:12]}, and {part.artifact[:12]} was built")
     changed: list[str] = []
     for entry in entries:
         path = folder / entry.path

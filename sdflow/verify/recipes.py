@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
+from sdflow.manifest import Chain
 from sdflow.passes.base import LoraInput
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
@@ -62,17 +63,18 @@ class RecipeCheck:
         return cls(value["submodel"], Path(value["structure"]), model)
 
 
-def structure_of(part: Mapping[str, Any], cache: Path) -> Path | None:
+def structure_of(chain: Chain | None, cache: Path) -> Path | None:
     """The structure that a submodel's weights were bound to.
 
-    part: the submodel's entry in sdflow.json. None when its weights were carried, or when the cache has it no more.
+    chain: what made the submodel, as sdflow.json tells. None when its weights were carried, or when the cache has it no
+    more.
     """
-    steps = part.get("steps", [])
-    if len(steps) < 2 or steps[-1]["pass"] != BindWeights.name:
+    steps = chain.steps if chain is not None else ()
+    if len(steps) < 2 or steps[-1].name != BindWeights.name:
         return None
     layout = Layout(cache)
     try:
-        stored = load_action(layout.action(steps[-2]["action"]).read_bytes())
+        stored = load_action(layout.action(steps[-2].action).read_bytes())
     except (OSError, BadRecord):
         return None
     files = layout.object(stored.object) / "files"

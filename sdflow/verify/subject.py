@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sdflow.assemble import MANIFEST_FILE, read_manifest
 from sdflow.config.workflow import ImageSpec
 from sdflow.errors import UsageError
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
@@ -36,25 +36,20 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
 
     Raises UsageError when the folder is no pipeline of sdflow, or the checkpoint or a LoRA is not what it was.
     """
-    manifest = read_manifest(folder)
+    origin = read_manifest(folder).origin
     where, again = str(folder / MANIFEST_FILE), "Put back what it was built from, or run its workflow again."
-    try:
-        found = find_target(target, "--target") if target else find_target(manifest["target"], where)
-        model, provenance = manifest["model"], manifest["checkpoint"]
-        commit = provenance.get("commit")
-        pinned = f"{model.partition('@')[0]}@{commit}" if commit else model
-        checkpoint = open_checkpoint(pinned, digests=cache.stat, download=False, allow_pickle=manifest["allow_pickle"])
-        if checkpoint.provenance != provenance:
-            raise UsageError(f"the checkpoint {model} is not the one it was built from", where=where, remedy=again)
-        loras = []
-        for entry in manifest["loras"]:
-            path = find_lora(entry["reference"], entry["weight_name"], download=False)
-            if cache.stat.digest(path) != entry["sha256"]:
-                raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
-            loras.append(LoraFile(entry["reference"], path, entry["sha256"], entry["scale"], lora_submodels(path)))
-        return Subject(manifest["name"], found.name, folder, checkpoint, loras, own_image(model))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=again) from error
+    found = find_target(target, "--target") if target else find_target(origin.target, where)
+    model = origin.pinned_model(where)
+    checkpoint = open_checkpoint(model, digests=cache.stat, download=False, allow_pickle=origin.allow_pickle)
+    if checkpoint.provenance != origin.checkpoint:
+        raise UsageError(f"the checkpoint {origin.model} is not the one it was built from", where=where, remedy=again)
+    loras = []
+    for lora in origin.loras:
+        path = find_lora(lora.reference, lora.weight_name, download=False)
+        if cache.stat.digest(path) != lora.sha256:
+            raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
+        loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path)))
+    return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)))
 
 
 def own_image(model: str) -> ImageSpec:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
+from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint
 
 
@@ -17,16 +17,8 @@ def built(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("bench") / "tiny"
-    manifest = {
-        "name": "tiny",
-        "target": "cpu",
-        "model": "synthetic:sd15-tiny",
-        "checkpoint": tiny_checkpoint.provenance,
-        "loras": [],
-    }
-    # As a manifest that was read from its file has it.
-    manifest = json.loads(json.dumps(manifest))
-    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest=manifest, copy=True)
+    origin = Origin("tiny", "cpu", "synthetic:sd15-tiny", tiny_checkpoint.provenance)
+    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, origin=origin, copy=True)
     return out
 
 

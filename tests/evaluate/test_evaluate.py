@@ -26,6 +26,7 @@ from sdflow.errors import SdflowError, TargetUnavailableError, VerificationError
 from sdflow.evaluate import EvaluationResult, append_result, evaluate
 from sdflow.evaluate.result import SubmodelResult
 from sdflow.evaluate.worker import Request, run
+from sdflow.manifest import Origin
 from sdflow.runtime import folder
 from sdflow.runtime.placement import PlacedNode, judge
 from sdflow.runtime.sessions import create_session
@@ -150,7 +151,7 @@ def test_a_graph_that_the_provider_cannot_run_is_an_error_of_the_pipeline(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest={}, copy=True)
+    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"), copy=True)
     model = onnx.load(out / "text_encoder" / "model.onnx", load_external_data=False)
     model.graph.node.append(helper.make_node("NoSuchOperator", ["input_ids"], ["nothing"], domain="com.microsoft"))
     onnx.save(model, out / "text_encoder" / "model.onnx")
@@ -268,6 +269,8 @@ def test_a_pipeline_without_all_that_draws_is_refused_in_words(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
 ) -> None:
     parts = {"text_encoder": tiny_artifacts["text_encoder"]}
-    assemble(tmp_path / "out", parts=parts, companions=tiny_checkpoint.companions, manifest={}, copy=True)
+    assemble(
+        tmp_path / "out", parts=parts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"), copy=True
+    )
     with pytest.raises(SdflowError, match="no picture can be timed without unet and vae_decoder"):
         run(Request(tmp_path / "out", "part", "cpu", EvaluateSpec(LatencySpec(0, 1), None), threads=1), lambda _: None)

@@ -18,6 +18,7 @@ import torch
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
+from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.runtime.folder import load_submodel
@@ -104,7 +105,7 @@ def test_diffusers_onnx_pipeline_loads_a_copy_without_a_safety_checker(
 ) -> None:
     parts = {name: artifact for name, artifact in tiny_artifacts.items() if name != "safety_checker"}
     companions = {name: path for name, path in tiny_checkpoint.companions.items() if name != "feature_extractor"}
-    assemble(tmp_path / "out", parts=parts, companions=companions, manifest={}, copy=True)
+    assemble(tmp_path / "out", parts=parts, companions=companions, origin=Origin("tiny", "cpu"), copy=True)
     theirs = diffusers.OnnxStableDiffusionPipeline.from_pretrained(tmp_path / "out", **ON_CPU)
     assert theirs.safety_checker is None
     ours = Pipeline.load(tmp_path / "out", "cpu", threads=1)

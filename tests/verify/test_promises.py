@@ -13,8 +13,9 @@ import pytest
 from onnx import TensorProto
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import MANIFEST_FILE, assemble
+from sdflow.assemble import assemble
 from sdflow.errors import UsageError
+from sdflow.manifest import MANIFEST_FILE, Origin
 from sdflow.passes.onnx_files import place, set_external
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
@@ -33,8 +34,7 @@ AGAIN = "build the pipeline again: sdflow run"
 def folder(tiny_artifacts: dict[str, Artifact], tiny_checkpoint: Checkpoint, tmp_path: Path) -> Path:
     """The tiny pipeline, in files of its own."""
     out = tmp_path / "tiny"
-    manifest = {"name": "tiny", "target": "cpu"}
-    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest=manifest, copy=True)
+    assemble(out, parts=tiny_artifacts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"), copy=True)
     return out
 
 
@@ -85,7 +85,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_without_a_target_is_refused(folder: Path) -> None:
     edit_manifest(folder, lambda manifest: manifest.pop("target"))
-    with pytest.raises(UsageError, match="it lacks its target, its submodels or its files"):
+    with pytest.raises(UsageError, match="does not say how the pipeline was built: 'target' is missing"):
         check_promises(folder)
 
 

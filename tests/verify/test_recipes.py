@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 
+from sdflow.manifest import Chain, FinishedPass
 from sdflow.store import Cache
 from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes, structure_of
 from sdflow.weights.bind import BindRequest, bind
@@ -137,10 +138,11 @@ def test_the_weights_of_another_checkpoint(structure: Path, bound: BoundModel) -
 def test_the_structure_of_a_pipelines_submodel_is_found_in_the_cache(structure: Path, tmp_path: Path) -> None:
     cache, action = Cache(tmp_path / "cache"), make_action()
     record = publish(cache, action, {path.name: path.read_bytes() for path in structure.iterdir()})
-    steps = [{"pass": "OrtTransformersOptimization", "action": action.digest}, {"pass": "BindWeights", "action": "x"}]
-    assert structure_of({"steps": steps}, cache.root) == record.artifact.path
-    assert structure_of({"steps": steps[:1]}, cache.root) is None, "its weights were carried"
-    assert structure_of({"steps": steps}, tmp_path / "another") is None
+    names = {"OrtTransformersOptimization": action.digest, "BindWeights": "x"}
+    steps = tuple(FinishedPass(name, digest, {}, {}, {}) for name, digest in names.items())
+    assert structure_of(Chain(None, steps), cache.root) == record.artifact.path
+    assert structure_of(Chain(None, steps[:1]), cache.root) is None, "its weights were carried"
+    assert structure_of(Chain(None, steps), tmp_path / "another") is None
 
 
 def test_missing_parameters(structure: Path) -> None:

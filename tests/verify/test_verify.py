@@ -17,6 +17,7 @@ from sdflow.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError, VerificationError
+from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import Checkpoint
@@ -41,8 +42,9 @@ def subject(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 ) -> Subject:
     folder = tmp_path_factory.mktemp("pipelines") / "tiny"
-    described = {"name": "tiny", "target": "cpu"}
-    assemble(folder, parts=tiny_artifacts, companions=tiny_checkpoint.companions, manifest=described, copy=True)
+    assemble(
+        folder, parts=tiny_artifacts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"), copy=True
+    )
     return Subject("tiny", "cpu", folder, tiny_checkpoint, image=ImageSpec(guidance_scale=7.5))
 
 
@@ -212,7 +214,7 @@ def test_a_damaged_recipe_is_found(tmp_path: Path) -> None:
     assert built.verification.passed
 
     folder = options.out / "small"
-    structure = structure_of(json.loads((folder / "sdflow.json").read_text())["submodels"]["text_encoder"], cache.root)
+    structure = structure_of(read_manifest(folder).origin.chains["text_encoder"], cache.root)
     assert structure is not None
     graph = structure / "model.onnx"
     good = graph.read_bytes()

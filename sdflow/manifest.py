@@ -1,0 +1,316 @@
+"""`sdflow.json`, which lies in every pipeline folder: what the pipeline was built from, and what files it has.
+
+    Origin     what a build knows beforehand and finds out: the model, the LoRAs, the target, each submodel's chain
+    Part       a submodel's artifact: its digest, its files, and the chain that made it
+    Manifest   an Origin, its Parts, and every file of the folder
+
+It is written and read here alone. It holds no date and no path of the folder: equal pipelines have equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sdflow import __version__
+from sdflow.digest import FileEntry
+from sdflow.errors import UsageError
+
+MANIFEST_FILE = "sdflow.json"
+FORMAT_VERSION = 1
+STABLE_DIFFUSION = "stable_diffusion"
+"""The family of a manifest that names none: for long there was no other."""
+
+NOT_SAID = ""
+"""`Origin.verified` of a manifest that says nothing of it."""
+
+_REBUILD = "Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again."
+
+
+@dataclass(frozen=True)
+class WrittenPass:
+    """A pass as the workflow has it, without defaults. name: of a user's pass, the absolute path and the class."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FinishedPass:
+    """A pass as it ran. action: the digest of its cache key. uses: distribution -> version. facts: what it measured."""
+
+    name: str
+    action: str
+    config: Mapping[str, Any]
+    uses: Mapping[str, str]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it."""
+
+    written: tuple[WrittenPass, ...] | None
+    steps: tuple[FinishedPass, ...]
+
+
+@dataclass(frozen=True)
+class MergedLora:
+    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged."""
+
+    reference: str
+    weight_name: str | None
+    sha256: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a pipeline was built from, and for what.
+
+    model: as the workflow has it; None where it is not said. checkpoint: what identifies its content. chains: submodel
+    -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
+    NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
+    """
+
+    name: str
+    target: str
+    model: str | None = None
+    checkpoint: Mapping[str, Any] | None = None
+    allow_pickle: bool = False
+    carry_weights: bool = False
+    loras: tuple[MergedLora, ...] = ()
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+    verified: str | None = NOT_SAID
+    family: str = STABLE_DIFFUSION
+
+    def pinned_model(self, where: str) -> str:
+        """The model, a checkpoint of the hub at the commit that was used.
+
+        where: of the manifest, for the message. Raises UsageError when it is not said.
+        """
+        if self.model is None:
+            raise UsageError(
+                "does not say what the pipeline was built from: 'model' is missing", where=where, remedy=_REBUILD
+            )
+        commit = (self.checkpoint or {}).get("commit")
+        return f"{self.model.partition('@')[0]}@{commit}" if commit else self.model
+
+
+@dataclass(frozen=True)
+class Part:
+    """A submodel as it lies in the folder. artifact: the tree digest of its files."""
+
+    artifact: str
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A pipeline folder. copied: its submodels are copies, no links. files: all, as POSIX paths; a link is one."""
+
+    origin: Origin
+    parts: Mapping[str, Part]
+    files: tuple[str, ...]
+    copied: bool = False
+    sdflow_version: str = __version__
+
+    @property
+    def artifacts(self) -> dict[str, str]:
+        """Submodel -> the digest of its artifact."""
+        return {name: part.artifact for name, part in self.parts.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON with its `format_version`."""
+        origin = self.origin
+        content = {
+            "format_version": FORMAT_VERSION,
+            "sdflow_version": self.sdflow_version,
+            "copied": self.copied,
+            "name": origin.name,
+            "target": origin.target,
+            "model": origin.model,
+            "checkpoint": origin.checkpoint,
+            "allow_pickle": origin.allow_pickle,
+            "carry_weights": origin.carry_weights,
+            "loras": [asdict(lora) for lora in origin.loras],
+            "submodels": {
+                name: {**_chain_json(origin.chains.get(name)), **_part_json(part)} for name, part in self.parts.items()
+            },
+            "files": sorted(self.files),
+        }
+        if origin.verified != NOT_SAID:
+            content["verified"] = origin.verified
+        if origin.family != STABLE_DIFFUSION:
+            content["family"] = origin.family
+        return content
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return f"{text}\n".encode()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str) -> Manifest:
+        """The manifest that `to_json` made, in this version or an earlier one. where: of the file, for messages.
+
+        Raises UsageError when it is of another format or lacks something.
+        """
+        _require_format(value.get("format_version"), where)
+        try:
+            return _manifest(value)
+        except ValueError as error:
+            raise UsageError(
+                f"does not say how the pipeline was built: {error}", where=where, remedy=_REBUILD
+            ) from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a pipeline folder. Raises UsageError when it is missing, damaged, or of another format."""
+    path = folder / MANIFEST_FILE
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        cause = "" if isinstance(error, FileNotFoundError) else f": {error.strerror or error}"
+        raise UsageError(
+            f"this is no pipeline of sdflow{cause}", where=str(path), remedy="Build one: sdflow run."
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"is damaged: {error}", where=str(path), remedy="Run the pipeline's workflow again."
+        ) from error
+    if not isinstance(value, dict) or "format_version" not in value:
+        raise UsageError(
+            "this is no pipeline of sdflow: no format_version", where=str(path), remedy="Build one: sdflow run."
+        )
+    return Manifest.from_json(value, str(path))
+
+
+def _require_format(found: object, where: str) -> None:
+    if found == FORMAT_VERSION:
+        return
+    if isinstance(found, int) and found > FORMAT_VERSION:
+        raise UsageError(
+            f"a newer sdflow wrote it: format_version {found} is not known here, only {FORMAT_VERSION}",
+            where=where,
+            remedy="Update sdflow, or run the pipeline's workflow again with this one, into another folder.",
+        )
+    raise UsageError(
+        f"format_version {found!r} is not known, only {FORMAT_VERSION}",
+        where=where,
+        remedy="Run the pipeline's workflow again, into another folder.",
+    )
+
+
+# To JSON
+
+
+def _chain_json(chain: Chain | None) -> dict[str, Any]:
+    if chain is None:
+        return {}
+    steps = [
+        {"pass": step.name, "action": step.action, "config": step.config, "uses": step.uses, "facts": step.facts}
+        for step in chain.steps
+    ]
+    if chain.written is None:
+        return {"steps": steps}
+    return {"steps": steps, "passes": [{"pass": each.name, "options": dict(each.options)} for each in chain.written]}
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    files = [{"path": entry.path, "bytes": entry.size, "sha256": entry.sha256} for entry in part.files]
+    return {"artifact": part.artifact, "files": files}
+
+
+# From JSON. ValueError says which key is wrong.
+
+
+def _manifest(value: Mapping[str, Any]) -> Manifest:
+    submodels = _get(value, "submodels", dict)
+    for name, each in submodels.items():
+        if not isinstance(each, dict):
+            raise ValueError(f"'submodels': {name} is no object")
+    origin = Origin(
+        name=_get(value, "name", str),
+        target=_get(value, "target", str),
+        model=_get_or(value, "model", str, None),
+        checkpoint=_get_or(value, "checkpoint", dict, None),
+        allow_pickle=_get_or(value, "allow_pickle", bool, False),
+        carry_weights=_get_or(value, "carry_weights", bool, False),
+        loras=tuple(_lora(each) for each in _objects(value, "loras")),
+        chains={name: _chain(each) for name, each in submodels.items() if "steps" in each},
+        verified=_get_or(value, "verified", str, None) if "verified" in value else NOT_SAID,
+        family=_get_or(value, "family", str, None) or STABLE_DIFFUSION,
+    )
+    files = _get(value, "files", list)
+    if not all(isinstance(path, str) for path in files):
+        raise ValueError("'files' is no list of paths")
+    return Manifest(
+        origin,
+        parts={name: _part(each) for name, each in submodels.items()},
+        files=tuple(files),
+        copied=_get_or(value, "copied", bool, False),
+        sdflow_version=str(value.get("sdflow_version", "")),
+    )
+
+
+def _lora(value: Mapping[str, Any]) -> MergedLora:
+    return MergedLora(
+        _get(value, "reference", str),
+        _get_or(value, "weight_name", str, None),
+        _get(value, "sha256", str),
+        _get(value, "scale", int | float),
+    )
+
+
+def _chain(value: Mapping[str, Any]) -> Chain:
+    steps = (
+        FinishedPass(
+            _get(step, "pass", str),
+            _get(step, "action", str),
+            _get_or(step, "config", dict, None) or {},
+            _get_or(step, "uses", dict, None) or {},
+            _get_or(step, "facts", dict, None) or {},
+        )
+        for step in _objects(value, "steps")
+    )
+    if "passes" not in value:
+        return Chain(None, tuple(steps))
+    written = (WrittenPass(_get(step, "pass", str), _get(step, "options", dict)) for step in _objects(value, "passes"))
+    return Chain(tuple(written), tuple(steps))
+
+
+def _part(value: Mapping[str, Any]) -> Part:
+    entries = (
+        FileEntry(_get(file, "path", str), _get(file, "bytes", int), _get(file, "sha256", str))
+        for file in _objects(value, "files")
+    )
+    return Part(_get(value, "artifact", str), tuple(entries))
+
+
+_KINDS: Mapping[Any, str] = {str: "text", dict: "object", list: "list", bool: "truth value", int: "whole number"}
+
+
+def _get(value: Mapping[str, Any], key: str, kind: Any) -> Any:
+    """What stands at the key. Raises ValueError when nothing does, or something of another kind."""
+    if key not in value:
+        raise ValueError(f"'{key}' is missing")
+    found = value[key]
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+        raise ValueError(f"'{key}' is {found!r:.40}, which is no {_KINDS.get(kind, 'number')}")
+    return found
+
+
+def _get_or(value: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
+    """As `_get`; the default where nothing stands, or null."""
+    return default if value.get(key) is None else _get(value, key, kind)
+
+
+def _objects(value: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    found: list[Any] = _get(value, key, list)
+    if not all(isinstance(each, dict) for each in found):
+        raise ValueError(f"'{key}' holds something that is no object")
+    return found
