@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from sdflow.bench.result import BenchResult, Measurement
+from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 190, 130
@@ -26,8 +27,6 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 
 def page(result: BenchResult) -> str:
     """The whole document."""
-    from sdflow.bench.files import TABLE, about, table
-
     title = f"{result.pipeline['name']}: engines side by side"
     parts = [f"<h1>{escape(title)}</h1>"]
     if result.wrong:

@@ -34,9 +34,9 @@ def verify_all(
     propose: for each that overflows, find and print the nodes that must stay in fp32.
     """
     from sdflow.cli.progress import progress_view
+    from sdflow.fix import Fix, fix
     from sdflow.report import print_verifications
     from sdflow.verify import verify, write_html
-    from sdflow.verify.fix import Fix, fix
 
     if html is not None and html.is_dir():
         raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sdflow.bench.compare import Comparison
 from sdflow.bench.engines import Chosen
-from sdflow.bench.files import TABLE, about, table
 from sdflow.bench.result import BenchResult
+from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.tune import TuneResult
 from sdflow.report.output import print_json, print_table
 

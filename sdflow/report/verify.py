@@ -10,7 +10,7 @@ from sdflow.units import seconds
 from sdflow.verify.kinds import kinds
 
 if TYPE_CHECKING:
-    from sdflow.verify.fix import Fix
+    from sdflow.fix import Fix
     from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
 
 

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from sdflow.cli.app import app
 from sdflow.config import load_workflow
+from sdflow.fix import Fix, smallest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 from sdflow.store import Cache
-from sdflow.verify.fix import Fix, smallest
 from tests.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT
 

@@ -1,0 +1,65 @@
+"""A run as a table, for the screen, bench.md and bench.html: a row for each engine, and what the figures hold for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sdflow.bench.result import BenchResult
+from sdflow.bench.timing import STAGES
+from sdflow.evaluate.statistics import Latency
+
+TABLE = (
+    "engine", "type", "median", "mean", "p90", "p99", "images/s", "ratio", "text", "step", "decoder", "first",
+    "load s", "memory MB", "energy J", "distance", "picture",
+)  # fmt: skip
+
+
+def table(result: BenchResult, index: int) -> Iterator[list[str]]:
+    """A row of `TABLE` for every engine that was measured in this case, the fastest first.
+
+    memory: what the engine added, on the device if there is one, else of the host.
+    """
+    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
+    for engine, measured in sorted(found, key=lambda pair: pair[1].image.median_ms):
+        image, check, ratio = measured.image, measured.check, result.ratio(engine, index)
+        memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
+        yield [
+            engine.name,
+            engine.dtype,
+            *(_ms(value) for value in (image.median_ms, image.mean_ms, image.p90_ms, image.p99_ms)),
+            f"{measured.images_per_second:.3g}",
+            "" if ratio is None else f"{ratio:.3f}",
+            *(_median(measured.stages.get(stage)) for stage in STAGES),
+            _ms(measured.first_ms),
+            "" if engine.load_seconds is None else f"{engine.load_seconds:.2f}",
+            "" if memory is None else f"{memory / 1e6:.0f}",
+            "" if measured.energy is None else f"{measured.energy:.3g}",
+            "" if check is None else f"{check.distance:.1e}",
+            measured.verdict,
+        ]
+
+
+def about(result: BenchResult) -> Iterator[tuple[str, str]]:
+    """What the figures hold for, as lines."""
+    yield "device", ", ".join(f"{name} {value}" for name, value in result.machine.items() if value is not None)
+    yield "versions", ", ".join(f"{name} {value}" for name, value in result.versions.items())
+    told = {name: value for name, value in result.settings.items() if name != "cases"}
+    yield "settings", ", ".join(f"{name} {value!r}" for name, value in told.items())
+    tolerances = {
+        (engine.dtype, str(case)): found.check
+        for engine in result.measured
+        for case, found in zip(result.cases, engine.cases, strict=True)
+        if found is not None and found.check is not None
+    }
+    for (dtype, case), check in tolerances.items():
+        yield f"tolerance of {dtype}, {case}", f"{check.tolerance:.2e}: {check.source}"
+    yield from ((engine.name, engine.note) for engine in result.measured if engine.note)
+    yield "measured", result.time
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _median(latency: Latency | None) -> str:
+    return "" if latency is None else _ms(latency.median_ms)
