@@ -190,7 +190,7 @@ class Ablation:
     def __init__(self, graphs: Mapping[str, Any], folder: Path, seconds: float) -> None:
         import onnxruntime
 
-        from sdflow.runtime.onnx_runtime import onnxruntime_errors
+        from sdflow.machine.onnx_runtime import onnxruntime_errors
 
         self.graphs, self.folder = graphs, folder
         self.errors = onnxruntime_errors(onnxruntime)

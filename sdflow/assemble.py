@@ -14,12 +14,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Artifact
 from sdflow.errors import CacheError, UsageError
+from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
 from sdflow.replace_folder import remove_stale, staging_beside, swap
 
@@ -84,7 +84,7 @@ def _index(parts: Mapping[str, Artifact], companions: Mapping[str, Path]) -> byt
     """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
         "_class_name": "OnnxStableDiffusionPipeline",
-        "_diffusers_version": version("diffusers"),
+        "_diffusers_version": distribution_version("diffusers"),
         "requires_safety_checker": "safety_checker" in parts,
         "safety_checker": [None, None],
         "feature_extractor": [None, None],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +15,8 @@ import psutil
 from packaging.specifiers import SpecifierSet
 
 from sdflow.errors import SdflowError
-from sdflow.plan import distribution_version
+from sdflow.machine.packages import distribution_version, onnxruntime_packages
 from sdflow.store import Cache
-from sdflow.targets import ONNXRUNTIME_FLAVOURS
 
 Level = Literal["ok", "warning", "error"]
 
@@ -68,12 +66,7 @@ def _packages() -> list[Finding]:
 
 
 def _onnxruntime() -> list[Finding]:
-    installed = {}
-    for name in ONNXRUNTIME_FLAVOURS:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = onnxruntime_packages()
     found = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
         return [Finding("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]', or [cuda], [directml], …")]

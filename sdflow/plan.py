@@ -16,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import metadata
 from typing import Literal
 
 from sdflow import sources
 from sdflow.artifact import IMAGE_SUBMODELS, Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
+from sdflow.machine.packages import distribution_version
 from sdflow.passes import registry
 from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.step import LoraFile, Step
 from sdflow.store import Cache, explain
-from sdflow.targets import ONNXRUNTIME_FLAVOURS
 from sdflow.weights.structure import ChainStep, why_weights_are_carried
 
 BIND_PASS = "BindWeights"
@@ -106,18 +104,6 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
                 loras[spec.reference, spec.weight_name] = _open_lora(spec, cache, download)
         plans.append(_plan_pipeline(pipeline, opened[key], loras, cache))
     return Plan(workflow, tuple(plans))
-
-
-@cache
-def distribution_version(name: str) -> str:
-    """The installed version of a distribution; "onnxruntime" is found under the name of any of its flavours."""
-    for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):
-        try:
-            return metadata.version(flavour)
-        except metadata.PackageNotFoundError:
-            continue
-    extra = " (the extras of sdflow: cpu, cuda, migraphx, directml)" if name == "onnxruntime" else ""
-    raise UsageError(f"the package {name} is not installed", remedy=f"pip install {name}{extra}")
 
 
 def _open(pipeline: Pipeline, cache: Cache, download: bool) -> sources.Checkpoint | None:

@@ -18,10 +18,10 @@ from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener, Steps
+from sdflow.machine.providers import require_package
 from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.plan import PipelinePlan, make_plan
-from sdflow.runtime.availability import require_package
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports

@@ -33,10 +33,6 @@ FLOORS = {
 HEAVY = ("torch", "onnx", "onnxruntime", "olive", "diffusers", "transformers", "onnx_ir", "onnxscript")
 KNOWN = {
     ("sdflow", "passes", "weights"),
-    ("sdflow", "runtime", "evaluate"),
-    ("sdflow", "verify", "run"),
-    ("sdflow", "verify", "bake"),
-    ("sdflow/bench", "html", "files"),
 }
 """Imports that close a circle today: the folder, what imports in it, and what is imported. Whoever mends one takes it out."""
 

@@ -35,13 +35,6 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    @classmethod
-    def here(cls, built_for: str) -> Device:
-        """The CUDA device if there is one and the pipeline is not for the CPU."""
-        import torch
-
-        return cls("cuda" if torch.cuda.is_available() and built_for != "cpu" else "cpu")
-
     def wait(self) -> None:
         """Until all that is queued is done."""
         import torch

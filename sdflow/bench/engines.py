@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from sdflow.errors import TargetUnavailableError, UsageError
-from sdflow.runtime.onnx_runtime import import_onnxruntime
-from sdflow.runtime.sessions import choose_provider
+from sdflow.machine.providers import onnxruntime_for
 from sdflow.targets import TARGETS
 
 
@@ -118,8 +117,7 @@ def missing(engine: Engine, device: str) -> str | None:
     if engine.target:
         target = TARGETS[engine.target]
         try:
-            ort = import_onnxruntime(target)
-            choose_provider(target, ort.__version__, ort.get_available_providers())
+            onnxruntime_for(target)
         except TargetUnavailableError as error:
             return f"needs {target.title}: {error.what}"
         return None

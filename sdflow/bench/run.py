@@ -25,8 +25,10 @@ from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
-from sdflow.evaluate.device import device as describe_device
-from sdflow.evaluate.device import versions
+from sdflow.machine.device import cuda_device, has_cuda
+from sdflow.machine.device import device as describe_device
+from sdflow.machine.packages import installed_versions, versions
+from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.targets import TARGETS, find_target
 from sdflow.units import megabytes
@@ -97,7 +99,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
             "artifacts": manifest.artifacts,
         },
         machine={**describe_device(built_for), **_accelerator(device)},
-        versions={**versions(), **_optional_versions()},
+        versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
         settings={**asdict(request.settings), "device": device.kind, "cases": [asdict(case) for case in request.cases]},
         cases=tuple(request.cases),
         engines=tuple(each.result for each in running),
@@ -108,10 +110,8 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
 
 def here(built_for: str, names: Sequence[str]) -> Device:
     """The GPU, if there is one and the pipeline or an engine asked for is for one."""
-    import torch
-
     targets = {built_for, *(ENGINES[name].target for name in names if name in ENGINES)} - {"", "cpu"}
-    return Device("cuda" if targets and torch.cuda.is_available() else "cpu")
+    return Device("cuda" if targets and has_cuda() else "cpu")
 
 
 def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
@@ -275,12 +275,7 @@ def _skipped(chosen: Chosen) -> EngineResult:
 
 def _provider(engine: Engine, device: Device) -> str:
     if engine.target:
-        from sdflow.runtime.onnx_runtime import import_onnxruntime
-        from sdflow.runtime.sessions import choose_provider
-
-        target = TARGETS[engine.target]
-        ort = import_onnxruntime(target)
-        return choose_provider(target, ort.__version__, ort.get_available_providers())
+        return onnxruntime_for(TARGETS[engine.target])[1]
     return f"torch, {device.kind}"
 
 
@@ -299,27 +294,4 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _accelerator(device: Device) -> dict[str, Any]:
-    if device.kind != "cuda":
-        return {}
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "accelerator": properties.name,
-        "accelerator_bytes": properties.total_memory,
-        "driver": device.driver(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-
-
-def _optional_versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in OPTIONAL_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {**cuda_device(), "driver": device.driver()} if device.kind == "cuda" else {}

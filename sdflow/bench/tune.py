@@ -8,7 +8,6 @@ wrong: 0.069 from the right result.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,9 @@ from sdflow.bench.run import dtype_of
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile
+from sdflow.machine.device import cores
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.tuned import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
@@ -151,8 +151,7 @@ def tune(
     """
     built_for = read_manifest(folder).origin.target
     wanted = find_target(target, "--target") if target else find_target(built_for, str(folder / MANIFEST_FILE))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    options = candidates(wanted, cores) if tried is None else tried
+    options = candidates(wanted, cores() or 1) if tried is None else tried
     known = list(dict.fromkeys(each.option for each in options))
     if unknown := [name for name in only if name not in known]:
         raise UsageError(

@@ -10,7 +10,7 @@ from sdflow.config.workflow import EvaluateSpec
 from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
-from sdflow.runtime.availability import require_package
+from sdflow.machine.providers import require_package
 from sdflow.runtime.kernels.library import FOLDER_VARIABLE, kernel_folder
 from sdflow.targets import TARGETS
 from sdflow.workers import run_worker

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SlowerWarning, UsageError, VerificationError
-from sdflow.evaluate.device import device, versions
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
+from sdflow.machine.device import device
+from sdflow.machine.packages import versions
 from sdflow.manifest import read_manifest
 from sdflow.passes.submodel_io import dummy_inputs
 from sdflow.picture_sizes import vae_scale

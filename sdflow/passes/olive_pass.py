@@ -5,7 +5,6 @@ Its options are checked against the snapshot `olive_options.json`; olive itself 
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.machine.packages import installed_version
 from sdflow.passes.base import Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import run_olive_pass
@@ -84,7 +84,7 @@ def olive_pass(name: str) -> type[OlivePass]:
     """
     known = _snapshot()["passes"][name]
     reason = _reason_against(name)
-    missing = [need for need in _requires(name) if not _is_installed(need)]
+    missing = [need for need in _requires(name) if installed_version(need) is None]
     if reason is None and missing:
         reason = f"it needs {', '.join(missing)}, which is not installed"
     if reason is not None:
@@ -94,9 +94,8 @@ def olive_pass(name: str) -> type[OlivePass]:
 
 def snapshot_note() -> str | None:
     """What to tell the user when olive-ai is missing or of another version than the options that were checked."""
-    try:
-        installed = importlib.metadata.version("olive-ai")
-    except importlib.metadata.PackageNotFoundError:
+    installed = installed_version("olive-ai")
+    if installed is None:
         return "olive-ai is not installed: its passes cannot run"
     if installed == _snapshot()["version"]:
         return None
@@ -182,11 +181,3 @@ def _requires(name: str) -> list[str]:
     ours = {"onnxscript", "psutil", "numpy"}
     names = [re.split(r"[\[<>=!~ ]", need)[0] for need in _snapshot()["passes"][name]["requires"]]
     return [] if name in PARTLY_OPTIONAL else [need for need in names if need not in ours]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

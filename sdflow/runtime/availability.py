@@ -14,12 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 from sdflow.errors import TargetUnavailableError, VerificationError
-from sdflow.runtime.sessions import require_platform
-from sdflow.targets import ONNXRUNTIME_FLAVOURS, TARGETS, Target
+from sdflow.targets import TARGETS, Target
 from sdflow.workers import clean_environment, python_command
 
 _TIMEOUT_SECONDS = 120
@@ -46,41 +44,6 @@ def target_availability(names: Sequence[str] = tuple(TARGETS)) -> list[Availabil
         return list(pool.map(_try_elsewhere, names))
 
 
-def onnxruntime_packages() -> dict[str, str]:
-    """The installed ONNX Runtime distributions, name -> version. More than one overwrite each other's files."""
-    found = {}
-    for distribution in distributions():
-        name = str(distribution.metadata["Name"]).lower().replace("_", "-")
-        if (name == "onnxruntime" or name.startswith("onnxruntime-")) and "extensions" not in name:
-            found[name] = distribution.version
-    return found
-
-
-def require_package(target: Target) -> None:
-    """Raises TargetUnavailableError when system and installed packages alone tell that the target cannot run here.
-
-    The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
-    """
-    require_platform(target)
-    if target.name == "cpu":
-        return
-    for name in ONNXRUNTIME_FLAVOURS:
-        if name != "onnxruntime" and find_distribution(name):
-            return
-    if find_distribution("onnxruntime"):
-        wanted = " or ".join(provider for provider, _, _ in target.providers)
-        raise TargetUnavailableError(
-            f"the installed package onnxruntime has the CPU's provider only, not {wanted}",
-            where=target.name,
-            remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
-        )
-
-
-def find_distribution(name: str) -> bool:
-    """Whether a distribution is installed."""
-    return any(True for _ in distributions(name=name))
-
-
 def try_target(target: Target) -> str:
     """Run a convolution and a product on the target's provider, here and now. Returns the provider's name.
 
@@ -88,7 +51,7 @@ def try_target(target: Target) -> str:
     """
     import numpy as np
 
-    from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
+    from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
     from sdflow.runtime.sessions import create_session
 
     shapes = {"image": (1, 3, 8, 8)}

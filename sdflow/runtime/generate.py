@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
-from sdflow.evaluate.device import versions
+from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.folder import submodel_config
 from sdflow.runtime.inputs import granularity, require_size

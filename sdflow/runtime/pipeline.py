@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import IMAGE_SUBMODELS, SUBMODELS
 from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.machine.providers import onnxruntime_for
 from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
@@ -29,10 +30,9 @@ from sdflow.runtime.inputs import (
     read_mask,
     require_size,
 )
-from sdflow.runtime.onnx_runtime import import_onnxruntime
 from sdflow.runtime.pictures import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
-from sdflow.runtime.sessions import LoadOptions, choose_provider
+from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
@@ -111,8 +111,7 @@ class Pipeline:
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
-        ort = import_onnxruntime(target)
-        choose_provider(target, ort.__version__, ort.get_available_providers())
+        onnxruntime_for(target)
         folder = Path(folder)
         names = [name for name in onnx_submodels(folder) if safety_checker or name != "safety_checker"]
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
+from sdflow.machine.onnx_runtime import onnxruntime_errors
+from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.replace import with_own_kernels
-from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
-
-_PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
 
 # What ONNX Runtime says when a node is not on the provider or the graph has control flow.
 _NOT_CAPTURED = "cannot use the graph capture feature"
@@ -32,38 +31,6 @@ DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
-
-
-def require_platform(target: Target) -> None:
-    """Raises TargetUnavailableError when the target runs on another operating system only."""
-    if target.platform is not None and sys.platform != target.platform:
-        raise TargetUnavailableError(
-            f"it runs on {_PLATFORMS[target.platform]} only",
-            where=target.name,
-            remedy="Building for it works everywhere; take the pipeline folder there to run it (with --copy).",
-        )
-
-
-def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
-    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
-
-    Raises TargetUnavailableError that says which package, or which version, is missing.
-    """
-    require_platform(target)
-    present, reasons = set(available), []
-    for provider, first, last in target.providers:
-        if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
-            bound = f"{first} or later" if first else f"{last} or earlier"
-            reasons.append(f"{provider} needs ONNX Runtime {bound}, this is {version}")
-        elif provider not in present:
-            reasons.append(f"the installed ONNX Runtime {version} was built without {provider}")
-        else:
-            return provider
-    raise TargetUnavailableError(
-        "; ".join(reasons),
-        where=target.name,
-        remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
-    )
 
 
 @dataclass(frozen=True)
@@ -108,8 +75,7 @@ def create_session(
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
     run this graph.
     """
-    ort = import_onnxruntime(target)
-    provider = choose_provider(target, ort.__version__, ort.get_available_providers())
+    ort, provider = onnxruntime_for(target)
     if target.session.needs_cuda:
         _load_cuda(ort)
     session_options = _session_options(ort, target, options)
@@ -252,8 +218,3 @@ def _require_cudnn(target: Target) -> None:
             where=target.name,
             remedy="Install a CUDA build of torch (its wheels bring cuDNN) or the nvidia-cudnn package of its CUDA.",
         ) from error
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, TargetUnavailableError, VerificationError
+from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
-from sdflow.runtime.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.sessions import Shapes, free_dimensions, read_graph
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from typing import Any
 
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
-from sdflow.evaluate.device import device, versions
+from sdflow.machine.device import device
+from sdflow.machine.packages import versions
 from sdflow.manifest import read_manifest
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target

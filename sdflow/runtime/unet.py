@@ -132,7 +132,7 @@ def _bind(session: Any, unet: Submodel, given: Mapping[str, torch.Tensor] | None
 def _dtype(value: Any) -> torch.dtype:
     import torch
 
-    from sdflow.runtime.onnx_runtime import numpy_type
+    from sdflow.machine.onnx_runtime import numpy_type
 
     dtype: torch.dtype = getattr(torch, numpy_type(value))
     return dtype

@@ -22,9 +22,9 @@ from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
+from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.passes.base import SUBMODELS, LoraInput
-from sdflow.plan import distribution_version
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest

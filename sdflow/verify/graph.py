@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
-from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.verify.lowering import Lowered, lower, session_of
 
 if TYPE_CHECKING:

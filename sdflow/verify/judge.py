@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
 from sdflow.errors import VerificationError
-from sdflow.runtime.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
 from sdflow.verify.activations import Overflow, overflow

@@ -13,8 +13,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from sdflow.errors import TargetUnavailableError, VerificationError
-from sdflow.runtime.availability import loader_errors, onnxruntime_packages, target_availability, try_target
-from sdflow.runtime.sessions import choose_provider, create_session, free_dimensions, provider_options, read_graph
+from sdflow.machine.packages import onnxruntime_packages
+from sdflow.machine.providers import choose_provider
+from sdflow.runtime.availability import loader_errors, target_availability, try_target
+from sdflow.runtime.sessions import create_session, free_dimensions, provider_options, read_graph
 from sdflow.targets import TARGETS
 from sdflow.workers import clean_environment, python_command
 

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from sdflow.digest import digest_json
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
-from sdflow.runtime.onnx_runtime import import_onnxruntime
+from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.user_folder import user_folder
 
 _FOLDER = Path(__file__).parent

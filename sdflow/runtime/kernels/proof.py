@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TargetUnavailableError
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.kernels.replace import DOMAIN, VERSION
-from sdflow.runtime.onnx_runtime import import_onnxruntime, onnxruntime_errors
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,4 +1,4 @@
-"""ONNX Runtime itself: its import, its errors, its names of types."""
+"""ONNX Runtime itself: its import with its telemetry off, its errors, its names of types."""
 
 from __future__ import annotations
 

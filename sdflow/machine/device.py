@@ -1,0 +1,62 @@
+"""What a measurement is made on: processor, memory, accelerator."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from sdflow.targets import Target
+
+_BY_TORCH = ("cuda", "tensorrt", "rocm")
+"""The targets whose device PyTorch knows; its builds for ROCm answer under the same name."""
+
+
+def device(target: Target) -> dict[str, Any]:
+    """Processor, its cores that this process may use, memory in bytes, operating system, the target's accelerator."""
+    import psutil
+
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "accelerator": cuda_device().get("accelerator") if target.name in _BY_TORCH else None,
+    }
+
+
+def cores() -> int | None:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def has_cuda() -> bool:
+    """Whether PyTorch sees a CUDA device."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def cuda_device() -> dict[str, Any]:
+    """The first CUDA device as PyTorch sees it: name, memory in bytes, CUDA and cuDNN; empty when there is none."""
+    if not has_cuda():
+        return {}
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "accelerator": str(properties.name),
+        "accelerator_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

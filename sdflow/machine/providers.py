@@ -1,0 +1,80 @@
+"""The execution providers that the installed ONNX Runtime was built with.
+
+That a provider was built in says nothing of its libraries, its driver or a device: see `sdflow.runtime.availability`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from sdflow.errors import TargetUnavailableError
+from sdflow.machine.onnx_runtime import import_onnxruntime
+from sdflow.machine.packages import installed_versions
+from sdflow.targets import ONNXRUNTIME_FLAVOURS, Target
+
+_PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
+
+
+def require_platform(target: Target) -> None:
+    """Raises TargetUnavailableError when the target runs on another operating system only."""
+    if target.platform is not None and sys.platform != target.platform:
+        raise TargetUnavailableError(
+            f"it runs on {_PLATFORMS[target.platform]} only",
+            where=target.name,
+            remedy="Building for it works everywhere; take the pipeline folder there to run it (with --copy).",
+        )
+
+
+def require_package(target: Target) -> None:
+    """Raises TargetUnavailableError when system and installed packages alone tell that the target cannot run here.
+
+    The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
+    """
+    require_platform(target)
+    if target.name == "cpu":
+        return
+    if list(installed_versions(*ONNXRUNTIME_FLAVOURS)) == ["onnxruntime"]:
+        wanted = " or ".join(provider for provider, _, _ in target.providers)
+        raise TargetUnavailableError(
+            f"the installed package onnxruntime has the CPU's provider only, not {wanted}",
+            where=target.name,
+            remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+        )
+
+
+def onnxruntime_for(target: Target) -> tuple[Any, str]:
+    """ONNX Runtime, and the target's best provider that it was built with.
+
+    Raises TargetUnavailableError when it is not installed, or when it lacks the provider.
+    """
+    ort = import_onnxruntime(target)
+    return ort, choose_provider(target, ort.__version__, ort.get_available_providers())
+
+
+def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
+    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
+
+    Raises TargetUnavailableError that says which package, or which version, is missing.
+    """
+    require_platform(target)
+    present, reasons = set(available), []
+    for provider, first, last in target.providers:
+        if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
+            bound = f"{first} or later" if first else f"{last} or earlier"
+            reasons.append(f"{provider} needs ONNX Runtime {bound}, this is {version}")
+        elif provider not in present:
+            reasons.append(f"the installed ONNX Runtime {version} was built without {provider}")
+        else:
+            return provider
+    raise TargetUnavailableError(
+        "; ".join(reasons),
+        where=target.name,
+        remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+    )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
