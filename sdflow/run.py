@@ -5,7 +5,6 @@ Artifacts that do not pass stay in the cache and are not assembled: the pipeline
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import threading
 import time
@@ -171,7 +170,6 @@ def _verify(
     )
     report = write_reports(verified, options.results)
     if not verified.result.passed:
-        shutil.rmtree(verified.pictures)
         kept = options.out / pipeline.name
         raise VerificationError(
             verified.result.failure(),

@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sdflow.assemble import MANIFEST_FILE
 from sdflow.digest import digest_file
+from sdflow.manifest import MANIFEST_FILE
 from sdflow.plan import Plan
 from sdflow.store import Cache
 

@@ -11,8 +11,9 @@ import pytest
 import sdflow
 from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.machine.device import cores, device
+from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.machine.packages import distribution_version, installed_version, installed_versions, versions
-from sdflow.machine.providers import import_onnxruntime, onnxruntime_for, require_package
+from sdflow.machine.providers import onnxruntime_for, require_package
 from sdflow.targets import ONNXRUNTIME_FLAVOURS, TARGETS
 
 ABSENT = "no-such-distribution"

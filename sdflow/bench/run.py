@@ -32,13 +32,13 @@ from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.targets import TARGETS, find_target
 from sdflow.units import megabytes
+from sdflow.yardstick import BENCH_FLOAT32, FLOAT16_RATIO
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-FLOAT32_TOLERANCE = 1e-3, "fixed, for float32"
-HALF_FACTOR = 1.2
+FLOAT32_TOLERANCE = BENCH_FLOAT32, "fixed, for float32"
 REFERENCE = Engine("reference", "PyTorch, float32")
 OPTIONAL_PACKAGES = ("torchao", "xformers", "triton")
 
@@ -153,8 +153,8 @@ class _Runner:
             self.say("drawing with PyTorch in float16: what float16 costs")
             for case, drawn in self._drawn("float16").items():
                 found = distance(drawn, self.references[case])[0]
-                tolerance = max(HALF_FACTOR * found, FLOAT32_TOLERANCE[0])
-                source = f"{HALF_FACTOR} x the distance of PyTorch's float16, {found:.2e}"
+                tolerance = max(FLOAT16_RATIO * found, BENCH_FLOAT32)
+                source = f"{FLOAT16_RATIO} x the distance of PyTorch's float16, {found:.2e}"
                 self.tolerances["float16", case] = tolerance, source
 
     def _drawn(self, dtype: str) -> dict[Case, np.ndarray]:

@@ -12,6 +12,7 @@ from sdflow.bench.case import Case
 from sdflow.bench.device import Device, Memory
 from sdflow.bench.drawers import Draw
 from sdflow.bench.result import Check, Measurement
+from sdflow.distance import psnr, relative_l2
 from sdflow.evaluate.statistics import Latency, summarize
 
 if TYPE_CHECKING:
@@ -25,14 +26,11 @@ STAGES = ("text", "step", "decoder")
 
 def distance(drawn: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
     """Relative L2 distance and PSNR in dB (of a peak of 1); infinite and 0 where there are values that are no numbers."""
-    import numpy as np
-
-    difference = drawn.astype(np.float64) - reference
-    relative = float(np.linalg.norm(difference) / np.linalg.norm(reference.astype(np.float64)))
-    if not math.isfinite(relative):
-        return math.inf, 0.0
-    error = float(np.mean(difference**2))
-    return relative, -10 * math.log10(error) if error else None
+    relative = relative_l2(drawn, reference)
+    if math.isinf(relative):
+        return relative, 0.0
+    decibels = psnr(drawn, reference)
+    return relative, None if math.isinf(decibels) else decibels
 
 
 class Turns:

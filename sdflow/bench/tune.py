@@ -7,7 +7,6 @@ wrong: 0.069 from the right result.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
 from sdflow.bench.run import dtype_of
 from sdflow.bench.timing import SETTLE_SECONDS
+from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile
 from sdflow.machine.device import cores
@@ -29,6 +29,7 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.tuned import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
+from sdflow.yardstick import SESSIONS_APART
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 GAIN = 0.98
 """A candidate is taken when it takes at most this part of the time."""
-
-NOISE = {"float16": 6e-3, "float32": 1e-4}
-"""Relative L2 distance between two sessions that compute the same. float16: each is some 1.7e-3 from float32 on an H200,
-in kernels of its own; a wrong one was 0.07."""
 
 Say = Callable[[str], None]
 Change = Callable[[Tuning], Tuning]
@@ -195,7 +192,7 @@ class _Tuner:
     def __init__(self, folder: Path, target: Target, case: Case | None, rounds: int) -> None:
         self.folder, self.target, self.rounds = folder, target, rounds
         self.device = Device("cuda" if target.session.needs_cuda else "cpu")
-        self.tolerance = NOISE[dtype_of(folder, Engine("", "", target=target.name), self.device)]
+        self.tolerance = SESSIONS_APART[dtype_of(folder, Engine("", "", target=target.name), self.device)]
         self.settings = Settings()
         self._case = case
 
@@ -277,9 +274,9 @@ class _Tuner:
         try:
             pipeline = self.load(tuning)
             found = self.outputs(pipeline)
-            distance = max(_distance(found[name], expected[name]) for name in expected)
-            if not distance <= self.tolerance:
-                worst = max(expected, key=lambda name: _distance(found[name], expected[name]))
+            apart = {name: relative_l2(found[name].numpy(), expected[name].numpy()) for name in expected}
+            worst = max(apart, key=lambda name: apart[name])
+            if not (distance := apart[worst]) <= self.tolerance:
                 reason = f"{worst} differs by {distance:.1e}, more than {self.tolerance:.0e}"
                 return Trial(*about, "WRONG", distance=distance, reason=reason), None
             ratio, steady = self.ratio(pipeline, best)
@@ -288,9 +285,3 @@ class _Tuner:
             return Trial(*about, "failed", reason=" ".join(what.split())[:300]), None
         taken = ratio <= GAIN and steady
         return Trial(*about, "taken" if taken else "no gain", ratio, distance), pipeline if taken else None
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2; infinite where there are values that are no numbers."""
-    value = float((found - expected).norm() / expected.norm())
-    return value if math.isfinite(value) else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -61,8 +60,6 @@ def verify_all(
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
     failed = [each for each in done if not each.result.passed]
-    for each in failed:
-        shutil.rmtree(each.pictures)
     if failed:
         raise VerificationError("\n".join(f"{each.result.name}: {each.result.failure()}" for each in failed))
 

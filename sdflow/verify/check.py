@@ -13,7 +13,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,20 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification, and the folder with its pictures."""
+    """A verification, and its pictures: file name -> PNG."""
 
     result: Verification
-    pictures: Path
+    pictures: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
+    its weights were bound to, where the cache still has it."""
+
+    submodels: Sequence[str]
+    digests: Mapping[str, str]
+    structures: Mapping[str, Path]
 
 
 def verify(
@@ -68,92 +79,120 @@ def verify(
 ) -> Verified:
     """Verify a pipeline; from the cache where it passed before. submodels: only these. fresh: even so, once more.
 
-    A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`. Its pictures are in
-    a folder of the cache's results when it passed, else in a temporary one that the caller removes.
+    A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies.
     """
     started = time.perf_counter()
+    built = _built_part(subject, submodels, cache)
+    selection = _selection(subject, spec, built)
+    with _scratch() as scratch, cache.lease():
+        request = _request(subject, spec, built, scratch, threads)
+        exact, worker = _reference(subject, selection, request, cache, progress)
+        action = _action(subject, spec, built, exact, cache)
+        if worker is None:
+            known = None if fresh else cache.lookup(action)
+            if known is not None:
+                return _as_kept(known, subject)
+            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), progress)
+        result = replace(
+            Verification.from_json(worker.value["verification"]),
+            artifacts=dict(built.digests),
+            versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
+            seconds=round(time.perf_counter() - started, 1),
+        )
+        if result.passed:
+            _keep(result, scratch, action, worker, cache)
+        return Verified(result, _pictures(scratch))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for what a verification writes; gone afterwards, however it ends."""
+    with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as folder:
+        yield Path(folder)
+
+
+def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> _Built:
+    """Raises UsageError for a submodel that the pipeline does not have."""
     manifest = read_manifest(subject.folder)
     built = [name for name in SUBMODELS if name in manifest.parts]
     if unknown := sorted(set(submodels or ()) - set(built)):
         raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
     present = [name for name in built if submodels is None or name in submodels]
-    loads = subject.checkpoint.submodels
-    selection = select(
-        spec,
-        subject.image,
-        present,
-        subject.checkpoint.reference,
-        loads["unet"].load["config"],
-        loads["vae_decoder"].load["config"],
-    )
     made_by = {name: structure_of(manifest.origin.chains.get(name), cache.root) for name in present}
-    structures = {name: path for name, path in made_by.items() if path is not None}
-    digests = {name: _tree(subject.folder / name, cache) for name in present}
-    scratch = Path(tempfile.mkdtemp(prefix="sdflow-verify-"))
-    request = JudgeRequest(
+    return _Built(
+        present,
+        digests={name: _tree(subject.folder / name, cache) for name in present},
+        structures={name: path for name, path in made_by.items() if path is not None},
+    )
+
+
+def _selection(subject: Subject, spec: VerifySpec, built: _Built) -> Selection:
+    loads = subject.checkpoint.submodels
+    configs = (loads[name].load["config"] for name in ("unet", "vae_decoder"))
+    return select(spec, subject.image, list(built.submodels), subject.checkpoint.reference, *configs)
+
+
+def _request(subject: Subject, spec: VerifySpec, built: _Built, out: Path, threads: int | None) -> JudgeRequest:
+    """What the process is asked; where the reference lies is not known yet."""
+    return JudgeRequest(
         folder=subject.folder.absolute(),
         name=subject.name,
         target=subject.target,
         level=spec.level,
-        submodels=present,
+        submodels=built.submodels,
         reference=Path(),
-        out=scratch,
-        recipes=[_recipes(subject, name, path) for name, path in structures.items()],
+        out=out,
+        recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
         allow_fallback=subject.allow_fallback,
         threads=threads,
     )
 
-    def key(exact: Record) -> Action:
-        return Action(
-            {
-                "format": ACTION_FORMAT,
-                "pass": {"name": "Verify", "version": judge.VERSION},
-                "submodel": "pipeline",
-                "config": {
-                    "level": spec.level,
-                    "target": subject.target,
-                    "submodels": sorted(present),
-                    "allow_fallback": subject.allow_fallback,
-                },
-                "inputs": {
-                    "artifacts": digests,
-                    "structures": {name: _tree(path, cache) for name, path in structures.items()},
-                    "beside": _companions(subject.folder, cache),
-                    "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
-                    "reference": exact.artifact.digest,
-                },
-                "uses": {name: distribution_version(name) for name in judge.USES},
-                "salt": cache.salt,
-            }
-        )
 
-    with cache.lease():
-        exact, worker = _reference(subject, selection, request, cache, progress)
-        action = key(exact)
-        if worker is None:
-            known = None if fresh else cache.lookup(action)
-            if known is not None:
-                scratch.rmdir()
-                stored = json.loads((known.artifact.path / RESULT_FILE).read_text(encoding="utf-8"))
-                result = Verification.from_json(stored)
-                return Verified(replace(result, name=subject.name, cached=True), known.artifact.path)
-            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), progress)
-        result = replace(
-            Verification.from_json(worker.value["verification"]),
-            artifacts=dict(digests),
-            versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
-            seconds=round(time.perf_counter() - started, 1),
-        )
-        if not result.passed:
-            return Verified(result, scratch)
-        with cache.staging(action) as staging:
-            shutil.copytree(scratch, staging.files, dirs_exist_ok=True)
-            (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
-            cache.forget(action)
-            record = staging.publish({"passed": True}, _built(worker))
-        shutil.rmtree(scratch)
-        return Verified(result, record.artifact.path)
+def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, cache: Cache) -> Action:
+    """The key of the verification. exact: the reference."""
+    return Action(
+        {
+            "format": ACTION_FORMAT,
+            "pass": {"name": "Verify", "version": judge.VERSION},
+            "submodel": "pipeline",
+            "config": {
+                "level": spec.level,
+                "target": subject.target,
+                "submodels": sorted(built.submodels),
+                "allow_fallback": subject.allow_fallback,
+            },
+            "inputs": {
+                "artifacts": built.digests,
+                "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
+                "beside": _companions(subject.folder, cache),
+                "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
+                "reference": exact.artifact.digest,
+            },
+            "uses": {name: distribution_version(name) for name in judge.USES},
+            "salt": cache.salt,
+        }
+    )
+
+
+def _as_kept(record: Record, subject: Subject) -> Verified:
+    """A verification of the cache, under the name that the pipeline has here."""
+    folder = record.artifact.path
+    stored = Verification.from_json(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+    return Verified(replace(stored, name=subject.name, cached=True), _pictures(folder))
+
+
+def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
+    """Publish a verification that passed, in place of one that is there."""
+    with cache.staging(action) as staging:
+        shutil.copytree(scratch, staging.files, dirs_exist_ok=True)
+        (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+        cache.forget(action)
+        staging.publish({"passed": True}, _run_facts(worker))
+
+
+def _pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.png"))}
 
 
 def _reference(
@@ -192,7 +231,7 @@ def _reference(
                 out=staging.files.absolute(),
             )
             worker = _work(wanted, replace(request, reference=wanted.out), progress)
-            return staging.publish(worker.value["reference"], _built(worker)), worker
+            return staging.publish(worker.value["reference"], _run_facts(worker)), worker
 
 
 def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
@@ -208,7 +247,7 @@ def _work(wanted: ReferenceRequest | None, request: JudgeRequest, progress: Prog
         return run_worker(WORKER, content, log=Path(folder) / "log.txt", environment=ENVIRONMENT, on_phase=progress)
 
 
-def _built(worker: WorkerResult) -> dict[str, Any]:
+def _run_facts(worker: WorkerResult) -> dict[str, Any]:
     return {
         "seconds": round(worker.seconds, 3),
         "peak_memory": worker.peak_memory,

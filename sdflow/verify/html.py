@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from sdflow.verify.finding import LEVELS
 from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.pictures import AMPLIFIED
 from sdflow.verify.plot import plot_steps
-from sdflow.verify.result import FLOAT16_RATIO, FLOAT32_LIMIT, SubmodelVerdict, Verification
+from sdflow.verify.result import SubmodelVerdict, Verification
+from sdflow.yardstick import FLOAT16_RATIO, FLOAT32_LIMIT
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
@@ -60,8 +61,8 @@ def _replace(path: Path, content: bytes) -> None:
         raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
-def page(result: Verification, pictures: Path) -> str:
-    """The whole page. pictures: the folder with the PNG files of the verification."""
+def page(result: Verification, pictures: Mapping[str, bytes]) -> str:
+    """The whole page. pictures: file name -> PNG."""
     word = _verdict(result.passed)
     sections = [
         f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
@@ -140,7 +141,7 @@ def _steps(part: SubmodelVerdict) -> str:
     return f"<h2>{escape(part.name)} along the denoising steps</h2>" + plot_steps(steps, limit)
 
 
-def _picture(result: Verification, pictures: Path) -> str:
+def _picture(result: Verification, pictures: Mapping[str, bytes]) -> str:
     verdict = result.picture
     if verdict is None:
         return ""
@@ -150,7 +151,7 @@ def _picture(result: Verification, pictures: Path) -> str:
         "difference": f"their difference, {AMPLIFIED} times amplified",
     }
     figures = "".join(
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{_base64(pictures / f"{name}.png")}">'
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(pictures[f"{name}.png"]).decode()}">'
         f"<figcaption>{caption}</figcaption></figure>"
         for name, caption in captions.items()
     )
@@ -169,10 +170,6 @@ def _picture(result: Verification, pictures: Path) -> str:
         meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
     table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
     return f"<h2>The picture: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}{meaning}"
-
-
-def _base64(file: Path) -> str:
-    return base64.b64encode(file.read_bytes()).decode()
 
 
 def _findings(result: Verification) -> str:

@@ -11,30 +11,21 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
+from sdflow.distance import relative_l2, root_mean_square
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
-from sdflow.verify.distance import relative_l2, root_mean_square
 from sdflow.verify.finding import Finding
 from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
 from sdflow.verify.promises import check_promises
 from sdflow.verify.recipes import RecipeCheck, check_recipes
-from sdflow.verify.result import (
-    AT_MOST_UNCERTAIN,
-    FLOAT16_RATIO,
-    FLOAT32_LIMIT,
-    ONE_CASE_RATIO,
-    WITHOUT_YARDSTICK,
-    CaseDistance,
-    OutputVerdict,
-    SubmodelVerdict,
-    Verification,
-)
+from sdflow.verify.result import CaseDistance, OutputVerdict, SubmodelVerdict, Verification
 from sdflow.verify.selection import Selection
+from sdflow.yardstick import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.runtime.folder import load_companions, submodel_config
-from sdflow.verify.distance import largest_difference, psnr, ssim
 from sdflow.verify.reference import PICTURE_FILE, SAMPLE_FILE
 from sdflow.verify.result import MeaningVerdict, PictureVerdict
 from sdflow.verify.selection import Selection
+from sdflow.yardstick import DECIBELS_ASTRAY, DECIBELS_BEHIND, PICTURE_DECIBELS, SCORE_APART
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
 
 Run = Callable[[str, "Mapping[str, np.ndarray]"], "dict[str, np.ndarray]"]
 """Runs a submodel, by its name, on inputs by name."""
-CLOSE_ENOUGH = {"float32": 60.0, "float16": 35.0}
-"""Decibels at which a picture passes whatever fp16 PyTorch's has: no difference that anyone sees."""
-DECIBELS_BEHIND = 6.0
-"""A float16 pipeline's picture may have so much less than plain fp16 PyTorch's: twice the error."""
-ASTRAY = 30.0
-"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it."""
-POINTS = 0.02
-"""How far the sample's score may be from PyTorch's."""
 AMPLIFIED = 10
 """The difference image shows the differences so many times as large."""
 
@@ -116,9 +109,9 @@ def judge_picture(
     for name, image in zip(names, _images(np.stack([exact, picture, difference])), strict=True):
         image.save(out / f"{name}.png")
     ours, plain = psnr(picture, exact), psnr(half, exact)
-    enough = CLOSE_ENOUGH[precision]
+    enough = PICTURE_DECIBELS[precision]
     if precision == "float16":
-        enough = min(enough, plain - DECIBELS_BEHIND) if plain >= ASTRAY else 0.0
+        enough = min(enough, plain - DECIBELS_BEHIND) if plain >= DECIBELS_ASTRAY else 0.0
     problems: tuple[tuple[str, str], ...] = ()
     if not ours >= enough:
         problems = (
@@ -161,7 +154,7 @@ def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Pa
         exact = tally(cases, _images(stored["float32"])).colour_and_kind
     ours = tally(cases, _images(sample)).colour_and_kind
     problems: tuple[tuple[str, str], ...] = ()
-    if abs(ours - exact) > POINTS:
+    if abs(ours - exact) > SCORE_APART:
         problems = (
             (
                 f"{ours:.0%} of {len(cases)} pictures show what was asked for, PyTorch's do in {exact:.0%}",

@@ -11,17 +11,6 @@ from sdflow.errors import VerificationError
 from sdflow.verify.kinds import kinds
 
 FORMAT_VERSION = 1
-FLOAT32_LIMIT = 1e-4
-"""Relative L2 to the fp32 PyTorch model that a float32 artifact may have."""
-FLOAT16_RATIO = 1.2
-"""How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases."""
-AT_MOST_UNCERTAIN = 1.25
-"""How far the scatter of the cases may widen that limit, as a factor."""
-ONE_CASE_RATIO = 2.0
-"""The same for any one case: few numbers, so a wider margin."""
-
-WITHOUT_YARDSTICK = 10 * 2**-11
-"""Where fp16 PyTorch itself overflows: ten times the rounding of a half, what a whole network of halves may lose."""
 
 
 @dataclass(frozen=True)

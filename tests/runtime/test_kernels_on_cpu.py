@@ -23,18 +23,18 @@ from cuda_on_cpu import (
     unavailable,
 )
 
+from sdflow.distance import relative_l2
 from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import (
     EPSILON,
     INPUTS,
-    TOLERANCE,
     Case,
-    distance,
     gelu_expected,
     gelu_feeds,
     group_norm_expected,
     group_norm_feeds,
 )
+from sdflow.yardstick import KERNEL_LIMIT
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def group_norm(program: Path, folder: Path, gpu: Gpu, case: Case) -> str:
 def check(found: np.ndarray, expected: np.ndarray) -> None:
     """In L2 as on the GPU, and no element far off: NaN where nothing was written."""
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0.01, atol=0.02)
-    assert not found.size or distance(found, expected) <= TOLERANCE
+    assert not found.size or relative_l2(found, expected) <= KERNEL_LIMIT
 
 
 WHOLE_ROWS = Case((1, 1, 1636, 80), groups=8)

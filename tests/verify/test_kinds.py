@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,8 +72,8 @@ def test_a_kind_says_where_it_is_in_each_submodel() -> None:
     assert whole.where == "tokenizer"
 
 
-def test_the_page_has_a_row_for_each_kind_the_gravest_first_and_every_place(tmp_path: Path) -> None:
-    text = page(result(*LARGE, *CUT_OFF, *NO_KERNEL), tmp_path)
+def test_the_page_has_a_row_for_each_kind_the_gravest_first_and_every_place() -> None:
+    text = page(result(*LARGE, *CUT_OFF, *NO_KERNEL), {})
     table = text[text.index("<h2>The target and the folder") : text.index("<h2>Operators")]
     rows = table.split("<tr>")[2:]
     assert [re.findall(r'class="(error|warning|note)"', row) for row in rows] == [["error"]] * 3 + [["warning"]]

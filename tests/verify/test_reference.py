@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sdflow.distance import relative_l2
 from sdflow.sources import Checkpoint
 from sdflow.verify.cases import Case, Cases
-from sdflow.verify.distance import relative_l2
 from sdflow.verify.forwards import FORWARD, run_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.reference import LoraMerge, load_reference

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import onnx
@@ -16,11 +17,12 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.config.workflow import ImageSpec, VerifySpec
-from sdflow.errors import UsageError, VerificationError
+from sdflow.errors import SdflowError, UsageError, VerificationError
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import Checkpoint
+from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
 from sdflow.verify.html import page
@@ -83,7 +85,8 @@ def test_a_second_verification_comes_from_the_cache_whole(subject: Subject, cach
     again = verify(subject, SPEC, cache, progress=phases.append)
     assert phases == [], "no process was started"
     assert again.result == dataclasses.replace(first.result, cached=True)
-    assert (again.pictures / "artifact.png").is_file()
+    assert sorted(again.pictures) == ["artifact.png", "difference.png", "pytorch.png"]
+    assert again.pictures == first.pictures
 
 
 @pytest.mark.parametrize("what", ["artifact", "tokenizer"])
@@ -116,6 +119,34 @@ def test_another_scheduler_is_found_by_the_picture_and_a_failure_is_not_kept(
     with pytest.raises(VerificationError) as raised:
         found.raise_for_failure()
     assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("how", ["passes", "does not pass", "raises"])
+def test_a_verification_leaves_nothing_in_the_temporary_folder(
+    how: str, subject: Subject, cache: Cache, first: Verified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    written: list[list[str]] = []
+
+    def look(phrase: str) -> None:
+        written.append([path.name.split("-")[1] for path in temporary.glob("sdflow-*")])
+
+    def verified(subject: Subject) -> Verified:
+        return verify(subject, SPEC, cache, submodels=["text_encoder"], fresh=True, threads=1, progress=look)
+
+    if how == "raises":
+        gone = LoraFile("gone", tmp_path / "gone.safetensors", "0" * 64, 1.0, ("unet",))
+        with pytest.raises(SdflowError, match="gone"):
+            verified(dataclasses.replace(subject, loras=[gone]))
+    else:
+        folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+        if how == "does not pass":
+            (folder / "text_encoder/model.onnx").write_bytes(b"")
+        assert verified(dataclasses.replace(subject, folder=folder)).result.passed is (how == "passes")
+    assert any("verify" in each for each in written), "there was one while it ran"
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_truncated_data_file_is_found(subject: Subject, cache: Cache, first: Verified, tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.kernels.replace import DOMAIN, VERSION
+from sdflow.yardstick import KERNEL_LIMIT
 
 if TYPE_CHECKING:
     import numpy as np
-
-TOLERANCE = 5e-4
-"""Relative L2: what rounding to float16 once makes of a result is 2e-4."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def prove(library: Path) -> None:
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
     for name, distance in found.items():
-        if not distance <= TOLERANCE:
+        if not distance <= KERNEL_LIMIT:
             raise TargetUnavailableError(f"our kernels are wrong on this device: {name} by {distance:.1e}")
 
 
@@ -74,7 +73,7 @@ def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
     node = helper.make_node("BiasSplitGelu", list(feeds), ["y"], domain=DOMAIN)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
     (found,) = _session(library, node, feeds, [result]).run(["y"], feeds)
-    return distance(found, gelu_expected(feeds))
+    return relative_l2(found, gelu_expected(feeds))
 
 
 def gelu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -117,14 +116,7 @@ def differences(library: Path, case: Case) -> dict[str, float]:
     session = _session(library, node, feeds, results)
     found = dict(zip(names, session.run(names, feeds), strict=True))
     expected = group_norm_expected(feeds, case)
-    return {name: distance(found[name], expected[name]) for name in names}
-
-
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative L2."""
-    import numpy as np
-
-    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return {name: relative_l2(found[name], expected[name]) for name in names}
 
 
 EPSILON = 1e-5

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sdflow.verify.distance import largest_difference, psnr, relative_l2, root_mean_square, ssim
+from sdflow.distance import largest_difference, psnr, relative_l2, root_mean_square, ssim
 
 RANDOM = np.random.default_rng(0)
 PICTURE = RANDOM.random((24, 32, 3))

@@ -1,0 +1,52 @@
+"""The numbers that decide: how far from PyTorch a result may be, and from itself.
+
+Distances are relative L2 (`sdflow.distance`). The yardstick of a float16 artifact is what plain fp16 PyTorch loses on the
+same inputs: no fixed number suits all checkpoints. Whoever changes one of those for `sdflow verify` raises
+`sdflow.verify.judge.VERSION`, since another verdict may come out.
+"""
+
+from __future__ import annotations
+
+# Of a submodel's outputs, in `sdflow verify`
+
+FLOAT32_LIMIT = 1e-4
+"""That a float32 artifact may be from the fp32 PyTorch model."""
+
+FLOAT16_RATIO = 1.2
+"""How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases. In `sdflow
+bench` the same holds for pictures."""
+
+AT_MOST_UNCERTAIN = 1.25
+"""How far the scatter of the cases may widen that limit, as a factor."""
+
+ONE_CASE_RATIO = 2.0
+"""The same for any one case: few numbers, so a wider margin."""
+
+WITHOUT_YARDSTICK = 10 * 2**-11
+"""Where fp16 PyTorch itself overflows: ten times the rounding of a half, what a whole network of halves may lose."""
+
+# Of pictures
+
+PICTURE_DECIBELS = {"float32": 60.0, "float16": 35.0}
+"""At which a verified picture passes whatever fp16 PyTorch's has: no difference that anyone sees."""
+
+DECIBELS_BEHIND = 6.0
+"""A float16 pipeline's picture may have so much less than plain fp16 PyTorch's: twice the error."""
+
+DECIBELS_ASTRAY = 30.0
+"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it."""
+
+SCORE_APART = 0.02
+"""How far the share of the sample's pictures that are right may be from PyTorch's."""
+
+BENCH_FLOAT32 = 1e-3
+"""That the picture of an engine of `sdflow bench` may be from PyTorch's in float32; a float16 engine at least this."""
+
+# Of what should be the same
+
+SESSIONS_APART = {"float16": 6e-3, "float32": 1e-4}
+"""Between two sessions that compute the same. float16: each is some 1.7e-3 from float32 on an H200, in kernels of its own; a
+wrong one was 0.07."""
+
+KERNEL_LIMIT = 5e-4
+"""That our own kernels may be from their definition: rounding to float16 once makes 2e-4 of a result."""
