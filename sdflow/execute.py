@@ -162,12 +162,15 @@ class _ChainRun:
         return self._run_steps(chain.carried)
 
     def _run_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
-        for _ in steps:
+        mended = 0
+        while True:
             try:
                 return self._try_steps(steps)
             except CorruptArtifactError as corrupt:
+                if mended == len(steps):  # each artifact once; what is damaged more often has a cause that stays
+                    raise
+                mended += 1
                 self.listener.phase(steps[0], f"{corrupt.what}: building it again")
-        return self._try_steps(steps)
 
     def _try_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
         finished: list[FinishedStep] = []

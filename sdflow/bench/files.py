@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sdflow.atomic_write import write_whole
 from sdflow.bench.html import page
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.table import TABLE, about, table
@@ -41,10 +42,8 @@ def write_files(result: BenchResult, out: Path) -> list[Path]:
         "bench.html": page(result),
     }
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for name, text in contents.items():
-            (out / f".{name}.new").write_text(text, encoding="utf-8", newline="")
-            (out / f".{name}.new").replace(out / name)
+            write_whole(out / name, text.encode())
     except OSError as error:
         raise UsageError(
             f"cannot be written: {error.strerror or error}", where=str(error.filename or out), remedy="Name --out DIR."

@@ -13,6 +13,7 @@ from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
+from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.targets import TARGETS
 
 MAX_CELLS = 256
@@ -120,7 +121,7 @@ def model_label(reference: object) -> str:
         rest = rest.partition("@")[0].replace("?", "-").replace("=", "") if scheme != "hf" else rest.partition("@")[0]
         return slug(rest.rpartition("/")[2]) or "model"
     path = PurePosixPath(text.replace("\\", "/"))
-    return slug(path.stem if path.suffix in (".safetensors", ".ckpt", ".bin") else path.name) or "model"
+    return slug(path.stem if path.suffix in (".safetensors", *PICKLE_SUFFIXES) else path.name) or "model"
 
 
 def loras_label(loras: object) -> str:

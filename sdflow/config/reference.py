@@ -12,10 +12,10 @@ from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
+from sdflow.sources.reference import PICKLE_SUFFIXES
 
 SYNTHETIC = ("sd15", "sd15-tiny", "sdxl", "sdxl-tiny")
 SAMPLES = ("shapes",)
-PICKLED = (".bin", ".ckpt")
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
@@ -103,15 +103,16 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
     suffix = path.suffix.lower()
     if path.is_dir():
         return str(path)
-    if suffix in PICKLED and not allow_pickle:
+    if suffix in PICKLE_SUFFIXES and not allow_pickle:
         problems.add(
             mark,
             f"{path.name!r} holds pickled weights, and unpickling can run any code",
             "convert it to .safetensors, or write `allow_pickle: true` to load it with weights_only=True",
         )
         return None
-    if suffix not in (".safetensors", *PICKLED):
-        problems.add(mark, f"{path.name!r} is not a checkpoint", "a folder, or a .safetensors, .ckpt or .bin file")
+    if suffix not in (".safetensors", *PICKLE_SUFFIXES):
+        known = f"a folder, or a file: .safetensors, or pickled {', '.join(PICKLE_SUFFIXES)}"
+        problems.add(mark, f"{path.name!r} is not a checkpoint", known)
         return None
     return str(path)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sdflow.atomic_write import replacing
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,5 @@ def write_png(picture: Image, path: Path, settings: Mapping[str, Any]) -> None:
 
     chunk = PngInfo()
     chunk.add_itxt(SETTINGS_CHUNK, json.dumps(settings, ensure_ascii=False, sort_keys=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as temporary:
         picture.save(temporary, format="PNG", pnginfo=chunk)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -7,12 +7,12 @@ pipeline's folder, which may be shared by machines and is replaced as a whole, n
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdflow.atomic_write import write_whole
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.machine.device import device
@@ -77,10 +77,7 @@ def record_tuning(folder: Path, target: Target, tuning: Tuning, evidence: Mappin
     records = [*others, {"machine": here, "tuning": tuning.to_json(), **evidence}]
     content = {"format_version": FORMAT_VERSION, "pipeline": read_manifest(folder).origin.name, "records": records}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as stream:
-            json.dump(content, stream, indent=2)
-        Path(stream.name).replace(path)
+        write_whole(path, json.dumps(content, indent=2).encode())
     except OSError as error:
         raise UsageError(
             f"the choice cannot be written: {error.strerror or error}",

@@ -5,12 +5,12 @@ The client honours HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLI
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sdflow.atomic_write import write_whole
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import CLASS_OF, COMPANIONS, Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
 from sdflow.sources.folder import choose_weights, open_folder
@@ -178,10 +178,7 @@ def _fetch(hub: HubReference, wanted: Callable[[Collection[str]], list[str]]) ->
 
 def _write_ref(path: Path, commit: str) -> None:
     """Remember the revision's commit where huggingface_hub would."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_text(commit, "ascii")
-    staged.replace(path)
+    write_whole(path, commit.encode("ascii"))
 
 
 @contextmanager

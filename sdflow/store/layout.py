@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sdflow.atomic_write import write_whole
 from sdflow.errors import CacheError
 
 log = logging.getLogger("sdflow.store")
@@ -160,24 +161,17 @@ def reading(root: Path) -> Iterator[None]:
         ) from error
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a new file and, if `durable`, wait until the disk has it."""
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file, and wait until the disk has it."""
     with path.open("xb") as stream:
         stream.write(data)
         stream.flush()
-        if durable:
-            os.fsync(stream.fileno())
+        os.fsync(stream.fileno())
 
 
 def replace_file(layout: Layout, path: Path, data: bytes) -> None:
     """Give `path` new content at once: readers see the old or the new, whatever is killed when."""
-    temporary = layout.staging / f"tmp-{os.urandom(8).hex()}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write_file(temporary, data, durable=False)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, data, staging=layout.staging)
 
 
 def sync_directory(path: Path) -> None:

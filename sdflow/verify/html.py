@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
 from sdflow.verify.check import Verified
 from sdflow.verify.finding import LEVELS
@@ -48,15 +48,8 @@ def write_html(verified: Verified, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a reader finds the old content or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, content)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 

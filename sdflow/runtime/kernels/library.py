@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from sdflow.atomic_write import write_whole
 from sdflow.digest import digest_json
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime
@@ -146,9 +146,7 @@ def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as folder:
         made = compile_library(Path(folder), nvrtc, compiler, capability)
         prove(made)
-        with made.open("rb") as stream:
-            os.fsync(stream.fileno())  # a library that is there is whole, after a power cut too
-        made.replace(library)
+        write_whole(library, made.read_bytes(), staging=Path(folder), durable=True)
 
 
 _UNFINISHED = "unfinished-"

@@ -1,0 +1,34 @@
+"""Files that are whole: a reader finds the old content or the new, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, *, staging: Path | None = None, durable: bool = False) -> Iterator[Path]:
+    """A path to write the new content of `path` to. At the end it takes the place of `path`, whose folder is made.
+
+    staging: a folder on the same file system to write in, by default that of `path`. durable: wait until the disk has
+    the content, so that it is whole after a power cut too.
+    When the writing fails, `path` is as it was and nothing is left. Raises OSError.
+    """
+    temporary = (path.parent if staging is None else staging) / f".{os.urandom(8).hex()}.unfinished"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        if durable:
+            with temporary.open("rb" if os.name != "nt" else "r+b") as stream:
+                os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes, *, staging: Path | None = None, durable: bool = False) -> None:
+    """Give `path` this content in one step, as `replacing` does."""
+    with replacing(path, staging=staging, durable=durable) as temporary:
+        temporary.write_bytes(content)
