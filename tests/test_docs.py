@@ -1,0 +1,257 @@
+"""README and manual say what is true of the program: every command, option, file, link and example in them is held to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from bench.conftest import built  # noqa: F401
+
+from sdflow.cli.app import app
+from sdflow.config import load_workflow
+from sdflow.passes import registry
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+INSTALL = "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[cpu,test]' && "
+
+RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache", "generate", "bench")
+"""These are run as they are written, in a folder where `pipelines/shapes_cpu` is a small pipeline."""
+PARSED_ONLY = {
+    "run": "tests/samples/test_onnx_pipeline.py, tests/test_main_job.py",
+    "verify": "tests/test_main_job.py, tests/verify/test_fix.py",
+    "bake": "tests/test_main_job.py",
+    "tune": "tests/bench/test_tune.py",
+    "doctor": "its status depends on the machine",
+}
+"""Of these it is held that they parse; where they are run. So too of what stands in a sentence (`sdflow plan`)."""
+QUICKER = {
+    "generate": ("--steps", "2", "--threads", "1"),
+    "bench": [
+        "--batch",
+        "1",
+        "--size",
+        "64",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "-e",
+        "ort-cpu",
+        "--no-check",
+    ],
+}
+"""What is put behind a command for the test's sake; the last of an option counts."""
+COMPARED = {"--compare"}
+"""Benches that need the result of another."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command in a page. whole: it stands on a line of its own, to be typed; else in a sentence, as a mention."""
+
+    page: Path
+    number: int
+    words: tuple[str, ...]
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.number} {' '.join(self.words)}"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> Iterator[Line]:
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text_of(page), flags=re.M | re.S)
+        for number, line in enumerate(prose.splitlines(), 1):
+            whole = line.startswith("    ")
+            for code in [line.strip()] if whole else re.findall(r"`([^`]+)`", line):
+                for command in code.split("&&"):
+                    words = shlex.split(command)
+                    if words and words[0] in ("sdflow", ".venv/bin/sdflow"):
+                        yield Line(page, number, tuple(words[1:]), whole)
+
+
+COMMANDS = list(commands())
+WHOLE = [line for line in COMMANDS if line.whole]
+
+
+def parse(line: Line) -> None:
+    """Raises click's errors for a command, an option or an argument that is not there."""
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="sdflow")
+    rest = list(line.words)
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.context_class(command, info_name=name, parent=context)
+    if "--help" in rest:
+        return
+    if not line.whole:  # what must be given may be missing in a sentence
+        for parameter in command.params:
+            parameter.required = False
+    command.parse_args(context, rest)
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=str)
+def test_every_command_of_the_manual_is_one(line: Line) -> None:
+    parse(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("rnu x.yaml", "No such command"),
+        ("cache list", "No such command"),
+        ("run x.yaml --sett a=1", "No such option"),
+        ("bake --base a --lora b", "Missing.*out"),
+        ("run", "Missing.*workflow"),
+        ("tune a b", "unexpected extra argument"),
+        ("generate a --steps few", "valid int"),
+    ],
+)
+def test_what_is_no_command_is_found(words: str, says: str) -> None:
+    with pytest.raises(Exception, match=says) as raised:
+        parse(Line(PAGES[0], 1, tuple(words.split()), whole=True))
+    assert hasattr(raised.value, "exit_code"), "an error of usage"
+
+
+def test_every_command_is_in_the_manual() -> None:
+    group: Any = typer.main.get_command(app)
+    named = {line.words[0] for line in COMMANDS if line.page.name == "commands.md" and line.words}
+    assert named == set(group.commands)
+    cache = {line.words[1] for line in COMMANDS if line.page.name == "commands.md" and line.words[:1] == ("cache",)}
+    assert cache == set(group.commands["cache"].commands)
+
+
+def test_every_option_that_is_spoken_of_exists() -> None:
+    group: Any = typer.main.get_command(app)
+    all_commands = [*group.commands.values(), *group.commands["cache"].commands.values(), group]
+    known = {"--help"} | {
+        name for each in all_commands for option in each.params for name in (*option.opts, *option.secondary_opts)
+    }
+    spoken = {
+        (page.name, option)
+        for page in PAGES
+        for code in re.findall(r"`([^`\n]+)`", text_of(page))
+        if not code.startswith(("python ", "ruff "))
+        for option in re.findall(r"(?<!\S)--[a-z][a-z_-]*", code)
+    }
+    assert len(spoken) > 20
+    assert {each for each in spoken if each[1] not in known} == set()
+
+
+@pytest.fixture(scope="module")
+def folder(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """As the repository's root is after its first run, with a pipeline that is smaller still."""
+    made = tmp_path_factory.mktemp("manual")
+    (made / "pipelines").mkdir()
+    (made / "pipelines/shapes_cpu").symlink_to(built, target_is_directory=True)
+    for name in ("workflows", "samples"):
+        (made / name).symlink_to(ROOT / name, target_is_directory=True)
+    return made
+
+
+def test_commands_are_run_here_or_elsewhere() -> None:
+    assert {line.words[0] for line in WHOLE} <= {*RUN_HERE, *PARSED_ONLY}
+    for files in PARSED_ONLY.values():
+        for name in re.findall(r"tests/\S+\.py", files):
+            assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in WHOLE if line.words[0] in RUN_HERE and COMPARED.isdisjoint(line.words)], ids=str
+)
+def test_a_command_of_the_manual_runs(line: Line, folder: Path) -> None:
+    words = [*line.words, *QUICKER.get(line.words[0], ())]
+    if line.words[:2] == ("cache", "clean"):
+        words.append("--yes")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "sdflow", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_ci_runs_the_readmes_command_for_the_tests_and_the_other_differs_in_its_end() -> None:
+    installs = [line.strip() for line in text_of(ROOT / "README.md").splitlines() if line.startswith("    python3.11")]
+    ends = [line.removeprefix(INSTALL) for line in installs]
+    assert ends == [".venv/bin/sdflow run workflows/shapes_cpu.yaml", ".venv/bin/pytest -q"]
+    assert installs[1] in (ROOT / ".ci/run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_are_named_are_there(page: Path) -> None:
+    text = text_of(page)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for code in re.findall(r"`([^`\n]+)`", text) + [line.strip() for line in text.splitlines()]:
+        for script, rest in re.findall(r"python ((?:benchmarks|samples)/\S+\.py)(.*)", code):
+            source = (ROOT / script).read_text()
+            assert all(f'"{option}"' in source for option in re.findall(r"--[a-z-]+", rest)), code
+        for name in re.findall(r"^(?:workflows|sdflow|tests|benchmarks|user_scripts|samples)/[\w/.]*$", code):
+            assert (ROOT / name).exists() or name == "user_scripts/my_pass.py", code
+    assert f"]({'docs/' + page.name})" in text_of(PAGES[0]) or page == PAGES[0], "the README leads to every page"
+
+
+WORKFLOWS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize(("page", "block"), WORKFLOWS, ids=lambda each: getattr(each, "name", None))
+def test_the_workflows_of_the_manual_are_valid(page: Path, block: str, tmp_path: Path) -> None:
+    folder = tmp_path / "workflows"
+    shutil.copytree(ROOT / "workflows", folder)
+    for name in ("models/dreamshaper.safetensors", "loras/ink.safetensors", "loras/wood.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    written = yaml.safe_load(block)
+    if "extends" not in written:
+        block += "extends: base/sd15.yaml\ntarget: cpu\n"
+    elif "target" not in written and "matrix" not in written:
+        block += "target: cpu\n"
+    (folder / "example.yaml").write_text(block)
+    assert load_workflow(folder / "example.yaml", catalog=registry.catalog()).pipelines
+
+
+def test_the_python_of_the_manual_is_python_and_imports_what_is_there() -> None:
+    found = [(page, block) for page in PAGES for block in blocks(page, "python")]
+    assert found
+    for page, block in found:
+        compile(block, str(page), "exec")
+        for module, names in re.findall(r"^from (sdflow\S*) import (.+)$", block, flags=re.MULTILINE):
+            imported = __import__(module, fromlist=names.split(", "))
+            assert all(hasattr(imported, name) for name in names.split(", ")), module
+
+
+def test_the_pass_of_the_manual_is_a_pass(tmp_path: Path) -> None:
+    (block,) = [block for page in PAGES for block in blocks(page, "python") if "my_pass.py" in block]
+    (tmp_path / "my_pass.py").write_text(block)
+    described = registry.describe("my_pass.py", tmp_path)
+    assert described.summary == "Says what it does in one line."
+    assert [option.name for option in described.options] == ["keep"]
