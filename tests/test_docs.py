@@ -30,7 +30,7 @@ RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache
 """These are run as they are written, in a folder where `pipelines/shapes_cpu` is a small pipeline."""
 PARSED_ONLY = {
     "run": "tests/samples/test_onnx_pipeline.py, tests/test_main_job.py",
-    "verify": "tests/test_main_job.py, tests/verify/test_fix.py",
+    "verify": "tests/test_main_job.py, tests/test_fix.py",
     "bake": "tests/test_main_job.py",
     "tune": "tests/bench/test_tune.py",
     "doctor": "its status depends on the machine",
