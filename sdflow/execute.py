@@ -91,7 +91,8 @@ class Executor:
         Raises PassError when a pass fails, CacheError when the cache cannot be written, VerificationError when
         `check` finds a step that does not give the same bytes again.
         """
-        return self._run_pipeline(plan, WorkerGroup(self.jobs))
+        with self._group() as group:
+            return self._run_pipeline(plan, group)
 
     def run_all(self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float], T]) -> list[T]:
         """Run pipelines, as many side by side as there may be steps; `then` is called with each that is
@@ -100,14 +101,13 @@ class Executor:
         What several pipelines share is built once. Returns what `then` gave, in order. Raises as `run` does; the others
         end with the first that fails.
         """
-        group = WorkerGroup(self.jobs)
 
         def run(plan: PipelinePlan) -> T:
             group.check()
             begun = time.perf_counter()
             return then(plan, self._run_pipeline(plan, group), begun)
 
-        with ThreadPoolExecutor(group.jobs) as threads:
+        with self._group() as group, ThreadPoolExecutor(group.jobs) as threads:
             try:
                 futures = [threads.submit(run, plan) for plan in plans]
                 _wait(futures)
@@ -115,6 +115,9 @@ class Executor:
                 group.end()
                 raise
         return [future.result() for future in futures]
+
+    def _group(self) -> WorkerGroup:
+        return WorkerGroup(self.jobs, self.listener.note)
 
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
@@ -289,6 +292,7 @@ class _ChainRun:
                     log=log,
                     on_phase=lambda phrase: self.listener.phase(step, phrase),
                     on_memory=lambda resident: self.listener.memory(step, resident),
+                    imported=step.imported,
                 )
             except PassError:
                 if self.executor.keep_failed:

@@ -11,6 +11,7 @@ from sdflow import sources
 from sdflow.artifact import Action
 from sdflow.config.workflow import StepSpec
 from sdflow.passes.base import Pass
+from sdflow.passes.user_pass import is_user_pass
 from sdflow.sources.checkpoint import config_digest
 from sdflow.weights.structure import hollow
 
@@ -60,6 +61,11 @@ class Step:
     @property
     def name(self) -> str:
         return self.spec.pass_name
+
+    @property
+    def imported(self) -> tuple[tuple[str, ...], ...]:
+        """What the step's process has imported when it starts. A user's script gets a process that is new throughout."""
+        return () if is_user_pass(self.name) else self.implementation.imports
 
     def action(self, before: str | None, salt: str) -> Action:
         """The step's action. before: the tree digest of the step before; None for the first step."""

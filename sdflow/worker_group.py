@@ -3,23 +3,31 @@
 How many: at most `jobs`, by default two where there are two cores. A further worker starts only while the machine has
 2 GB of memory available for each, itself included; the first one always starts. A step that carries a model's weights
 needs several times the model's size, so by default it runs alone.
+
+Workers whose packages are known beforehand are forked from servers that have them (`sdflow.worker_server`); a server
+starts with the first worker that needs it and ends with the group.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from sdflow.workers import WorkerResult, run_worker
+from sdflow import worker_server
+from sdflow.worker_server import NoServerError, WorkerServer
+from sdflow.workers import Start, Worker, WorkerResult, run_worker, spawn
 
 MEMORY_PER_WORKER = 2 * 10**9
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 LOOK_SECONDS = 0.5
+
+Layers = tuple[tuple[str, ...], ...]
+"""Modules that a worker has imported when it starts, in layers that workers of other kinds share from the first on."""
 
 
 class GroupEndedError(Exception):
@@ -27,16 +35,32 @@ class GroupEndedError(Exception):
 
 
 class WorkerGroup:
-    """The workers of one run, each driven by a thread. jobs: how many at a time; None: the defaults above."""
+    """The workers of one run, each driven by a thread; a context, at whose end none is left.
 
-    def __init__(self, jobs: int | None = None) -> None:
+    jobs: how many at a time; None: the defaults above. say: called where workers start slower than they could.
+    """
+
+    def __init__(self, jobs: int | None = None, say: Callable[[str], None] = lambda text: None) -> None:
         self.jobs = jobs or DEFAULT_JOBS
         self._heavy_run_alone = jobs is None
         self._changed = threading.Condition()
         self._turns = 0
         self._alone = False
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Worker] = set()
         self._ended = False
+        self._say = say
+        self._starting = threading.RLock()
+        self._starts: dict[Layers, Start] = {(): spawn}
+        self._servers: list[WorkerServer] = []
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in reversed(self._servers):
+            server.end()
 
     @contextmanager
     def turn(self, *, heavy: bool) -> Iterator[None]:
@@ -73,24 +97,48 @@ class WorkerGroup:
         log: Path,
         on_phase: Callable[[str], None],
         on_memory: Callable[[int], None],
+        imported: Layers = (),
     ) -> WorkerResult:
-        """`run_worker`, as one of the group. Raises GroupEndedError when the group is ended meanwhile."""
-        started: list[subprocess.Popen[bytes]] = []
+        """`run_worker`, as one of the group; `imported` before it starts. Raises GroupEndedError when the group is
+        ended meanwhile."""
+        started: list[Worker] = []
 
-        def add(process: subprocess.Popen[bytes]) -> None:
-            with self._changed:
-                self.check()
-                self._running.add(process)
-            started.append(process)
+        def add(worker: Worker) -> None:
+            self._add(worker)
+            started.append(worker)
 
         try:
-            return run_worker(module, request, log=log, on_phase=on_phase, on_memory=on_memory, on_start=add)
+            start = self._start(imported if worker_server.AVAILABLE else ())
+            return run_worker(
+                module, request, log=log, on_phase=on_phase, on_memory=on_memory, on_start=add, start=start
+            )
         except Exception as error:
             self.check(error)  # it was killed: what it died of says nothing
             raise
         finally:
             with self._changed:
                 self._running.difference_update(started)
+
+    def _start(self, layers: Layers) -> Start:
+        """How a worker starts that has these layers imported. The first one starts the server for it, and waits."""
+        with self._starting:
+            if layers not in self._starts:
+                below = self._start(layers[:-1])
+                try:
+                    server = WorkerServer(layers[-1], below, self._add)
+                except NoServerError as error:
+                    self.check(error)
+                    self._say(f"each step imports {', '.join(layers[-1])} anew: {error}")
+                    self._starts[layers] = below
+                else:
+                    self._servers.append(server)
+                    self._starts[layers] = server.fork
+            return self._starts[layers]
+
+    def _add(self, worker: Worker) -> None:
+        with self._changed:
+            self.check()
+            self._running.add(worker)
 
     def check(self, cause: Exception | None = None) -> None:
         """Raise GroupEndedError if the group was ended."""
@@ -101,6 +149,6 @@ class WorkerGroup:
         """Kill every worker at once. Nothing starts any more."""
         with self._changed:
             self._ended = True
-            for process in self._running:
-                process.kill()
+            for worker in self._running:
+                worker.kill()
             self._changed.notify_all()

@@ -19,12 +19,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 import sdflow
 from sdflow import errors
@@ -74,6 +74,24 @@ class WorkerResult:
     peak_memory: int
 
 
+class Worker(Protocol):
+    """The process of a worker."""
+
+    pid: int
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        """Wait for its end. Returns its exit status; of one that was killed, minus the signal's number."""
+
+
+Descriptors = tuple[int, int, int]
+"""A worker's standard input, output and error."""
+
+Start = Callable[[str, Sequence[str], Mapping[str, str], Path, Descriptors], Worker]
+"""Starts `python -m` with a module and its arguments; environment, home and current folder, descriptors."""
+
+
 def run_worker(
     module: str,
     request: Mapping[str, Any],
@@ -82,47 +100,55 @@ def run_worker(
     environment: Mapping[str, str] | None = None,
     on_phase: Callable[[str], None] = lambda phrase: None,
     on_memory: Callable[[int], None] = lambda rss: None,
-    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    on_start: Callable[[Worker], None] = lambda worker: None,
+    start: Start | None = None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and wait for its result.
 
     log: file that takes everything the worker prints. environment: variables that this worker has
     besides, unless the user set them.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
-        from another thread. on_start: called with the process; what it raises ends the worker.
+        from another thread. on_start: called with the process; what it raises ends the worker. start: `spawn` by default.
 
     Raises the SdflowError that the worker raised, OSError when it met a full disk, or PassError when it crashed or was
     killed. Whatever ends this call, the worker process is gone when it returns.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
-        process = subprocess.Popen(
-            python_command(module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            env=dict(environment or {}) | clean_environment(Path(home)),
-            cwd=home,
-            start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with _ended_at_exit(process), _memory_watched(process.pid, on_memory):
-            on_start(process)
-            try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it died at start: the empty answer below says so, with the log
-            for line in process.stdout:
-                message = json.loads(line)
-                if "phase" in message:
-                    on_phase(message["phase"])
-                elif "error" in message:
-                    raise _rebuilt_error(message["error"], log)
-                elif "result" in message:
-                    return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
-            raise _death(module, process.wait(), log)
+        variables = dict(environment or {}) | clean_environment(Path(home))
+        with _started(start or spawn, module, variables, Path(home), sink) as (worker, requests, answers):
+            on_start(worker)
+            with _memory_watched(worker.pid, on_memory):
+                try:
+                    requests.write(json.dumps(request).encode() + b"\n")
+                    requests.flush()
+                except BrokenPipeError:
+                    pass  # it died at start: the empty answer below says so, with the log
+                for line in answers:
+                    message = json.loads(line)
+                    if "phase" in message:
+                        on_phase(message["phase"])
+                    elif "error" in message:
+                        raise _rebuilt_error(message["error"], log)
+                    elif "result" in message:
+                        return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
+                raise _death(worker.wait(), log)
+
+
+def spawn(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], home: Path, descriptors: Descriptors
+) -> Worker:
+    """Start a new Python process on a module of sdflow, in `home`."""
+    stdin, stdout, stderr = descriptors
+    return subprocess.Popen(
+        python_command(module, *arguments),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        cwd=home,
+        start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
+    )
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -145,18 +171,26 @@ def clean_environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _ended_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+def _started(
+    start: Start, module: str, environment: Mapping[str, str], home: Path, sink: IO[bytes]
+) -> Iterator[tuple[Worker, IO[bytes], IO[bytes]]]:
+    """A worker, and the pipes to it and from it. It is gone at the end."""
+    theirs, to_worker = os.pipe()
+    from_worker, answers = os.pipe()
+    requests = open(to_worker, "wb")  # noqa: SIM115, PTH123  (closing it may fail, below)
+    with open(from_worker, "rb") as stream:  # noqa: PTH123  (a descriptor)
+        try:
+            worker = start(module, (), environment, home, (theirs, answers, sink.fileno()))
+        finally:
+            os.close(theirs)
+            os.close(answers)
+        try:
+            yield worker, requests, stream
+        finally:
+            worker.kill()
+            worker.wait()
+            with suppress(BrokenPipeError):  # what it did not read
+                requests.close()
 
 
 @contextmanager
@@ -191,7 +225,7 @@ def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
     return PassError(f"{error['kind']}: {error['what']}", remedy=f"its last output:\n{_tail(log)}")
 
 
-def _death(module: str, status: int, log: Path) -> PassError:
+def _death(status: int, log: Path) -> PassError:
     if status < 0:
         name = signal.Signals(-status).name
         likely = ", most likely because memory ran out" if name == "SIGKILL" else ""

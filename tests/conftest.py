@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.update(
     CI="1",
@@ -18,3 +22,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take th
 
 from small_workflows import bench, chain  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that the test starts end at SIGINT, also where the shell ignores it for what it runs (`nohup`, `&`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -17,6 +17,7 @@ from small_lora import write_lora
 from small_workflows import SMALL_PASSES, Bench, Events
 
 from sdflow.errors import PassError, VerificationError, WorkflowError
+from sdflow.passes.base import BINDS, TRACES
 from sdflow.step import Step
 
 SUBMODELS = ("unet", "text_encoder")
@@ -180,7 +181,9 @@ def test_a_lora_without_a_step_to_merge_it_is_an_error_at_its_place(bench: Bench
         bench.run(bench.workflow([], loras=[{"file": str(lora)}], submodels=chains))
 
 
-def test_an_interrupted_run_leaves_nothing_and_the_next_goes_on(bench: Bench, chain: Chain) -> None:
+def test_an_interrupted_run_leaves_nothing_and_the_next_goes_on(
+    bench: Bench, chain: Chain, interruptible: None
+) -> None:
     workflow = bench.workflow(chain(1, sleep=30))
     command = [sys.executable, "-m", "sdflow", "run", str(workflow), "--cache", str(bench.folder / "cache")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
@@ -208,7 +211,7 @@ def two_chains(bench: Bench, **second: Any) -> Path:
     return bench.workflow([], submodels={name: {"passes": [step]} for name, step in chains.items()})
 
 
-def test_ctrl_c_ends_two_running_workers_at_once_and_leaves_nothing(bench: Bench) -> None:
+def test_ctrl_c_ends_two_running_workers_at_once_and_leaves_nothing(bench: Bench, interruptible: None) -> None:
     cache = bench.folder / "cache"
     command = [sys.executable, "-m", "sdflow", "run", str(two_chains(bench)), "--cache", str(cache), "--jobs", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
@@ -238,6 +241,13 @@ def test_a_failing_chain_stops_the_others(bench: Bench) -> None:
     assert list((bench.folder / "cache/v1/staging").iterdir()) == []
 
 
+def test_only_passes_of_sdflows_own_have_packages_imported_before_they_start(bench: Bench, chain: Chain) -> None:
+    own = bench.workflow([], submodels={"unet": {"passes": [{"pass": "OnnxConversion"}]}}, name="own")
+    script, *_ = bench.plan(bench.workflow(chain())).pipelines[0].chains[0].steps
+    traced, bound = bench.plan(own).pipelines[0].chains[0].steps
+    assert (script.imported, traced.imported, bound.imported) == ((), TRACES, BINDS)
+
+
 class Counter(Events):
     """Counts the workers, a few times a second."""
 
@@ -254,7 +264,7 @@ def test_chains_that_carry_weights_run_one_after_the_other_unless_jobs_says_othe
         assert counting.events.most == workers  # type: ignore[attr-defined]
 
 
-def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Chain) -> None:
+def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Chain, interruptible: None) -> None:
     path = bench.workflow(chain())
     (pipeline,) = bench.plan(path).pipelines
     (first, *_) = pipeline.steps(bench.cache)

@@ -18,7 +18,8 @@ FLOORS = {
     for floor, names in enumerate(
         (
             "errors digest units picture_sizes distance yardstick atomic_write",
-            "models families targets artifact manifest machine workers worker_group samples replace_folder user_folder",
+            "models families targets artifact manifest machine workers worker_server worker_group samples replace_folder "
+            "user_folder",
             "config store sources onnx_model",
             "passes weights",
             "step plan execute assemble disk_space",

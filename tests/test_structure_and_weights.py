@@ -181,8 +181,9 @@ class Killer(Events):
     """Kills the worker of BindWeights as soon as it is seen."""
 
     def memory(self, step: Step, resident: int) -> None:
-        for worker in psutil.Process().children() if step.name == "BindWeights" else []:
-            worker.kill()
+        for server in psutil.Process().children() if step.name == "BindWeights" else []:
+            for worker in server.children():
+                worker.kill()
 
 
 def test_a_killed_bind_leaves_nothing_and_the_next_run_goes_on(shared: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Workers: whatever happens in one stays there, and ends with its parent."""
+"""Workers, spawned and forked: whatever happens in one stays there, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -9,25 +9,40 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from sdflow import worker_server
 from sdflow.errors import PassError
-from sdflow.workers import WorkerResult, run_worker
+from sdflow.worker_server import WorkerServer
+from sdflow.workers import Start, WorkerResult, run_worker, spawn
 
 Run = Callable[..., WorkerResult]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+FORKED = pytest.param("forked", marks=pytest.mark.skipif(not worker_server.AVAILABLE, reason="forks on Linux only"))
 
+
+@pytest.fixture(params=["spawned", FORKED])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+    if request.param == "spawned":
+        yield spawn
+        return
+    server = WorkerServer(["numpy", "psutil"], spawn, lambda worker: None)
+    yield server.fork
+    server.end()
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: Start) -> Run:
     def run(do: str, on_phase: Callable[[str], None] = lambda phrase: None, **request: Any) -> WorkerResult:
-        return run_worker("worker_samples", {"do": do, **request}, log=tmp_path / "log", on_phase=on_phase)
+        log = tmp_path / "log"
+        return run_worker("worker_samples", {"do": do, **request}, log=log, on_phase=on_phase, start=start)
 
     return run
 
@@ -71,6 +86,18 @@ def test_peak_memory_is_the_workers_own(run: Run) -> None:
     small = run("echo", value=0).peak_memory
     large = run("allocate", bytes=200_000_000).peak_memory
     assert 180_000_000 < large - small < 260_000_000
+    assert abs(run("echo", value=0).peak_memory - small) < 20_000_000, "nothing of the one before"
+
+
+def test_a_worker_sees_nothing_of_the_one_before(run: Run) -> None:
+    before = run("look").value
+    assert run("change everything").value != before
+    assert run("look").value == before
+
+
+def test_a_large_request_and_a_large_result_arrive_whole(run: Run) -> None:
+    value = ["0123456789"] * 100_000
+    assert run("echo", value=value).value == value
 
 
 def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +111,10 @@ def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert environment["ORT_DISABLE_TELEMETRY"] == environment["OLIVE_DISABLE_TELEMETRY"] == environment["CI"] == "1"
 
 
-def test_a_worker_can_be_given_variables_of_its_own(run: Run, tmp_path: Path) -> None:
+def test_a_worker_can_be_given_variables_of_its_own(run: Run, start: Start, tmp_path: Path) -> None:
     own = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}
-    found = run_worker("worker_samples", {"do": "environment"}, log=tmp_path / "log", environment=own).value
+    log = tmp_path / "log"
+    found = run_worker("worker_samples", {"do": "environment"}, log=log, environment=own, start=start).value
     assert found["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
     assert "GLIBC_TUNABLES" not in run("environment").value
 
@@ -105,19 +133,25 @@ def test_a_worker_reaches_no_network(run: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_worker_ends_with_its_parent(tmp_path: Path, run: Run, number: signal.Signals) -> None:
+def test_a_worker_ends_with_its_parent(
+    tmp_path: Path, start: Start, number: signal.Signals, interruptible: None
+) -> None:
     pid_file = tmp_path / "pid"
-    request = {"do": "sleep", "pid_file": str(pid_file)}
+    request = {"do": "hang", "pid_file": str(pid_file)}
+    forked = "WorkerServer(['numpy'], spawn, lambda worker: None).fork"
     code = (
-        "from pathlib import Path; from sdflow.workers import run_worker\n"
-        f"run_worker('worker_samples', {request!r}, log=Path({str(tmp_path / 'log')!r}))"
+        "from pathlib import Path; from sdflow.workers import run_worker, spawn\n"
+        "from sdflow.worker_server import WorkerServer\n"
+        f"run_worker('worker_samples', {request!r}, log=Path({str(tmp_path / 'log')!r}),"
+        f" start={'spawn' if start is spawn else forked})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     until(lambda: pid_file.exists() and pid_file.read_text() != "")
-    worker = psutil.Process(int(pid_file.read_text()))
+    started = psutil.Process(parent.pid).children(recursive=True)
+    assert int(pid_file.read_text()) in [process.pid for process in started]
     parent.send_signal(number)
     parent.wait(10)
-    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started))
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> None:

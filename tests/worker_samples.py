@@ -4,15 +4,70 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sdflow.errors import PassError
 from sdflow.workers import serve_request
+
+
+def look() -> dict[str, Any]:
+    """What one worker could leave for the next, had it a way."""
+    import numpy
+
+    return {
+        "modules": sorted(name for name in sys.modules if name.startswith("left_behind")),
+        "variable": os.environ.get("LEFT_BEHIND"),
+        "folder": Path.cwd() == Path.home(),
+        "path": "/left/behind" in sys.path,
+        "arguments": sys.argv[1:],
+        "patched": [
+            numpy.zeros(2).tolist(),
+            sys.getrecursionlimit(),
+            signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
+        ],
+        "mask": os.umask(0o22),
+        "threads": [thread.name for thread in threading.enumerate() if thread.name == "left behind"],
+        "random": random.getstate() == LEFT_STATE,
+        "audited": AUDITED,
+        "home": sorted(path.name for path in Path.home().iterdir()),
+        "children": [child.name() for child in psutil.Process().children()],
+        "session": os.getsid(0) == os.getpid(),
+    }
+
+
+LEFT_STATE = random.Random(7).getstate()
+AUDITED: list[str] = []
+
+
+def change_everything() -> None:
+    import numpy
+
+    sys.modules["left_behind"] = types.ModuleType("left_behind")
+    os.environ["LEFT_BEHIND"] = "1"
+    (Path.home() / "file").touch()
+    os.chdir("/")
+    sys.path.append("/left/behind")
+    sys.argv.append("left behind")
+    numpy.zeros = numpy.ones
+    sys.setrecursionlimit(4321)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.umask(0)
+    threading.Thread(target=time.sleep, args=(600,), name="left behind", daemon=True).start()
+    random.setstate(LEFT_STATE)
+    AUDITED.append("left behind")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(5)"])
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> Any:
@@ -43,9 +98,23 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> Any:
         case "write home":
             (Path.home() / "device-id").write_text("trace")
             return str(Path.home())
-        case "sleep":
+        case "hang":
             Path(request["pid_file"]).write_text(str(os.getpid()))
             time.sleep(600)
+        case "announce and hang":
+            phase("hanging")
+            time.sleep(600)
+        case "look":
+            return look()
+        case "change everything":
+            change_everything()
+            return look()
+        case "modules":
+            return sorted(sys.modules)
+        case "write where the server was at home":
+            import keeps_home
+
+            (keeps_home.HOME / "device-id").write_text("trace")
     raise AssertionError(request)
 
 

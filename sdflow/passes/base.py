@@ -20,6 +20,27 @@ from sdflow.artifact import Facts
 InputKind = Literal["checkpoint", "onnx"]
 
 
+WEIGHTS_LAYER = ("sdflow.passes.bind_weights", "sdflow.weights.bind", "onnx", "onnxruntime")
+GRAPH_LAYER = (
+    "sdflow.weights.structure",
+    "sdflow.passes.olive_pass",
+    "onnx_ir",
+    "torch.onnx.utils",
+    "olive.package_config",
+    "onnxruntime.transformers.optimizer",
+)
+MODULE_LAYER = (
+    "sdflow.sources.load",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.models.unets.unet_2d_condition",
+    "transformers.models.clip.modeling_clip",
+)
+BINDS = (WEIGHTS_LAYER,)
+EDITS_GRAPH = (WEIGHTS_LAYER, GRAPH_LAYER)
+TRACES = (WEIGHTS_LAYER, GRAPH_LAYER, MODULE_LAYER)
+"""What `Pass.imports` may be. Importing these starts no thread that outlives it, and reads nothing but the installation."""
+
+
 class PassConfig(BaseModel):
     """Options of a pass. Unknown options are errors; every default enters the cache key."""
 
@@ -69,6 +90,8 @@ class Pass(ABC, Generic[C]):
     uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
     accepts: "checkpoint" for the first step of a chain, "onnx" for the others.
     takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
+    imports: modules that its process has imported when it starts, in layers (`sdflow.worker_server`). They only save time:
+        `run` imports what it needs. For passes of sdflow's own and Olive's; not used for scripts.
     """
 
     name: ClassVar[str]
@@ -76,6 +99,7 @@ class Pass(ABC, Generic[C]):
     uses: ClassVar[tuple[str, ...]] = ()
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = False
+    imports: ClassVar[tuple[tuple[str, ...], ...]] = ()
     Config: ClassVar[type[PassConfig]]
 
     @abstractmethod

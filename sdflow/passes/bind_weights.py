@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from sdflow.artifact import Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import BINDS, Pass, PassConfig, PassInputs
 
 SECONDS_BETWEEN_PHASES = 0.3
 
@@ -31,6 +31,7 @@ class BindWeights(Pass[BindWeightsConfig]):
     name: ClassVar[str] = "BindWeights"
     version: ClassVar[int] = 3
     uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnxruntime")  # onnxruntime rounds to float16
+    imports = BINDS
     takes_loras: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = BindWeightsConfig
 

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
@@ -64,6 +64,7 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
     name: ClassVar[str] = "ConvBiasFusion"
     version: ClassVar[int] = 2
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
     Config: ClassVar[type[PassConfig]] = ConvBiasFusionConfig
 
     def run(self, inputs: PassInputs, out: Path, config: ConvBiasFusionConfig) -> Facts:

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.passes.olive import run_olive_pass
 from sdflow.passes.onnx_files import write_graph
@@ -78,6 +78,7 @@ class OnnxFloatToFloat16(Pass[OnnxFloatToFloat16Config]):
     name: ClassVar[str] = "OnnxFloatToFloat16"
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "numpy", "sympy")
+    imports = EDITS_GRAPH
     Config: ClassVar[type[PassConfig]] = OnnxFloatToFloat16Config
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxFloatToFloat16Config) -> Facts:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import InputKind, Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, InputKind, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
 from sdflow.passes.onnx_files import write_graph
@@ -47,6 +47,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
     name: ClassVar[str] = "LoraMerge"
     version: ClassVar[int] = 3
     uses: ClassVar[tuple[str, ...]] = ("numpy", "onnx")
+    imports = EDITS_GRAPH
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = LoraMergeConfig

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
@@ -38,6 +38,7 @@ class NhwcResize(Pass[NhwcResizeConfig]):
     name: ClassVar[str] = "NhwcResize"
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
     Config: ClassVar[type[PassConfig]] = NhwcResizeConfig
 
     def run(self, inputs: PassInputs, out: Path, config: NhwcResizeConfig) -> Facts:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
 from sdflow.machine.packages import installed_version
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import run_olive_pass
 from sdflow.passes.olive_options import STORAGE, load_options
@@ -57,6 +57,7 @@ class OlivePass(Pass[OlivePassConfig]):
 
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "onnx-ir", "onnxscript", "numpy")
+    imports = EDITS_GRAPH
 
     def run(self, inputs: PassInputs, out: Path, config: OlivePassConfig) -> Facts:
         if inputs.model is None:

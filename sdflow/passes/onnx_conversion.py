@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import InputKind, Pass, PassConfig, PassInputs
+from sdflow.passes.base import TRACES, InputKind, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import TorchModel, run_olive_pass
 from sdflow.passes.onnx_files import write_graph
@@ -90,6 +90,7 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         "onnx-ir",
         "olive-ai",
     )
+    imports = TRACES
     accepts: ClassVar[InputKind] = "checkpoint"
     Config: ClassVar[type[PassConfig]] = OnnxConversionConfig
 

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import read_config, run_olive_pass
@@ -162,6 +162,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
     name: ClassVar[str] = "OrtTransformersOptimization"
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "numpy", "sympy")
+    imports = EDITS_GRAPH
     Config: ClassVar[type[PassConfig]] = OrtTransformersOptimizationConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OrtTransformersOptimizationConfig) -> Facts:

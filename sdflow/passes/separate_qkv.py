@@ -17,7 +17,7 @@ from pydantic import Field
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig, PassInputs
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
@@ -40,6 +40,7 @@ class SeparateQkv(Pass[SeparateQkvConfig]):
     name: ClassVar[str] = "SeparateQkv"
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
     Config: ClassVar[type[PassConfig]] = SeparateQkvConfig
 
     def run(self, inputs: PassInputs, out: Path, config: SeparateQkvConfig) -> Facts:
