@@ -60,10 +60,10 @@ def give_weights(graphs: Mapping[str, Any], folder: Path, device: str = "cuda") 
     """Write random values for every stub of the graphs into one file, each distinct recipe once, and name it in them."""
     import torch
 
-    from sdflow.passes.graph_facts import subgraphs
-    from sdflow.passes.onnx_files import set_external
+    from sdflow.onnx_model.facts import subgraphs
+    from sdflow.onnx_model.files import set_external
+    from sdflow.onnx_model.stub import is_stub
     from sdflow.weights.recipe import evaluate, from_json
-    from sdflow.weights.stubs import is_stub
 
     places: dict[str, tuple[int, int]] = {}
     recipes: dict[str, Any] = {}

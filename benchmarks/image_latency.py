@@ -111,7 +111,7 @@ def bind(structure: Path, state: dict[str, torch.Tensor], out: Path) -> None:
     import numpy as np
     import onnx
 
-    from sdflow.passes.onnx_files import initializers_and_constants, raw_values, set_external
+    from sdflow.onnx_model.files import initializers_and_constants, raw_values, set_external
     from sdflow.weights.recipe import evaluate
     from sdflow.weights.structure import read_parameters, read_recipe
 

@@ -54,13 +54,13 @@ SWITCHES = {
 
 def chain(submodel: str, target: str) -> list[Any]:
     """The passes of a submodel for a target, as sdflow's workflows have them."""
+    from sdflow.passes.chain import ChainStep
     from sdflow.passes.conv_bias_fusion import ConvBiasFusion
     from sdflow.passes.float16 import OnnxFloatToFloat16
     from sdflow.passes.nhwc_resize import NhwcResize
     from sdflow.passes.onnx_conversion import OnnxConversion
     from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
     from sdflow.passes.separate_qkv import SeparateQkv
-    from sdflow.weights.structure import ChainStep
 
     opset = 14 if submodel == "safety_checker" else 17
     fuse = {"model_type": MODEL_TYPE[submodel], "optimization_options": SWITCHES[target]}
@@ -107,18 +107,19 @@ def structure(model: str, submodel: str, target: str, out: Path) -> None:
 
 
 def bind(model: str, submodel: str, structure_dir: Path, loras: list[Path], out: Path) -> None:
-    from sdflow.passes.base import LoraInput
     from sdflow.weights.bind import BindRequest
     from sdflow.weights.bind import bind as run
+    from sdflow.weights.lora import LoraInput
 
     taken = [LoraInput(path, 0.8) for path in loras]
     run(BindRequest(submodel, structure_dir, load_of(model, submodel), taken), out)
 
 
 def carried(model: str, submodel: str, target: str, loras: list[Path], out: Path) -> None:
-    from sdflow.passes.base import LoraInput, PassInputs
+    from sdflow.passes.base import PassInputs
+    from sdflow.passes.chain import ChainStep
     from sdflow.passes.lora_merge import LoraMerge
-    from sdflow.weights.structure import ChainStep
+    from sdflow.weights.lora import LoraInput
 
     source: Path | None = None
     taken = tuple(LoraInput(path, 0.8) for path in loras)

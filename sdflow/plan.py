@@ -24,10 +24,10 @@ from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.machine.packages import distribution_version
 from sdflow.passes import registry
+from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.step import LoraFile, Step
 from sdflow.store import Cache, explain
-from sdflow.weights.structure import ChainStep, why_weights_are_carried
 
 BIND_PASS = "BindWeights"
 

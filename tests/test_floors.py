@@ -32,9 +32,7 @@ FLOORS = {
     for name in names.split()
 }
 HEAVY = ("torch", "onnx", "onnxruntime", "olive", "diffusers", "transformers", "onnx_ir", "onnxscript")
-KNOWN = {
-    ("sdflow", "passes", "weights"),
-}
+KNOWN: set[tuple[str, str, str]] = set()
 """Imports that close a circle today: the folder, what imports in it, and what is imported. Whoever mends one takes it out."""
 
 Imports = Mapping[str, Mapping[str, str]]

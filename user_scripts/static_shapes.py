@@ -14,10 +14,10 @@ from pydantic import Field
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import Pass, PassConfig, PassInputs
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.onnx_files import store_proto
 
 
 class StaticShapesConfig(PassConfig):

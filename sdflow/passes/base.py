@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sdflow.artifact import SUBMODELS as SUBMODELS
 from sdflow.artifact import Facts
+from sdflow.weights.lora import LoraInput
 
 InputKind = Literal["checkpoint", "onnx"]
 
@@ -48,14 +49,6 @@ class PassConfig(BaseModel):
 
 
 C = TypeVar("C", bound=PassConfig)
-
-
-@dataclass(frozen=True)
-class LoraInput:
-    """A LoRA file on disk and the scale to merge it at."""
-
-    path: Path
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -92,6 +85,11 @@ class Pass(ABC, Generic[C]):
     takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
     imports: modules that its process has imported when it starts, in layers (`sdflow.worker_server`). They only save time:
         `run` imports what it needs. For passes of sdflow's own and Olive's; not used for scripts.
+    moves_weights: whatever their values are, the pass only puts weights elsewhere, joins, adds or rounds them. So it can
+        run on a graph without weights, and BindWeights does to them later what it did (`sdflow.weights.structure`). Of
+        a pass that takes LoRAs: it adds them to the parameters and does nothing else, and BindWeights takes its place.
+        It is not inherited, for a subclass may do more: a pass says so of itself.
+    weights_read_by: options with which it does look at weights, if they are set, and what they do, in words.
     """
 
     name: ClassVar[str]
@@ -100,6 +98,8 @@ class Pass(ABC, Generic[C]):
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = False
     imports: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    moves_weights: ClassVar[bool] = False
+    weights_read_by: ClassVar[Mapping[str, str]] = {}
     Config: ClassVar[type[PassConfig]]
 
     @abstractmethod

@@ -28,11 +28,11 @@ from pydantic import Field
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.onnx_files import store_proto
 
 DOMAIN = "com.microsoft"
 BIAS_ADD_CHANNELS = (320, 640, 1280)
@@ -65,6 +65,7 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
     version: ClassVar[int] = 2
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
     imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = ConvBiasFusionConfig
 
     def run(self, inputs: PassInputs, out: Path, config: ConvBiasFusionConfig) -> Facts:

@@ -23,11 +23,11 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import dtype_name, graph_facts, tensor_bytes
+from sdflow.onnx_model.files import write_graph
+from sdflow.onnx_model.stub import is_stub
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
-from sdflow.passes.graph_facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.passes.olive import run_olive_pass
-from sdflow.passes.onnx_files import write_graph
-from sdflow.weights.stubs import is_stub
 
 KeepFloat32 = bool | tuple[str, ...]
 """True: all inputs and outputs stay float32. False: none. Names: these, if the model has them."""
@@ -79,6 +79,7 @@ class OnnxFloatToFloat16(Pass[OnnxFloatToFloat16Config]):
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "numpy", "sympy")
     imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = OnnxFloatToFloat16Config
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxFloatToFloat16Config) -> Facts:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdflow.passes.onnx_files import read_values
-from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from sdflow.onnx_model.files import read_values
+from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.onnx_model.stub import is_stub
+from sdflow.weights.stubs import make_stub, stub_recipe
 
 
 class GraphEdit:
@@ -128,23 +130,3 @@ class GraphEdit:
             field.extend(kept)
         self.weights = {tensor.name: tensor for tensor in self.graph.initializer}
         self.refresh()
-
-
-def copied(message: Any) -> Any:
-    """A copy of a protobuf message that belongs to no other."""
-    return type(message).FromString(message.SerializeToString())
-
-
-def in_order(nodes: Sequence[Any]) -> list[Any]:
-    """Nodes behind those that make what they read, otherwise in their order. Some tools leave graphs out of order."""
-    place = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    done: dict[int, Any] = {}
-    for start in range(len(nodes)):
-        waiting = [start]
-        while waiting:
-            index = waiting[-1]
-            before = [place[name] for name in nodes[index].input if name in place and place[name] not in done]
-            waiting += before
-            if not before:
-                done[waiting.pop()] = nodes[index]
-    return list(done.values())

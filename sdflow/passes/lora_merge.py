@@ -15,10 +15,10 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import write_graph
 from sdflow.passes.base import EDITS_GRAPH, InputKind, Pass, PassConfig, PassInputs
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.onnx_files import write_graph
 from sdflow.passes.weight_names import WeightName, read_weight_names, weight_place
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
     imports = EDITS_GRAPH
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = True
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = LoraMergeConfig
 
     def run(self, inputs: PassInputs, out: Path, config: LoraMergeConfig) -> Facts:

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.onnx_files import store_proto
 
 TO_NCHW = [0, 3, 1, 2]
 TO_NHWC = [0, 2, 3, 1]
@@ -39,6 +39,7 @@ class NhwcResize(Pass[NhwcResizeConfig]):
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
     imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = NhwcResizeConfig
 
     def run(self, inputs: PassInputs, out: Path, config: NhwcResizeConfig) -> Facts:

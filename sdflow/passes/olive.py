@@ -1,7 +1,7 @@
 """Runs one pass of olive-ai, by its name, on one model: no engine, no cache, no telemetry.
 
 Olive writes into the home directory, the current directory and the temporary directory as it likes; here it sees a
-scratch directory in place of all three, and the result is put into the one form of `onnx_files`.
+scratch directory in place of all three, and the result is put into the one form of `sdflow.onnx_model.files`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import PassError, SdflowError
-from sdflow.passes.onnx_files import store_model
+from sdflow.onnx_model.files import store_model
 from sdflow.passes.weights_on_disk import weights_on_disk
 from sdflow.weights.stubs import is_recording
 

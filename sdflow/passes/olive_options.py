@@ -30,7 +30,7 @@ STORAGE = (
     "size_threshold",
     "convert_attribute",
 )
-"""Options of nearly every pass that say how the model is stored: here that is the same for all (`onnx_files`)."""
+"""Options of nearly every pass that say how the model is stored: here that is the same for all (`sdflow.onnx_model.files`)."""
 
 
 def load_options() -> dict[str, Any]:

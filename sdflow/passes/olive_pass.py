@@ -16,8 +16,8 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
 from sdflow.machine.packages import installed_version
+from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import run_olive_pass
 from sdflow.passes.olive_options import STORAGE, load_options
 

@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import write_graph
 from sdflow.passes.base import TRACES, InputKind, Pass, PassConfig, PassInputs
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import TorchModel, run_olive_pass
-from sdflow.passes.onnx_files import write_graph
 from sdflow.passes.submodel_io import SubmodelIO, submodel_io, tracing_inputs
 from sdflow.passes.tracing import traced_form, weights_kept_apart
 from sdflow.passes.weight_names import fold_weights, write_weight_names
@@ -92,6 +92,7 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
     )
     imports = TRACES
     accepts: ClassVar[InputKind] = "checkpoint"
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = OnnxConversionConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxConversionConfig) -> Facts:

@@ -22,9 +22,9 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import read_config, run_olive_pass
 
 FUSED = (
@@ -163,6 +163,8 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "numpy", "sympy")
     imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
+    weights_read_by: ClassVar[Mapping[str, str]] = {"opt_level": "lets ONNX Runtime fold weights"}
     Config: ClassVar[type[PassConfig]] = OrtTransformersOptimizationConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OrtTransformersOptimizationConfig) -> Facts:

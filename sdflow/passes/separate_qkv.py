@@ -17,11 +17,11 @@ from pydantic import Field
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.onnx_files import store_proto
 
 
 class SeparateQkvConfig(PassConfig):
@@ -41,6 +41,7 @@ class SeparateQkv(Pass[SeparateQkvConfig]):
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
     imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = SeparateQkvConfig
 
     def run(self, inputs: PassInputs, out: Path, config: SeparateQkvConfig) -> Facts:

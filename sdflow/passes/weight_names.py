@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
-from sdflow.passes.graph_facts import subgraphs
-from sdflow.weights.stubs import is_stub, make_stub
+from sdflow.onnx_model.facts import subgraphs
+from sdflow.onnx_model.stub import is_stub
+from sdflow.weights.stubs import make_stub
 
 if TYPE_CHECKING:
     import numpy as np

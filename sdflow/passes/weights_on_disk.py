@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdflow.passes.graph_facts import dtype_name, subgraphs, tensor_bytes
-from sdflow.passes.onnx_files import INLINE_BELOW, inline_values, is_external, place, set_external
+from sdflow.onnx_model.facts import dtype_name, subgraphs, tensor_bytes
+from sdflow.onnx_model.files import INLINE_BELOW, inline_values, is_external, place, set_external
 
 BLOCK = 1 << 20
 """Elements that are converted at a time."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from sdflow.artifact import CONFIG_FILE
 from sdflow.passes import registry
-from sdflow.passes.base import LoraInput, PassInputs
+from sdflow.passes.base import PassInputs
+from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import without_weights, write_parameters
 from sdflow.workers import serve_request
 

@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.passes.graph_facts import tensor_bytes
-from sdflow.passes.onnx_files import is_external
-from sdflow.passes.onnx_files import place as external_place
+from sdflow.onnx_model.facts import tensor_bytes
+from sdflow.onnx_model.files import is_external
+from sdflow.onnx_model.files import place as external_place
 from sdflow.runtime.sessions import read_graph
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ def read_graph(model: Path) -> onnx.ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
-    from sdflow.passes.onnx_files import missing_data
+    from sdflow.onnx_model.files import missing_data
 
     try:
         read = onnx.load(str(model), load_external_data=False)

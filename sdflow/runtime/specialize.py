@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
-from sdflow.passes.graph_edit import copied, in_order
+from sdflow.onnx_model.nodes import copied, in_order
 
 FOLDED_ELEMENTS = 1 << 14
 """Values with more elements than this are computed by the graph: only shapes, masks and indices are folded."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.errors import PassError
-from sdflow.passes.graph_edit import copied
+from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.specialize import specialize
 
 SAMPLE, TIMESTEP, STEPS = "sample", "timestep", "steps"

@@ -25,7 +25,7 @@ from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.passes.base import SUBMODELS, LoraInput
+from sdflow.passes.base import SUBMODELS
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest
@@ -34,6 +34,7 @@ from sdflow.verify.reference import LoraMerge, ReferenceRequest
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import Subject
+from sdflow.weights.lora import LoraInput
 from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.verify.worker"

@@ -171,9 +171,9 @@ def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
 
 def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
     """Every external tensor inside its file, none over another, and every byte of the files used."""
-    from sdflow.passes.graph_facts import tensor_bytes
-    from sdflow.passes.onnx_files import initializers_and_constants, is_external, place
-    from sdflow.weights.stubs import is_stub
+    from sdflow.onnx_model.facts import tensor_bytes
+    from sdflow.onnx_model.files import initializers_and_constants, is_external, place
+    from sdflow.onnx_model.stub import is_stub
 
     def error(name: str, what: str) -> Finding:
         return Finding(submodel, "external-data", "error", name, what, REBUILD)
@@ -273,7 +273,7 @@ def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
 
 
 def _type(info: Any) -> str:
-    from sdflow.passes.graph_facts import dtype_name
+    from sdflow.onnx_model.facts import dtype_name
 
     return dtype_name(info.type.tensor_type.elem_type)
 

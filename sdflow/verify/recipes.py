@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
 from sdflow.manifest import Chain
-from sdflow.passes.base import LoraInput
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action
 from sdflow.verify.finding import Finding, Level
+from sdflow.weights.lora import LoraInput
 
 if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
@@ -91,7 +91,7 @@ def check_recipes(
     """
     import onnx
 
-    from sdflow.passes.onnx_files import initializers_and_constants
+    from sdflow.onnx_model.files import initializers_and_constants
     from sdflow.weights.structure import read_parameters, read_recipe
 
     where = str(structure / MODEL_FILE)
@@ -156,7 +156,7 @@ def _compare(
     import numpy as np
     import onnx
 
-    from sdflow.passes.onnx_files import initializers_and_constants, raw_values
+    from sdflow.onnx_model.files import initializers_and_constants, raw_values
     from sdflow.weights.lora import Merged, read_loras
     from sdflow.weights.recipe import evaluate
     from sdflow.weights.tensors import open_tensors

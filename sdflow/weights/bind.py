@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import DamagedBase, PassError
-from sdflow.passes.base import LoraInput
-from sdflow.passes.graph_facts import graph_facts, tensor_bytes
-from sdflow.passes.onnx_files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
+from sdflow.onnx_model.facts import graph_facts, tensor_bytes
+from sdflow.onnx_model.files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
 from sdflow.units import megabytes
 from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sdflow.weights.half import AtLimit
-    from sdflow.weights.lora import Merged
+    from sdflow.weights.lora import LoraInput, Merged
     from sdflow.weights.recipe import Recipe
 
 
@@ -152,8 +151,8 @@ def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Call
 
 
 def _lay_out(model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path) -> list[_Job]:
-    """Give every tensor its place, as `onnx_files.store_proto` would: what is to be filled, in the order of the file."""
-    from sdflow.passes.onnx_files import raw_values
+    """Give every tensor its place, as `onnx_model.files.store_proto` would: what is to be filled, in the order of the file."""
+    from sdflow.onnx_model.files import raw_values
 
     jobs, size = [], 0
     for tensor, movable in initializers_and_constants(model):

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
-from sdflow.passes.base import LoraInput
-
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from sdflow.sources.lora import LoraLayer
     from sdflow.weights.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class LoraInput:
+    """A LoRA file on disk and the scale to merge it at."""
+
+    path: Path
+    scale: float
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sdflow.errors import WeightValueRead
-from sdflow.weights import stubs
+from sdflow.onnx_model.stub import is_stub
 from sdflow.weights.recipe import Float16, Param
-from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from sdflow.weights.stubs import make_stub, stub_recipe, while_recording
 from sdflow.weights.symbol import Symbol
 
 # Passes of torch's exporter, called as (graph or node, values of the parameters, opset).
@@ -39,8 +39,7 @@ def recording() -> Iterator[None]:
     """
     reads: list[WeightValueRead] = []
     with ExitStack() as stack:
-        stubs._recording.append(None)
-        stack.callback(stubs._recording.pop)
+        stack.enter_context(while_recording())
         for owner, name, replacement in _replacements(reads):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement(getattr(owner, name)))

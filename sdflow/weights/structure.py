@@ -13,60 +13,21 @@ fine-tunes and all LoRAs of an architecture share it. `bind` makes a model of it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
-from sdflow.weights.stubs import is_stub, stub_recipe
+from sdflow.onnx_model.stub import is_stub
+from sdflow.weights.stubs import stub_recipe
 
 if TYPE_CHECKING:
-    from sdflow.passes.base import Pass
     from sdflow.weights.recipe import Recipe
 
 PARAMETERS_FILE = "parameters.json"
 
-CARRIED_ONLY_MOVED = (
-    "OnnxConversion",
-    "OrtTransformersOptimization",
-    "ConvBiasFusion",
-    "NhwcResize",
-    "SeparateQkv",
-    "OnnxFloatToFloat16",
-)
-"""Passes that only move, add or round weights, so that they can run without. Those that take LoRAs are left to `bind`."""
-
 REMEDY = "Build the structure again."
-
-
-@dataclass(frozen=True)
-class ChainStep:
-    """A pass of a chain and its options, as the pass's Config has them."""
-
-    implementation: type[Pass[Any]]
-    config: Mapping[str, Any]
-
-
-def why_weights_are_carried(chain: Sequence[ChainStep]) -> str | None:
-    """None for a chain that can be built as structure and weights; otherwise the reason, in words.
-
-    LoRAs are merged into parameters, before anything else happens to them: only there does a merge change places with
-    what follows.
-    """
-    if not chain or chain[0].implementation.name != "OnnxConversion":
-        return "the chain does not begin with OnnxConversion"
-    for index, step in enumerate(chain):
-        name = step.implementation.name
-        if step.implementation.takes_loras:
-            if name != "LoraMerge" or index != 1:
-                return f"{name} does not stand right behind OnnxConversion"
-        elif name not in CARRIED_ONLY_MOVED or not step.implementation.__module__.startswith("sdflow."):
-            return f"{name} may look at the weights"
-        elif step.config.get("opt_level"):
-            return f"{name} with opt_level {step.config['opt_level']} lets ONNX Runtime fold weights"
-    return None
 
 
 def hollow(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""A stub: a tensor of an ONNX graph whose values are not there, only their type, their shape and their recipe.
-
-Its data is external, at a location that is no file. The recipe travels in an entry of the tensor's `external_data`, so
-it survives whatever a pass does to a TensorProto: copying, renaming, saving, loading.
-"""
+"""The recipes of stubs (`sdflow.onnx_model.stub`), and whether passes run on stubs now."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from sdflow.onnx_model.stub import STUB_LOCATION
 
 if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
 _recording: list[None] = []  # one entry for each recording that is open in this process
 
 
+@contextmanager
+def while_recording() -> Iterator[None]:
+    """In here, `is_recording()`."""
+    _recording.append(None)
+    try:
+        yield
+    finally:
+        _recording.pop()
+
+
 def is_recording() -> bool:
     """Whether this process runs passes on stubs (`sdflow.weights.recording`)."""
     return bool(_recording)
 
 
-STUB_LOCATION = "weights-of-the-checkpoint"
 _RECIPE = "recipe"
-
-
-def is_stub(tensor: Any) -> bool:
-    """Whether a TensorProto is a stub. Imports nothing: other passes ask this of every tensor."""
-    return any(entry.key == "location" and entry.value == STUB_LOCATION for entry in tensor.external_data)
 
 
 def stub_recipe(tensor: Any) -> Recipe:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from sdflow.artifact import Facts
+from sdflow.onnx_model.files import store_model
 from sdflow.passes.base import PassInputs
 from sdflow.passes.olive import SILENCE
-from sdflow.passes.onnx_files import store_model
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization, OrtTransformersOptimizationConfig
 
 os.environ.update(SILENCE)  # before anything imports olive

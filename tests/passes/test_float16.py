@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from pydantic import ValidationError
 
 from sdflow.errors import PassError
+from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
-from sdflow.passes.onnx_files import store_proto
 
 
 def convert(model: Path, out: Path, **options: Any) -> Any:

@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import PassInputs
-from sdflow.passes.graph_facts import graph_facts
 from sdflow.passes.olive import SILENCE, run_olive_pass
 from sdflow.passes.registry import find_pass
 

@@ -22,7 +22,6 @@ from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
 from sdflow.execute import Executor, FinishedStep
 from sdflow.passes import registry
-from sdflow.passes.base import LoraInput
 from sdflow.plan import make_plan
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.store import Cache
@@ -34,6 +33,7 @@ from sdflow.verify.result import SubmodelVerdict
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import own_image
 from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.lora import LoraInput
 from tests.small_workflows import Events
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
 
-from sdflow.passes.base import LoraInput
 from sdflow.sources import Checkpoint
 from sdflow.verify.activations import overflow as overflow_of
 from sdflow.verify.cases import Cases
 from sdflow.verify.reference import LoraMerge
+from sdflow.weights.lora import LoraInput
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
 
 FARTHER = "times as far, at most 1.2 is allowed"

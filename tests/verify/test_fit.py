@@ -11,6 +11,7 @@ import pytest
 from onnx import ModelProto, helper
 
 from sdflow.passes.base import SUBMODELS
+from sdflow.passes.chain import ChainStep
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.worker import run_pass
@@ -20,7 +21,7 @@ from sdflow.targets import TARGETS
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
 from sdflow.verify.kernels import kernel_table
-from sdflow.weights.structure import ChainStep, hollow
+from sdflow.weights.structure import hollow
 from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
 from tests.weights.conftest import OFF, Builder, chain, structure_request
 

@@ -16,7 +16,7 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, Origin
-from sdflow.passes.onnx_files import place, set_external
+from sdflow.onnx_model.files import place, set_external
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
 from sdflow.verify.promises import check_promises

@@ -12,11 +12,12 @@ import onnx
 import pytest
 
 from sdflow.manifest import Chain, FinishedPass
+from sdflow.onnx_model.stub import is_stub
 from sdflow.store import Cache
 from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes, structure_of
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose
-from sdflow.weights.stubs import is_stub, make_stub, stub_recipe
+from sdflow.weights.stubs import make_stub, stub_recipe
 from tests.store.builds import make_action, publish
 from tests.weights.conftest import Builder, synthetic
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sdflow.passes.base import LoraInput, PassInputs
+from sdflow.passes.base import PassInputs
+from sdflow.passes.chain import ChainStep
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.lora_merge import LoraMerge
 from sdflow.passes.olive import SILENCE
@@ -19,7 +20,8 @@ from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimizat
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import COMPONENT_OF
-from sdflow.weights.structure import ChainStep, hollow
+from sdflow.weights.lora import LoraInput
+from sdflow.weights.structure import hollow
 
 os.environ.update(SILENCE)  # before anything imports olive
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sdflow.passes.base import PassInputs
+from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.conv_bias_fusion import ConvBiasFusion
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.worker import run_pass
 from sdflow.weights.bind import BindRequest, bind
-from sdflow.weights.structure import ChainStep, why_weights_are_carried
 from tests.weights.conftest import Builder, chain, structure_request, synthetic
 
 FUSE, HALVE = ChainStep(ConvBiasFusion, {"group_norm": True}), ChainStep(OnnxFloatToFloat16, {})

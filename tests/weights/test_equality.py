@@ -14,9 +14,9 @@ import pytest
 from onnx import TensorProto, load
 from safetensors.numpy import save_file
 
-from sdflow.passes.base import LoraInput
 from sdflow.sources.architectures import architecture_config
 from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.lora import LoraInput
 from tests.weights.conftest import OFF, Builder, config_of, synthetic
 
 Content = Callable[[Path], dict[str, bytes]]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sdflow.passes.base import PassInputs
+from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.conv_bias_fusion import ConvBiasFusion
 from sdflow.passes.separate_qkv import SeparateQkv
 from sdflow.passes.worker import run_pass
 from sdflow.weights.bind import BindRequest, bind
-from sdflow.weights.structure import ChainStep, why_weights_are_carried
 from tests.weights.conftest import Builder, chain, structure_request, synthetic
 
 STEPS = (ChainStep(ConvBiasFusion, {}), ChainStep(SeparateQkv, {"widest": 32}))

@@ -9,11 +9,12 @@ import onnx
 import pytest
 
 from sdflow.errors import WeightValueRead
+from sdflow.onnx_model.stub import is_stub
+from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.weights.faster_fusion import faster_fusion, swept_order
 from sdflow.weights.recipe import Param
 from sdflow.weights.recording import recording
-from sdflow.weights.structure import ChainStep, why_weights_are_carried
-from sdflow.weights.stubs import is_recording, is_stub, make_stub, stub_recipe
+from sdflow.weights.stubs import is_recording, make_stub, stub_recipe
 from sdflow.weights.symbol import Symbol
 from tests.weights.conftest import chain
 
@@ -83,8 +84,8 @@ def test_other_chains_carry_their_weights_and_say_why() -> None:
         name = "MyPass"
 
     for steps, reason in (
-        ([], "does not begin with OnnxConversion"),
-        ([fuse, half], "does not begin with OnnxConversion"),
+        ([], "does not begin with a pass that exports"),
+        ([fuse, half], "does not begin with a pass that exports"),
         ([conversion, fuse, merge], "LoraMerge does not stand right behind OnnxConversion"),
         ([conversion, ChainStep(Own, {}), half], "MyPass may look at the weights"),
         ([conversion, ChainStep(fuse.implementation, {**fuse.config, "opt_level": 1})], "opt_level 1"),

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import PassError
-from sdflow.passes.graph_facts import subgraphs, tensor_bytes
-from sdflow.weights.stubs import is_stub
+from sdflow.onnx_model.facts import subgraphs, tensor_bytes
+from sdflow.onnx_model.stub import is_stub
 
 INLINE_BELOW = 1024
 """Initializers of fewer bytes stay in the graph file."""

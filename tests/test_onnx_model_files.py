@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from sdflow.passes.onnx_files import write_graph
+from sdflow.onnx_model.files import write_graph
 
 
 def graph(constant: str, document: str) -> onnx.ModelProto:

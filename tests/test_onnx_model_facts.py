@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from sdflow.passes.graph_facts import graph_facts
-from sdflow.passes.onnx_files import store_proto
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 
 
 def test_counts_nodes_of_subgraphs_types_of_weights_and_bytes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdflow.weights.stubs import is_stub
+from sdflow.onnx_model.stub import is_stub
 
 
 def graph_facts(model_path: Path) -> dict[str, Any]:
