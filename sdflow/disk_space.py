@@ -6,7 +6,7 @@ from sdflow.errors import CacheError
 from sdflow.plan import BIND_PASS, Plan
 from sdflow.store import Cache
 from sdflow.store.layout import free_bytes
-from sdflow.units import megabytes
+from sdflow.units import spell_bytes
 from sdflow.weights.bind import RESERVE
 
 
@@ -21,8 +21,8 @@ def require_space(plan: Plan, cache: Cache, *, rebuild: bool = False) -> None:
     free, total = free_bytes(cache.root), sum(wanted.values())
     if wanted and total + RESERVE > free:
         raise CacheError(
-            f"{len(wanted)} models of {megabytes(total)} together are to be written, with a reserve of "
-            f"{megabytes(RESERVE)}, and {megabytes(free)} are free",
+            f"{len(wanted)} models of {spell_bytes(total)} together are to be written, with a reserve of "
+            f"{spell_bytes(RESERVE)}, and {spell_bytes(free)} are free",
             where=str(cache.root),
             remedy="Run fewer at a time, free some space (sdflow cache gc), or put the cache on another disk (--cache).",
         )

@@ -9,8 +9,8 @@ from sdflow.errors import UsageError
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def seconds(value: float) -> str:
-    """0.42 s, 12.3 s, 2 min 05 s."""
+def spell_seconds(value: float) -> str:
+    """Seconds as text: 0.42 s, 12.3 s, 2 min 05 s."""
     if value < 10:
         return f"{value:.2f} s"
     if value < 120:
@@ -18,13 +18,13 @@ def seconds(value: float) -> str:
     return f"{int(value // 60)} min {int(value % 60):02d} s"
 
 
-def milliseconds(value: float) -> str:
-    """Milliseconds with three significant digits."""
+def spell_milliseconds(value: float) -> str:
+    """Milliseconds as text, with three significant digits."""
     return f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
 
 
-def megabytes(value: float) -> str:
-    """Bytes in decimal units: 384 kB, 12.5 MB, 1.72 GB."""
+def spell_bytes(value: float) -> str:
+    """Bytes as text, in decimal units: 384 kB, 12.5 MB, 1.72 GB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -31,7 +31,7 @@ from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.targets import TARGETS, find_target
-from sdflow.units import megabytes
+from sdflow.units import spell_bytes
 from sdflow.yardstick import BENCH_FLOAT32, FLOAT16_RATIO
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class _Runner:
             running.result = replace(
                 running.result,
                 status="failed",
-                reason=f"its weights take {megabytes(needed)}, {megabytes(free)} are free"
+                reason=f"its weights take {spell_bytes(needed)}, {spell_bytes(free)} are free"
                 + (f" beside {beside}: measure it alone, with --engine {engine.name}" if beside else ""),
             )
             return

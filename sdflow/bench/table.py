@@ -26,11 +26,11 @@ def table(result: BenchResult, index: int) -> Iterator[list[str]]:
         yield [
             engine.name,
             engine.dtype,
-            *(_ms(value) for value in (image.median_ms, image.mean_ms, image.p90_ms, image.p99_ms)),
+            *(_spelled(value) for value in (image.median_ms, image.mean_ms, image.p90_ms, image.p99_ms)),
             f"{measured.images_per_second:.3g}",
             "" if ratio is None else f"{ratio:.3f}",
             *(_median(measured.stages.get(stage)) for stage in STAGES),
-            _ms(measured.first_ms),
+            _spelled(measured.first_ms),
             "" if engine.load_seconds is None else f"{engine.load_seconds:.2f}",
             "" if memory is None else f"{memory / 1e6:.0f}",
             "" if measured.energy is None else f"{measured.energy:.3g}",
@@ -57,9 +57,9 @@ def about(result: BenchResult) -> Iterator[tuple[str, str]]:
     yield "measured", result.time
 
 
-def _ms(value: float) -> str:
+def _spelled(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def _median(latency: Latency | None) -> str:
-    return "" if latency is None else _ms(latency.median_ms)
+    return "" if latency is None else _spelled(latency.median_ms)

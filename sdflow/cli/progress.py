@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from sdflow.execute import FinishedStep, Listener
 from sdflow.step import Step
-from sdflow.units import megabytes, seconds
+from sdflow.units import spell_bytes, spell_seconds
 
 
 @contextmanager
@@ -68,8 +68,10 @@ class PlainLines:
             self._say(f"{step.pipeline} {step.submodel} {step.name}: cached")
             return
         took = time.perf_counter() - self._begun[step.id]
-        peak = megabytes(result.record.built["peak_memory"])
-        self._say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome} in {seconds(took)}, peak {peak}")
+        peak = spell_bytes(result.record.built["peak_memory"])
+        self._say(
+            f"{step.pipeline} {step.submodel} {step.name}: {result.outcome} in {spell_seconds(took)}, peak {peak}"
+        )
 
 
 class LiveView(PlainLines):
@@ -118,8 +120,8 @@ class LiveView(PlainLines):
         from rich.text import Text
 
         step = running.step
-        elapsed = seconds(time.perf_counter() - self._begun[step.id])
-        memory = megabytes(running.resident) if running.resident else ""
+        elapsed = spell_seconds(time.perf_counter() - self._begun[step.id])
+        memory = spell_bytes(running.resident) if running.resident else ""
         place = f"{step.pipeline} {step.submodel} {step.name}"
         running.spinner.update(text=Text(f"{place}  {elapsed}  {memory}  {running.phrase}"))
         return running.spinner

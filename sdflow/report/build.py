@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.report.output import print_json, print_table
 from sdflow.report.verify import print_verification
-from sdflow.units import megabytes, milliseconds, seconds
+from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 if TYPE_CHECKING:
     from sdflow.evaluate.statistics import Latency
@@ -111,7 +111,7 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.outcome != "cached" for step in every)
-    print(f"{ran} of {len(every)} steps ran, the others came from the cache; {seconds(result.seconds)} in all")
+    print(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
 
 
 def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
@@ -121,7 +121,9 @@ def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
         planned = each.plan.pipeline
         loras = " + ".join(f"{Path(lora.weight_name or lora.reference).name} {lora.scale:g}" for lora in planned.loras)
         size = sum(chain[-1].record.artifact.bytes for chain in each.steps.values())
-        rows.append((planned.name, planned.target, loras, str(each.ran), seconds(each.seconds), megabytes(size)))
+        rows.append(
+            (planned.name, planned.target, loras, str(each.ran), spell_seconds(each.seconds), spell_bytes(size))
+        )
     columns = ("pipeline", "target", "LoRAs", "steps run", "time", "size")
     print_table("", columns, rows, right=columns[3:])
 
@@ -134,9 +136,11 @@ def print_bake(result: PipelineResult, *, as_json: bool) -> None:
     for submodel, chain in result.steps.items():
         ran = [step for step in chain if step.outcome != "cached"]
         last = chain[-1].record
-        took = f"built in {seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"
+        took = (
+            f"built in {spell_seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"
+        )
         touched = next((step.record.facts["touched"] for step in chain if "touched" in step.record.facts), 0)
-        print(f"{submodel:15} {took}, LoRAs in {touched} weights, {megabytes(last.artifact.bytes)}")
+        print(f"{submodel:15} {took}, LoRAs in {touched} weights, {spell_bytes(last.artifact.bytes)}")
     for note in result.plan.notes:
         print(f"  {note}")
     if result.verification is not None:
@@ -154,11 +158,11 @@ def _print_steps(pipeline: PipelineResult) -> None:
                     submodel,
                     step.step.name,
                     step.outcome,
-                    seconds(built["seconds"]),
-                    megabytes(built["peak_memory"]),
+                    spell_seconds(built["seconds"]),
+                    spell_bytes(built["peak_memory"]),
                     str(facts.get("nodes", "")),
                     fused_operators(facts.get("operators", {})),
-                    megabytes(step.record.artifact.bytes),
+                    spell_bytes(step.record.artifact.bytes),
                 )
             )
     planned = pipeline.plan.pipeline
@@ -204,14 +208,14 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
         print(f"  in sdflow's own kernels: {', '.join(own)}")
     for note in result.notes:
         print(f"  {note}")
-    print(f"peak memory of the process: {megabytes(result.peak_memory_bytes or 0)}")
+    print(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
     if result.image:
         print(f"picture: {result.image}")
 
 
 def _latency_cells(latency: Latency) -> tuple[str, ...]:
     times = (latency.first_ms, latency.median_ms, latency.p90_ms, latency.p99_ms, latency.min_ms)
-    return (str(latency.runs), *(milliseconds(each) for each in times))
+    return (str(latency.runs), *(spell_milliseconds(each) for each in times))
 
 
 def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:

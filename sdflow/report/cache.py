@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from sdflow.report.output import print_json, print_table
 from sdflow.store import Entry, GcReport, VerifyReport
-from sdflow.units import megabytes
+from sdflow.units import spell_bytes
 
 
 def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
@@ -21,7 +21,7 @@ def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
             entry.action[:12],
             entry.submodel,
             entry.pass_name,
-            megabytes(entry.bytes),
+            spell_bytes(entry.bytes),
             _date(entry.published),
             _date(entry.last_used),
             ", ".join(entry.pinned_by),
@@ -30,7 +30,7 @@ def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
     ]
     print_table("", ("action", "submodel", "pass", "size", "built", "last used", "used by"), rows, right=("size",))
     objects = {entry.object: entry.bytes for entry in entries}
-    print(f"{len(entries)} entries, {megabytes(sum(objects.values()))} in {len(objects)} objects")
+    print(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects")
 
 
 def _date(moment: float) -> str:
@@ -48,7 +48,7 @@ def print_cache_verification(report: VerifyReport, *, as_json: bool) -> None:
         return
     for path, what in report.damaged:
         print(f"damaged: {path}: {what}")
-    print(f"sound: {report.actions} actions, {report.objects} objects, {megabytes(report.bytes)}")
+    print(f"sound: {report.actions} actions, {report.objects} objects, {spell_bytes(report.bytes)}")
 
 
 def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
@@ -61,7 +61,7 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
         print(f"{done} {entry.action[:12]} {entry.submodel} {entry.pass_name}, last used {_date(entry.last_used)}")
     print(
         f"{done} {len(report.removed)} entries, {report.orphans} unreferenced objects and {report.rubbish} leftovers; "
-        f"{megabytes(report.bytes_freed)} freed, {megabytes(report.bytes_kept)} kept"
+        f"{spell_bytes(report.bytes_freed)} freed, {spell_bytes(report.bytes_kept)} kept"
     )
     if report.over:
-        print(f"{megabytes(report.over)} above the limit are in use by pipelines or running builds and stay")
+        print(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sdflow.report.output import print_json, print_table
 from sdflow.runtime.generate import GenerateResult
-from sdflow.units import seconds
+from sdflow.units import spell_seconds
 
 
 def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
@@ -20,6 +20,6 @@ def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
     if result.sheet:
         print(f"contact sheet: {result.sheet}")
     count = len(result.pictures)
-    each = f", {seconds(result.draw_seconds / count)} each" if count > 1 else ""
-    took, loading = seconds(result.draw_seconds), seconds(result.load_seconds)
+    each = f", {spell_seconds(result.draw_seconds / count)} each" if count > 1 else ""
+    took, loading = spell_seconds(result.draw_seconds), spell_seconds(result.load_seconds)
     print(f"{count} picture{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")

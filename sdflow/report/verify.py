@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table
-from sdflow.units import seconds
+from sdflow.units import spell_seconds
 from sdflow.verify.kinds import kinds
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def print_verification(result: Verification) -> None:
         (name, "", part.ran, "", "", "", "", "FAILED") for name, part in result.submodels.items() if not part.outputs
     ]
     title = f"{result.name}: verified for {result.target}, {result.level}"
-    title += ", from the cache" if result.cached else f", in {seconds(result.seconds)}"
+    title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     columns = ("submodel", "output", "graph", "distance", "fp16 PyTorch", "ratio", "at most", "")
     print_table(title, columns, rows, right=("distance", "fp16 PyTorch", "ratio", "at most"))
     if result.picture is not None:

@@ -18,7 +18,7 @@ from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import DamagedBase, PassError
 from sdflow.onnx_model.facts import graph_facts, tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
-from sdflow.units import megabytes
+from sdflow.units import spell_bytes
 from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 
@@ -172,7 +172,7 @@ def _require_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(out).free
     if free < size + RESERVE:
         raise PassError(
-            f"{megabytes(size)} are to be written, with a reserve of {megabytes(RESERVE)}, and {megabytes(free)} are free",
+            f"{spell_bytes(size)} are to be written, with a reserve of {spell_bytes(RESERVE)}, and {spell_bytes(free)} are free",
             where=str(out),
             remedy="Free some space, or put the cache on another disk.",
         )
