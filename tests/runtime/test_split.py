@@ -13,6 +13,8 @@ import pytest
 
 from sdflow.errors import PassError
 from sdflow.runtime.split import SplitUNet, split_unet
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.load import parameter_shapes
 from sdflow.verify.lowering import lower
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
 
@@ -94,7 +96,9 @@ def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) 
 def test_the_parts_give_what_the_unet_gives(tiny_pipeline: Path, guidance: bool) -> None:
     folder = tiny_pipeline / "unet"
     parts = assert_same(load(folder), folder, session, guidance=guidance)
-    assert len(parts.text_values) >= 32 and len(parts.time_values) == 22
+    weights = parameter_shapes("unet", architecture_config("sd15-tiny", "unet"))
+    assert len(parts.text_values) >= 2 * sum(name.endswith("attn2.to_k.weight") for name in weights), "K and V of each"
+    assert len(parts.time_values) == sum(name.endswith("time_emb_proj.weight") for name in weights)
 
 
 @pytest.mark.parametrize("guidance", [False, True])

@@ -12,13 +12,15 @@ import onnx
 import pytest
 
 from sdflow.manifest import Chain, FinishedPass
+from sdflow.onnx_model.files import is_external, place
 from sdflow.onnx_model.stub import is_stub
 from sdflow.store import Cache
-from sdflow.verify.recipes import REMEDY, BoundModel, check_recipes, structure_of
+from sdflow.verify.recipes import BoundModel, check_recipes, structure_of
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose
 from sdflow.weights.stubs import make_stub, stub_recipe
 from tests.store.builds import make_action, publish
+from tests.verify.told import Told, assert_told
 from tests.weights.conftest import Builder, synthetic
 
 SUBMODEL = "text_encoder"
@@ -38,8 +40,8 @@ def bound(structure: Path, tmp_path: Path) -> BoundModel:
     return BoundModel(out, synthetic(SUBMODEL))
 
 
-def said(*arguments: Any, **options: Any) -> list[str]:
-    return [f"{finding.level}: {finding}" for finding in check_recipes(*arguments, **options)]
+def wrong(name: str, *what: str) -> Told:
+    return Told("error", "recipe", SUBMODEL, name, what, ("sdflow cache verify", "sdflow run"))
 
 
 def damage(structure: Path, wanted: Callable[[Recipe], bool], edit: Callable[[Any, Recipe], None]) -> str:
@@ -67,18 +69,20 @@ def test_a_good_structure_and_its_model_have_nothing_to_say(structure: Path, bou
 
 def test_a_recipe_that_is_none(structure: Path) -> None:
     name = damage(structure, lambda recipe: True, lambda tensor, _: setattr(recipe_entry(tensor), "value", "{}"))
-    [message] = said(structure, SUBMODEL)
-    assert message.startswith(f"error: text_encoder: {name}: {name} has no recipe: not a recipe: ")
-    assert message.endswith(REMEDY)
+    assert_told(check_recipes(structure, SUBMODEL), wrong(name, name, "not a recipe"))
 
 
 def test_a_recipe_of_another_shape(structure: Path) -> None:
     def widen(tensor: Any, recipe: Recipe) -> None:
         tensor.dims[0] += 1
+        shapes.update(made=list(recipe.shape), wanted=list(tensor.dims))
 
+    shapes: dict[str, list[int]] = {}
     name = damage(structure, moved, widen)
-    [message] = said(structure, SUBMODEL)
-    assert message.startswith(f"error: text_encoder: {name}: the recipe of {name} makes float16 [")
+    (finding,) = check_recipes(structure, SUBMODEL)
+    assert_told([finding], wrong(name, name, "float16"))
+    assert str(shapes["made"]) in finding.what
+    assert str(shapes["wanted"]) in finding.what
 
 
 def test_a_recipe_that_reads_no_parameter_of_the_module(structure: Path) -> None:
@@ -87,9 +91,9 @@ def test_a_recipe_that_reads_no_parameter_of_the_module(structure: Path) -> None
         entry.value = entry.value.replace(".weight", ".wait")
 
     name = damage(structure, moved, misspell)
-    [message] = said(structure, SUBMODEL)
-    assert message.startswith(f"error: text_encoder: {name}: the recipe of {name} reads ")
-    assert message.endswith(f"which is no parameter of that shape: {REMEDY}")
+    (finding,) = check_recipes(structure, SUBMODEL)
+    assert_told([finding], wrong(name, name, "no parameter"))
+    assert ".wait" in finding.what
 
 
 def test_a_recipe_that_reads_the_neighbours_weight(structure: Path) -> None:
@@ -103,10 +107,11 @@ def test_a_recipe_that_reads_the_neighbours_weight(structure: Path) -> None:
 
     name = damage(structure, in_the_first_layer, neighbour)
     other = name.replace("layers.0", "layers.1")
-    assert said(structure, SUBMODEL) == [
-        f"error: text_encoder: {name}: is made of {other} and not of the parameter of its name: {REMEDY}",
-        f"error: text_encoder: {other}: {other} goes into it and into {name}, and {name} into nothing: {REMEDY}",
-    ]
+    assert_told(
+        check_recipes(structure, SUBMODEL),
+        wrong(name, f"made of {other}"),
+        wrong(other, f"{other} goes into", f"into {name}"),
+    )
 
 
 def test_a_whole_recipe_with_other_values_is_told_by_the_model_bound_before(structure: Path, bound: BoundModel) -> None:
@@ -117,9 +122,7 @@ def test_a_whole_recipe_with_other_values_is_told_by_the_model_bound_before(stru
 
     name = damage(structure, moved, not_transposed)
     assert check_recipes(structure, SUBMODEL) == [], "shapes, types and parameters are as they should be"
-    assert said(structure, SUBMODEL, bound, sample=None) == [
-        f"error: text_encoder: {name}: its recipe gives other values than the model has: {REMEDY}"
-    ]
+    assert_told(check_recipes(structure, SUBMODEL, bound, sample=None), wrong(name, "other values"))
 
 
 def test_a_weight_that_was_changed_after_it_was_bound(structure: Path, bound: BoundModel) -> None:
@@ -127,13 +130,14 @@ def test_a_weight_that_was_changed_after_it_was_bound(structure: Path, bound: Bo
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
-    [message] = said(structure, SUBMODEL, bound, sample=None)
-    assert message.endswith(f"its recipe gives other values than the model has: {REMEDY}")
+    graph = onnx.load(bound.folder / "model.onnx", load_external_data=False).graph
+    (first,) = [tensor.name for tensor in graph.initializer if is_external(tensor) and place(tensor)[1] == 0]
+    assert_told(check_recipes(structure, SUBMODEL, bound, sample=None), wrong(first, "other values"))
 
 
 def test_the_weights_of_another_checkpoint(structure: Path, bound: BoundModel) -> None:
     other = BoundModel(bound.folder, synthetic(SUBMODEL, seed=1))
-    assert len(said(structure, SUBMODEL, other, sample=3)) == 3
+    assert [finding.level for finding in check_recipes(structure, SUBMODEL, other, sample=3)] == ["error"] * 3
 
 
 def test_the_structure_of_a_pipelines_submodel_is_found_in_the_cache(structure: Path, tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_the_structure_of_a_pipelines_submodel_is_found_in_the_cache(structure: 
 
 def test_missing_parameters(structure: Path) -> None:
     (structure / "parameters.json").unlink()
-    assert said(structure, SUBMODEL) == [f"error: text_encoder: parameters.json: no such file: {REMEDY}"]
+    assert_told(check_recipes(structure, SUBMODEL), wrong("parameters.json", "no such file"))
 
 
 def test_parameters_of_another_architecture(structure: Path) -> None:
@@ -156,4 +160,5 @@ def test_parameters_of_another_architecture(structure: Path) -> None:
     path.write_text(json.dumps({key: [*shape, 1] for key, shape in json.loads(path.read_text()).items()}))
     found = check_recipes(structure, SUBMODEL)
     assert found
-    assert all(finding.what.endswith("which is no parameter of that shape") for finding in found)
+    assert all((finding.check, finding.level) == ("recipe", "error") for finding in found)
+    assert all("no parameter of that shape" in finding.what for finding in found)
