@@ -79,8 +79,9 @@ def test_carried_weights_give_the_same_bytes_with_and_without_loras(shared: Benc
         carried = shared.run(workflow(shared, loras=loras), "carry_weights=true")[TEXT_ENCODER]
         assert [step.step.weights for step in carried] == ["carried"] * (2 + bool(loras))
         assert files(bound) == files(carried)
-    notes = shared.plan(workflow(shared), "carry_weights=true").pipelines[0].notes
-    assert notes == ("text_encoder: the weights are carried through every pass: the workflow says carry_weights: true",)
+    (note,) = shared.plan(workflow(shared), "carry_weights=true").pipelines[0].notes
+    assert note.startswith("text_encoder: ")
+    assert note.endswith("carry_weights: true")
 
 
 def test_a_lora_executes_only_bindweights_and_starts_from_the_model_without_it(shared: Bench) -> None:
@@ -116,7 +117,7 @@ def test_a_chain_with_another_pass_carries_its_weights_and_says_so(
     (pipeline,) = bench.plan(workflow(bench, *passes)).pipelines
     assert [planned.step.weights for planned in pipeline.steps(bench.cache)] == ["carried"] * 2
     (note,) = pipeline.notes
-    assert note.startswith("text_encoder: the weights are carried through every pass: ")
+    assert note.startswith("text_encoder: ")
     assert reason in note
 
 

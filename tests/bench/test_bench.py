@@ -201,7 +201,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
     [
         (["."], "this is no pipeline of sdflow"),
         ([], "there is no pipeline to measure"),
-        (["PIPELINE", "-e", "torch-sdap"], "no engine is named torch-sdap; did you mean torch-sdpa?"),
+        (["PIPELINE", "-e", "torch-sdap"], "torch-sdap; did you mean torch-sdpa?"),
         (["PIPELINE", "-e", "torch-xformers"], "torch-xformers: needs xformers and a CUDA device"),
         (["PIPELINE", "--batch", "1,x"], "--batch: '1,x' is not a list of whole numbers"),
         (["PIPELINE", "--scheduler", "lcm"], "draws noise at every step"),
@@ -295,11 +295,11 @@ def test_a_checkpoint_or_lora_that_has_changed_since_is_refused(built: Path, tmp
     lora = write_lora(tmp_path / "lora.safetensors")
     folder = with_lora(built, tmp_path / "lora", lora, 1.0)
     write_lora(lora, seed=1)
-    with pytest.raises(UsageError, match="is not the one that this pipeline was built with"):
+    with pytest.raises(UsageError, match=r"lora\.safetensors is not the one"):
         torch_modules(folder)
     manifest = json.loads((folder / "sdflow.json").read_text())
     (folder / "sdflow.json").write_text(json.dumps({**manifest, "model": "synthetic:sd15-tiny?seed=1"}))
-    with pytest.raises(UsageError, match="seed=1 is not the one that this pipeline was built from"):
+    with pytest.raises(UsageError, match=r"synthetic:sd15-tiny\?seed=1 is not the one"):
         torch_modules(folder)
 
 
@@ -356,6 +356,7 @@ def test_an_engine_that_does_not_come_up_in_time_is_given_up_and_the_others_are_
     begun = time.monotonic()
     found = {engine.name: engine for engine in bench(request, lambda line: None).engines}
     assert found["torch-compile"].status == "failed"
-    assert found["torch-compile"].reason == "it took longer than 8 s: give it more with --first-limit"
+    reason = found["torch-compile"].reason or ""
+    assert all(word in reason for word in ("longer than 8 s", "--first-limit")), reason
     assert found["torch-sdpa"].status == "measured"
     assert time.monotonic() - begun < 120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +125,10 @@ def test_what_the_loader_printed_becomes_the_reason() -> None:
         "libcublasLt.so.13: cannot open shared object file: No such file or directory\n\x1b[m\n"
         "[W:onnxruntime:Default] Failed to create CUDAExecutionProvider. Require cuDNN 9.* and CUDA 13.*. Please"
     )
-    assert loader_errors(printed) == (
-        "libonnxruntime_providers_cuda.so cannot be loaded: libcublasLt.so.13: cannot open shared object file: "
-        "No such file or directory; it needs cuDNN 9.* and CUDA 13"
-    )
+    found = loader_errors(printed)
+    for name in ("libonnxruntime_providers_cuda.so", "libcublasLt.so.13", "No such file", "cuDNN 9.*", "CUDA 13"):
+        assert name in found
+    assert not re.search(r"\x1b|2026|provider_bridge|FAIL|/env/", found), "nothing of the loader's frame"
 
 
 def test_onnxruntime_writes_nothing_at_home(tmp_path: Path) -> None:
