@@ -111,7 +111,7 @@ def unet(table: Ablation, batch: int, cases: Sequence[Case]) -> Bound | None:
     import torch
 
     from sdflow.runtime.specialize import specialize
-    from sdflow.runtime.split import split_unet
+    from sdflow.runtime.split import split
 
     inputs, sizes = unet_inputs(batch), unet_sizes(batch)
     best: tuple[float, Bound | None] = (float("inf"), None)
@@ -121,7 +121,7 @@ def unet(table: Ablation, batch: int, cases: Sequence[Case]) -> Bound | None:
             continue
         model, given = table.graphs[f"unet.{case.graph}"], inputs
         if case.split:
-            parts = split_unet(model, sizes, guidance=case.guidance)
+            parts = split(model, sizes, guidance=case.guidance)
             given, used = _given(table, parts, inputs), parts.step
         else:
             used = static(model, sizes) if case.graph == "base" else specialize(model, sizes)

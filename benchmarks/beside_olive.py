@@ -103,22 +103,22 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
     """A diffusers folder of the architecture with random float16 weights, written tensor by tensor."""
     import numpy as np
 
+    from sdflow.families import FAMILIES
     from sdflow.sources.architectures import architecture_config, companion_folder
-    from sdflow.sources.checkpoint import CLASS_OF
     from sdflow.sources.load import parameter_shapes
-    from sdflow.sources.synthetic import canonical_name, synthetic_tensors
+    from sdflow.sources.synthetic import tensors_for
 
     source = companion_folder(architecture, "scheduler").parent
     folder.mkdir(parents=True)
     shutil.copyfile(source / "model_index.json", folder / "model_index.json")
     for companion in ("tokenizer", "scheduler", "feature_extractor"):
         shutil.copytree(companion_folder(architecture, companion), folder / companion)
-    for component, class_name in CLASS_OF.items():
+    for component, (part, *_) in FAMILIES["stable_diffusion"].components.items():
         out = folder / component
         out.mkdir()
         config = architecture_config(architecture, component)
         (out / "config.json").write_text(json.dumps(config))
-        shapes = parameter_shapes("vae_encoder" if component == "vae" else component, config)
+        shapes = parameter_shapes(part.name, {"config": config})
         header, end = {}, 0
         for key, shape in shapes.items():
             size = 2 * int(np.prod(shape))
@@ -129,8 +129,8 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
             text = json.dumps(header).encode()
             stream.write(len(text).to_bytes(8, "little") + text)
             for key, shape in shapes.items():
-                values = synthetic_tensors(class_name, {canonical_name(key): shape}, seed)
-                stream.write(values[canonical_name(key)].astype(np.float16).data)
+                values = tensors_for(part.model, {key: shape}, seed)
+                stream.write(values[key].astype(np.float16).data)
 
 
 def write_lora(path: Path, architecture: str, seed: int) -> None:
@@ -143,7 +143,7 @@ def write_lora(path: Path, architecture: str, seed: int) -> None:
 
     random, tensors = np.random.default_rng(seed), {}
     for submodel, prefix in (("unet", "lora_unet"), ("text_encoder", "lora_te")):
-        for key, shape in parameter_shapes(submodel, architecture_config(architecture, submodel)).items():
+        for key, shape in parameter_shapes(submodel, {"config": architecture_config(architecture, submodel)}).items():
             layer = key.removesuffix(".weight")
             if (
                 layer == key

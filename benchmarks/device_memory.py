@@ -48,6 +48,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     import torch
     from image_latency import PROMPT, SUBMODELS, Machine
 
+    from sdflow.families import FAMILIES
     from sdflow.runtime.device_weights import DeviceWeights
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
@@ -76,7 +77,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
         name: load_submodel(folder, name, TARGETS["cuda"], cuda_graphs=tuple(SUBMODELS), lazy=True, options=options)
         for name in SUBMODELS
     }
-    pipeline = Pipeline(submodels, **companions(graphs))
+    pipeline = Pipeline(FAMILIES["stable_diffusion"], submodels, companions(graphs))
     latents = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(7))
     with pipeline.place.current():
         pipeline.submodels["text_encoder"].bound(input_ids=(2, 77))

@@ -213,6 +213,7 @@ class Bench:
         self.parts[name] = {"unet step": run_unet, "decoder": run_decoder}
 
     def add_sdflow(self) -> None:
+        from sdflow.families import FAMILIES
         from sdflow.runtime.folder import load_submodel
         from sdflow.runtime.pipeline import Pipeline
         from sdflow.targets import TARGETS
@@ -228,7 +229,7 @@ class Bench:
                     name: load_submodel(self.folder, name, target, cuda_graphs=captured, lazy=True)
                     for name in SUBMODELS
                 }
-                pipeline = Pipeline(submodels, **self.companions(), split=split)
+                pipeline = Pipeline(FAMILIES["stable_diffusion"], submodels, self.companions(), split=split)
 
                 def draw(images: int, pipeline: Any = pipeline) -> Any:
                     return pipeline([PROMPT] * images, output_type="np", **self.settings(images)).images

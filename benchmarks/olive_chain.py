@@ -36,21 +36,22 @@ def torch_model(reference: str, submodel: str) -> Any:
     import torch
     from olive.model import PyTorchModelHandler
 
-    from sdflow.passes.submodel_io import submodel_io, tracing_inputs
-    from sdflow.passes.tracing import traced_form
+    from sdflow.families import part_of
+    from sdflow.passes.tracing import traced_module
     from sdflow.sources import PlainDigests, load_module, open_checkpoint, submodel_config
 
     load = open_checkpoint(reference, digests=PlainDigests(), download=False).submodels[submodel].load
-    config = submodel_config(submodel, load)
-    io = submodel_io(submodel, config)
+    config, network = submodel_config(load), part_of(load, submodel).model
+    io = network.ports(config)
+    inputs = network.dummy(config, network.smallest(config))
     return PyTorchModelHandler(
-        model_loader=lambda _path: traced_form(submodel, load_module(submodel, load)),
+        model_loader=lambda _path: traced_module(network, load_module(submodel, load)),
         io_config={
             "input_names": [port.name for port in io.inputs],
             "output_names": [port.name for port in io.outputs],
             "dynamic_axes": io.dynamic_axes,
         },
-        dummy_inputs_func=lambda _model: tuple(map(torch.from_numpy, tracing_inputs(submodel, config).values())),
+        dummy_inputs_func=lambda _model: tuple(map(torch.from_numpy, inputs.values())),
     )
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from sdflow.digest import FileEntry, digest_json
 
-SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
-IMAGE_SUBMODELS = ("text_encoder", "unet", "vae_decoder")
-"""Those that text to image cannot do without."""
-
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 CONFIG_FILE = "config.json"
+INDEX_FILE = "model_index.json"
+ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
+"""What model_index.json calls a folder with an ONNX graph."""
 
 Facts = Mapping[str, Any]
 """Small JSON that a pass measured on its output: `nodes`, `operators` (type -> count), `dtypes`, `bytes`, ..."""

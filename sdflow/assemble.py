@@ -17,20 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import Artifact
+from sdflow.artifact import INDEX_FILE, ONNX_COMPONENT, Artifact
 from sdflow.errors import CacheError, UsageError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
 from sdflow.replace_folder import remove_stale, staging_beside, swap
-
-INDEX_FILE = "model_index.json"
-ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
-
-# The same in every Stable Diffusion 1.x and 2.x; old checkpoints name classes that transformers 5 no longer has.
-_CLASSES = {
-    "tokenizer": ["transformers", "CLIPTokenizer"],
-    "feature_extractor": ["transformers", "CLIPImageProcessor"],
-}
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,21 @@ def assemble(
     parts: Mapping[str, Artifact],
     companions: Mapping[str, Path],
     origin: Origin,
+    options: Mapping[str, Any] | None = None,
     copy: bool = False,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
-    parts: submodel -> artifact. companions: tokenizer, scheduler, feature_extractor -> folder; small, always copied.
-    origin: what they were built from, for sdflow.json. copy: real copies in place of links; always so on Windows.
+    parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
+    from, for sdflow.json. options: as of the family, for model_index.json. copy: real copies in place of links; always so
+    on Windows.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
     copy = copy or sys.platform == "win32"
     manifest = _manifest(parts, companions, origin, copy)
-    described = {INDEX_FILE: _index(parts, companions), MANIFEST_FILE: manifest.to_bytes()}
+    index = _index(FAMILIES[origin.family], parts, companions, options or {})
+    described = {INDEX_FILE: index, MANIFEST_FILE: manifest.to_bytes()}
     _refuse_foreign(out)
     if _is_current(out, manifest, described):
         return Assembled(out, changed=False)
@@ -80,17 +76,24 @@ def assemble(
 # What goes in
 
 
-def _index(parts: Mapping[str, Artifact], companions: Mapping[str, Path]) -> bytes:
+def _index(
+    family: Family, parts: Mapping[str, Artifact], companions: Mapping[str, Path], options: Mapping[str, Any]
+) -> bytes:
     """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
-        "_class_name": "OnnxStableDiffusionPipeline",
+        "_class_name": family.assembled_as,
         "_diffusers_version": distribution_version("diffusers"),
-        "requires_safety_checker": "safety_checker" in parts,
-        "safety_checker": [None, None],
-        "feature_extractor": [None, None],
+        **options,
     }
+    absent = [part.name for part in family.parts if part.optional]
+    absent += [name for name, companion in family.companions.items() if companion.part is not None]
+    components.update({name: [None, None] for name in absent})
+    if family.checker is not None:
+        components["requires_safety_checker"] = family.checker in parts
     for name, folder in companions.items():
-        components[name] = ["diffusers", _scheduler_class(folder)] if name == "scheduler" else _CLASSES[name]
+        # Old checkpoints name classes that transformers 5 no longer has.
+        companion = family.companions[name]
+        components[name] = [companion.library, companion.class_name or _named_class(folder / companion.file)]
     components.update(dict.fromkeys(parts, ONNX_COMPONENT))
     return (json.dumps(components, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
@@ -166,8 +169,8 @@ def _copy_file(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-def _scheduler_class(folder: Path) -> str:
-    config = json.loads((folder / "scheduler_config.json").read_text(encoding="utf-8"))
+def _named_class(file: Path) -> str:
+    config = json.loads(file.read_text(encoding="utf-8"))
     return str(config["_class_name"])
 
 

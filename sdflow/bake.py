@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sdflow.config.fields import LORA_SUBMODELS, SUBMODELS
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
+from sdflow.families import SUBMODELS, WITH_LORAS
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import make_plan
@@ -144,7 +144,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
 
 def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:
     """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
-    if submodel not in LORA_SUBMODELS:
+    if submodel not in WITH_LORAS:
         return chain
     if any(registry.find_pass(step.pass_name, step.base).takes_loras for step in chain):
         return chain

@@ -35,22 +35,28 @@ def root_mean_square(values: Iterable[float]) -> float:
 
 
 def largest_difference(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Of any one value; pictures are in [0, 1]."""
+    """Of any one value; pictures are in [0, 1]. Infinite where a value is not finite."""
     import numpy as np
 
+    if not np.isfinite(picture).all():
+        return math.inf
     return float(np.abs(picture - reference).max())
 
 
 def psnr(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in decibels of pictures in [0, 1]; infinite where they are equal."""
+    """Peak signal-to-noise ratio in decibels of pictures in [0, 1]; infinite where they are equal, 0 where a value is not
+    finite."""
     import numpy as np
 
+    if not np.isfinite(picture).all():
+        return 0.0
     error = float(np.mean((picture.astype(np.float64) - reference) ** 2))
     return -10 * math.log10(error) if error else math.inf
 
 
 def ssim(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Mean structural similarity of two pictures, (rows, columns, channels) in [0, 1]; 1 where they are equal.
+    """Mean structural similarity of two pictures, (rows, columns, channels) in [0, 1]; 1 where they are equal, 0 where a
+    value is not finite.
 
     Wang et al. 2004, https://doi.org/10.1109/TIP.2003.819861: an 11x11 Gaussian window of deviation 1.5, K1 = 0.01,
     K2 = 0.03; each channel by itself, windows that lie wholly inside. Raises ValueError for less than 11 pixels a side.
@@ -59,6 +65,8 @@ def ssim(picture: np.ndarray, reference: np.ndarray) -> float:
 
     if min(picture.shape[:2]) < 2 * SSIM_REACH + 1:
         raise ValueError(f"a picture of {picture.shape[0]}x{picture.shape[1]} pixels is smaller than the window")
+    if not np.isfinite(picture).all():
+        return 0.0
     x, y = picture.astype(np.float64), reference.astype(np.float64)
     mean_x, mean_y = _blurred(x), _blurred(y)
     variance_x = _blurred(x * x) - mean_x**2

@@ -279,6 +279,7 @@ class _ChainRun:
             "base_sha256": self._digest_to_check(base),
             "symbolic": step.weights == "symbolic",
             "checkpoint": step.load,
+            "family": step.family,
             "loras": [{"path": str(lora.path.absolute()), "scale": lora.scale} for lora in step.loras],
             "config": step.config,
             "out": str(staging.files.absolute()),

@@ -120,6 +120,7 @@ def _rebuilt(
         folder = Path(scratch).resolve() / subject.name
         assemble(
             folder,
+            options=subject.checkpoint.options,
             parts={submodel: steps[submodel][-1].record.artifact},
             companions=subject.checkpoint.companions,
             origin=origin_of(plan, steps),

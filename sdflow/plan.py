@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sdflow import sources
-from sdflow.artifact import IMAGE_SUBMODELS, Action, Record
+from sdflow.artifact import Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
+from sdflow.families import DRAWING, OPTIONAL
 from sdflow.machine.packages import distribution_version
 from sdflow.passes import registry
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
@@ -126,7 +127,7 @@ def _plan_pipeline(
     cache: Cache,
 ) -> PipelinePlan:
     if checkpoint is not None:
-        _require_reference(pipeline, checkpoint)
+        _require_parts(pipeline, checkpoint)
         _require_sizes(pipeline, checkpoint)
     notes = []
     loras = []
@@ -143,9 +144,11 @@ def _plan_pipeline(
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
         if checkpoint is not None and source is None:
-            if submodel != "safety_checker":
+            if submodel not in OPTIONAL:
                 raise CheckpointError(
-                    f"the checkpoint {pipeline.model} has no {submodel}", where=str(pipeline.model_mark)
+                    f"the checkpoint {pipeline.model} has no {submodel}: it is of the family {checkpoint.family.title}",
+                    where=str(pipeline.model_mark),
+                    remedy=f"Extend the workflow of that family: it has {', '.join(checkpoint.family.submodels)}.",
                 )
             notes.append(f"the checkpoint has no {submodel}: it is left out")
             continue
@@ -189,14 +192,16 @@ def _chain(
     return Chain(submodel, ready, steps, carried), None
 
 
-def _require_reference(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError when the artifacts are to be verified and the checkpoint has not all that a denoising run needs."""
-    missing = [name for name in IMAGE_SUBMODELS if name not in checkpoint.submodels]
-    if pipeline.verify is not None and missing:
+def _require_parts(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
+    """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
+    family = checkpoint.family
+    missing = [name for name in family.drawing if name not in pipeline.submodels]
+    wanted = pipeline.evaluate.image is not None and "no image can be drawn"
+    if missing and wanted and set(DRAWING) <= set(pipeline.submodels):
         raise UsageError(
-            f"its artifacts cannot be verified: {pipeline.model} has no {' and no '.join(missing)}",
+            f"{wanted} without {' and '.join(missing)}: {pipeline.model} is of the family {family.title}",
             where=pipeline.name,
-            remedy="Inputs come from a denoising run. Write `verify: false`.",
+            remedy="Extend the workflow of that family, or write `evaluate: {image: null}` and `verify: false`.",
         )
 
 

@@ -108,17 +108,18 @@ def _assemble(
     if options.copy:
         for artifact in parts.values():
             executor.cache.check(artifact)
-    companions = plan.checkpoint.companions if plan.checkpoint else {}
-    checked = plan.pipeline.verify if options.verify and plan.checkpoint else None
+    assert plan.checkpoint is not None, "planned with download=True"
+    extra, companions = plan.checkpoint.options, plan.checkpoint.companions
+    checked = plan.pipeline.verify if options.verify else None
     origin = replace(origin_of(plan, steps), verified=checked.level if checked else None)
     verification = None
     if checked is not None:
         with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
             trial = Path(scratch).resolve() / plan.pipeline.name
-            assemble(trial, parts=parts, companions=companions, origin=origin)
+            assemble(trial, parts=parts, companions=companions, origin=origin, options=extra)
             with _ONE_AT_A_TIME:
                 verification = _verify(plan, checked, trial, executor, options)
-    assemble(folder, parts=parts, companions=companions, origin=origin, copy=options.copy)
+    assemble(folder, parts=parts, companions=companions, origin=origin, options=extra, copy=options.copy)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
     result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
@@ -201,6 +202,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
             )
             for submodel, chain in steps.items()
         },
+        **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 
 

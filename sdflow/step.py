@@ -98,7 +98,13 @@ class Step:
         assert self.source is not None, "planned with download=True"
         if self.weights == "bound" or (self.index == 0 and self.weights == "carried"):
             return self.source.load
-        return hollow(self.source.load["config"]) if self.index == 0 else {}
+        return hollow(self.source.load) if self.index == 0 else {}
+
+    @property
+    def family(self) -> str:
+        """The name of the submodel's family."""
+        assert self.source is not None, "planned with download=True"
+        return str(self.source.load["family"])
 
     def without_loras(self) -> Step:
         """The same step for the checkpoint alone."""

@@ -34,7 +34,8 @@ DECIBELS_BEHIND = 6.0
 """A float16 pipeline's picture may have so much less than plain fp16 PyTorch's: twice the error."""
 
 DECIBELS_ASTRAY = 30.0
-"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it."""
+"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it. Where
+that picture has NaN there is no telling, and a float16 pipeline's must have so much itself."""
 
 SCORE_APART = 0.02
 """How far the share of the sample's pictures that are right may be from PyTorch's."""

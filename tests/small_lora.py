@@ -20,7 +20,7 @@ def write_lora(path: Path, submodels: Sequence[str] = ("unet", "text_encoder"), 
     random = np.random.default_rng(seed)
     tensors = {}
     for submodel in submodels:
-        for key, shape in parameter_shapes(submodel, architecture_config("sd15-tiny", submodel)).items():
+        for key, shape in parameter_shapes(submodel, {"config": architecture_config("sd15-tiny", submodel)}).items():
             layer = key.removesuffix(".weight")
             if layer == key or not layer.endswith(LAYERS[submodel]):
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from submodels import SUBMODELS
 
 import sdflow.passes
 import sdflow.sources
@@ -16,7 +17,7 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.digest import FileEntry, digest_file, digest_json, digest_tree
 from sdflow.manifest import Origin
-from sdflow.passes.base import SUBMODELS, PassInputs
+from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+from sdflow.families.base import Latents
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,7 +35,7 @@ class Settings:
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     guidance_scale: float = 7.5
     seed: int = 0
     scheduler: str | None = None
@@ -49,9 +51,9 @@ def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) ->
         yield Case(batch, size, size, count)
 
 
-def latents(case: Case, seed: int, channels: int, scale: int) -> torch.Tensor:
+def latents(case: Case, seed: int, what: Latents) -> torch.Tensor:
     """Standard normal float32 (batch, channels, height / scale, width / scale), drawn on the CPU."""
     import torch
 
-    shape = (case.batch, channels, case.height // scale, case.width // scale)
+    shape = (case.batch, what.channels, case.height // what.scale, case.width // what.scale)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

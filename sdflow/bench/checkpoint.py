@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.families.base import Family
 from sdflow.manifest import MANIFEST_FILE, MergedLora, read_manifest
 
 if TYPE_CHECKING:
     import torch
-
-COMPONENTS = {"text_encoder": "text_encoder", "unet": "unet", "vae_decoder": "vae"}
-"""Submodel -> component of diffusers' pipeline."""
 
 
 def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
@@ -34,16 +32,16 @@ def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
             where=where,
             remedy="Put back the files that it was built from, or run its workflow again.",
         )
+    family = checkpoint.family
     modules = {
-        component: load_module(submodel, checkpoint.submodels[submodel].load)
-        for submodel, component in COMPONENTS.items()
+        family.part(name).component: load_module(name, checkpoint.submodels[name].load) for name in family.drawing
     }
     for lora in origin.loras:
-        _merge(lora, modules, where)
+        _merge(lora, family, modules, where)
     return modules
 
 
-def _merge(lora: MergedLora, modules: Mapping[str, torch.nn.Module], where: str) -> None:
+def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Module], where: str) -> None:
     """W + scale x delta in float32, in place."""
     import torch
 
@@ -57,7 +55,7 @@ def _merge(lora: MergedLora, modules: Mapping[str, torch.nn.Module], where: str)
             remedy="Put back the file that it was built with, or run its workflow again.",
         )
     for submodel in lora_submodels(path):
-        state = modules[COMPONENTS[submodel]].state_dict()
+        state = modules[family.part(submodel).component].state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        for key, layer in read_lora(path, {submodel: shapes})[submodel].items():
+        for key, layer in read_lora(path, {submodel: shapes}, family.name)[submodel].items():
             state[key] += torch.from_numpy(lora_delta(layer, shapes[key], lora.scale))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.engines import Engine
-from sdflow.picture_sizes import vae_scale
-from sdflow.runtime.folder import load_companions, submodel_config
+from sdflow.families.base import Family
+from sdflow.runtime.folder import folder_family, folder_latents, load_companions, read_options
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.targets import TARGETS
 
@@ -47,18 +47,9 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         threads=settings.threads,
         tuning=recorded.tuning,
     )
-    encode, marks = pipeline.encode, [ignore]
-
-    def encode_and_mark(prompts: Sequence[str]) -> torch.Tensor:
-        encoded = encode(prompts)
-        marks[0]()
-        return encoded
-
-    pipeline.encode = encode_and_mark  # type: ignore[method-assign]
 
     def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
-        marks[0] = mark or ignore
-        noise = latents(case, settings.seed, pipeline.channels, pipeline.vae_scale)
+        noise = latents(case, settings.seed, pipeline.latents)
         drawn = pipeline(
             [settings.prompt] * case.batch,
             negative_prompt=settings.negative_prompt,
@@ -68,6 +59,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
             guidance_scale=settings.guidance_scale,
             latents=noise,
             output_type="np",
+            callback_on_text_end=mark,
             callback_on_step_end=(lambda *_: mark()) if mark else None,
         )
         images: np.ndarray = drawn.images  # type: ignore[assignment]
@@ -87,31 +79,22 @@ def torch_drawer(
 
     On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
     """
-    import diffusers
     import torch
 
-    element = getattr(torch, dtype)
+    element, family = getattr(torch, dtype), folder_family(folder)
     # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
     parts: dict[str, Any] = {
         name: torch.nn.Module.to(_own(module), device, element) for name, module in modules.items()
     }
     if engine.compile_mode or (device == "cuda" and engine.attention != "plain"):
-        for name in ("unet", "vae"):
-            parts[name].to(memory_format=torch.channels_last)
+        for component in _convolutional(family):
+            parts[component].to(memory_format=torch.channels_last)
     companions = load_companions(folder)
-    scheduler = companions["scheduler"]
     if settings.scheduler is not None:
-        scheduler = named_scheduler(settings.scheduler, scheduler.config)
-    pipeline: Any = diffusers.StableDiffusionPipeline(
-        **parts,
-        tokenizer=companions["tokenizer"],
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+        companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
+    pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
-    _specialize(pipeline, engine)
+    _specialize(pipeline, family, engine)
     encode, marks = pipeline.encode_prompt, [ignore]
 
     def encode_and_mark(*arguments: Any, **options: Any) -> Any:
@@ -120,8 +103,7 @@ def torch_drawer(
         return encoded
 
     pipeline.encode_prompt = encode_and_mark
-    channels = int(submodel_config(folder, "vae_decoder")["latent_channels"])
-    scale = vae_scale(submodel_config(folder, "vae_decoder"))
+    what = folder_latents(folder)
 
     def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
         marks[0] = mark or ignore
@@ -133,12 +115,12 @@ def torch_drawer(
         with _full_float32():
             drawn = pipeline(
                 [settings.prompt] * case.batch,
-                negative_prompt=[settings.negative_prompt] * case.batch,
+                negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
                 height=case.height,
                 width=case.width,
                 num_inference_steps=case.steps,
                 guidance_scale=settings.guidance_scale,
-                latents=latents(case, settings.seed, channels, scale).to(device, element),
+                latents=latents(case, settings.seed, what).to(device, element),
                 output_type="np",
                 callback_on_step_end=on_step if mark else None,
             )
@@ -171,28 +153,36 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, shared)
 
 
-def _specialize(pipeline: Any, engine: Engine) -> None:
+def _convolutional(family: Family) -> list[str]:
+    """The components that work on pictures and latents: those of denoiser and decoder."""
+    return [family.part(name).component for name in (family.denoiser, family.decoder)]
+
+
+def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
     """What the table says of the engine, done to diffusers' pipeline."""
     import torch
 
+    denoiser, decoder = _convolutional(family)
     if engine.attention == "plain":
-        pipeline.unet.set_default_attn_processor()
-        pipeline.vae.set_default_attn_processor()
-        pipeline.text_encoder.set_attn_implementation("eager")
+        for component in (denoiser, decoder):
+            getattr(pipeline, component).set_default_attn_processor()
+        for name in family.text:
+            getattr(pipeline, family.part(name).component).set_attn_implementation("eager")
     if engine.attention == "xformers":
         pipeline.enable_xformers_memory_efficient_attention()
     if engine.fused_qkv:
         pipeline.fuse_qkv_projections()
     if engine.int8:
-        _quantize(pipeline)
+        _quantize([getattr(pipeline, component) for component in (denoiser, decoder)])
     if engine.compile_mode:
         from torch._inductor import config, list_mode_options
 
         known = {name: value for name, value in (engine.flags or {}).items() if hasattr(config, name)}
         options = {**list_mode_options(engine.compile_mode), **known}
         compiled = {"fullgraph": True, "dynamic": False, "options": options}
-        pipeline.unet = torch.compile(pipeline.unet, **compiled)
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode, **compiled)
+        setattr(pipeline, denoiser, torch.compile(getattr(pipeline, denoiser), **compiled))
+        vae = getattr(pipeline, decoder)
+        vae.decode = torch.compile(vae.decode, **compiled)
 
 
 # The linear layers that gain nothing: https://github.com/huggingface/diffusion-fast, utils/pipeline_utils.py
@@ -203,7 +193,7 @@ _NOT_QUANTIZED = {
 }  # fmt: skip
 
 
-def _quantize(pipeline: Any) -> None:
+def _quantize(modules: Sequence[Any]) -> None:
     """Linear layers to int8 by torchao, and the 1x1 convolutions that can be one, as diffusion-fast does."""
     import torch
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -219,6 +209,6 @@ def _quantize(pipeline: Any) -> None:
             return False
         return (module.in_features, module.out_features) not in _NOT_QUANTIZED
 
-    for module in (pipeline.unet, pipeline.vae):
+    for module in modules:
         swap_conv2d_1x1_to_linear(module, convolution)
         quantize_(module, Int8DynamicActivationInt8WeightConfig(), linear)

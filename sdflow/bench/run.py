@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.bench.case import Case, Settings
-from sdflow.bench.checkpoint import COMPONENTS, torch_modules
+from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
@@ -30,6 +30,7 @@ from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.folder import folder_family
 from sdflow.targets import TARGETS, find_target
 from sdflow.units import spell_bytes
 from sdflow.yardstick import BENCH_FLOAT32, FLOAT16_RATIO
@@ -115,14 +116,14 @@ def here(built_for: str, names: Sequence[str]) -> Device:
 
 
 def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
-    """What the UNet's weights are in: PyTorch's float16 on a GPU; a graph's as built; TensorRT makes its own float16."""
+    """What the denoiser's weights are in: PyTorch's float16 on a GPU; a graph's as built; TensorRT makes its own float16."""
     if not engine.target:
         return "float16" if device.kind == "cuda" else "float32"
     if engine.target == "tensorrt":
         return "float16"
     import onnx
 
-    graph = onnx.load(folder / "unet" / MODEL_FILE, load_external_data=False).graph
+    graph = onnx.load(folder / folder_family(folder).denoiser / MODEL_FILE, load_external_data=False).graph
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
     return "float16" if half else "float32"
 
@@ -260,7 +261,7 @@ class _Runner:
 
     def _weights(self, running: _Running) -> int:
         if running.engine.target:
-            folders = [self.request.folder / name for name in COMPONENTS]
+            folders = [self.request.folder / name for name in folder_family(self.request.folder).drawing]
             return sum(path.stat().st_size for folder in folders for path in folder.resolve().rglob("*"))
         if self.device.kind == "cpu":
             return 0  # the modules' own memory is used

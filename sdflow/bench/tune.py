@@ -206,7 +206,7 @@ class _Tuner:
 
         pipeline = Pipeline.load(self.folder, self.target, safety_checker=False, tuning=tuning)
         if self._case is None:
-            own = int(pipeline.submodels["unet"].config["sample_size"]) * pipeline.vae_scale
+            own = pipeline.latents.image_size
             self._case = Case(1, own, own, 4)
         self.draw(pipeline)
         return pipeline
@@ -224,7 +224,7 @@ class _Tuner:
             width=case.width,
             num_inference_steps=case.steps,
             guidance_scale=settings.guidance_scale,
-            latents=latents(case, settings.seed, pipeline.channels, pipeline.vae_scale),
+            latents=latents(case, settings.seed, pipeline.latents),
             output_type="np",
         )
         self.device.wait()
@@ -248,21 +248,22 @@ class _Tuner:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
 
+        from sdflow.families.base import Request
         from sdflow.runtime.denoise import Start
 
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():
-            noise = latents(case, settings.seed, pipeline.channels, pipeline.vae_scale).to(pipeline.place.device)
-            texts = [""] * case.batch + [settings.prompt] * case.batch
-            unet = pipeline._loaded(Start(noise, []), len(texts))
-            embeddings = pipeline.encode(texts)
-            schedule = pipeline._schedule(case.steps, guidance_scale=settings.guidance_scale)
-            unet.begin(embeddings, schedule)
-            found = {"text_encoder": embeddings.float().cpu().clone()}
+            noise = latents(case, settings.seed, pipeline.latents).to(pipeline.place.device)
+            request = Request([settings.prompt] * case.batch, None, settings.guidance_scale, case.height, case.width)
+            denoiser = pipeline.denoiser(Start(noise, []), case.batch * (2 if request.guided else 1))
+            conditions = pipeline.condition(request)
+            schedule = pipeline.schedule(case.steps, guidance_scale=settings.guidance_scale if request.guided else None)
+            denoiser.begin(conditions.inputs, schedule)
+            found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}
             for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):
-                unet.sample.copy_(noise.expand_as(unet.sample))
-                found[f"unet, step {index}"] = unet.step(index).float().cpu().clone()
-            found["vae_decoder"] = pipeline.decode(noise).float().cpu().clone()
+                denoiser.sample.copy_(noise.expand_as(denoiser.sample))
+                found[f"denoiser, step {index}"] = denoiser.step(index).float().cpu().clone()
+            found["decoder"] = pipeline.decode(noise).float().cpu().clone()
         return found
 
     def attempt(

@@ -30,7 +30,7 @@ def bench(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = (
         "a photo of an astronaut riding a horse on mars"
     ),
-    negative_prompt: Annotated[str, typer.Option(help="What not to draw.")] = "",
+    negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     guidance_scale: Annotated[float, typer.Option(help="1 switches guidance off.")] = 7.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the latents.")] = 0,
     scheduler: Annotated[str | None, typer.Option(help="ddim, euler, dpm++_2m, unipc, pndm. Default: its own.")] = None,
@@ -145,11 +145,10 @@ def _numbers(option: str, text: str) -> list[int]:
 def _own_size(pipeline: Path) -> int:
     """Pixels of the model's own pictures."""
     from sdflow.manifest import read_manifest
-    from sdflow.picture_sizes import vae_scale
-    from sdflow.runtime.folder import submodel_config
+    from sdflow.runtime.folder import folder_latents
 
     read_manifest(pipeline)
-    return int(submodel_config(pipeline, "unet")["sample_size"]) * vae_scale(submodel_config(pipeline, "vae_decoder"))
+    return folder_latents(pipeline).image_size
 
 
 def _compare(files: tuple[Path, Path], force: bool, as_json: bool) -> None:

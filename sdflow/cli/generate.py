@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +23,22 @@ def generate(
     pipeline: Folder,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="What to draw. Repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.", metavar="FILE")] = None,
-    negative_prompt: Annotated[str, typer.Option(help="What not to draw.")] = "",
+    negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    prompt_2: Annotated[
+        str | None, typer.Option(help="SDXL: another prompt for the second text encoder.", show_default=False)
+    ] = None,
+    negative_prompt_2: Annotated[
+        str | None, typer.Option(help="SDXL: the same for what not to draw.", show_default=False)
+    ] = None,
+    original_size: Annotated[
+        str | None, typer.Option(help="SDXL: HEIGHTxWIDTH that the image seems to come from.", show_default=False)
+    ] = None,
+    crop: Annotated[
+        str | None, typer.Option(help="SDXL: TOPxLEFT that it seems to be cropped at.", show_default=False)
+    ] = None,
+    target_size: Annotated[
+        str | None, typer.Option(help="SDXL: HEIGHTxWIDTH that it seems to be for.", show_default=False)
+    ] = None,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
     strength: Annotated[
@@ -39,7 +55,13 @@ def generate(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps per picture.")] = 50,
-    guidance_scale: Annotated[float, typer.Option(help="How much the prompt counts; 1 switches guidance off.")] = 7.5,
+    guidance_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="How much the prompt counts; 1 switches guidance off. Default: the model's, 7.5 or for SDXL 5.",
+            show_default=False,
+        ),
+    ] = None,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
     scheduler: Annotated[
@@ -65,6 +87,13 @@ def generate(
     from sdflow.runtime.generate import generate as draw
 
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
+    more = {
+        "prompt_2": prompt_2,
+        "negative_prompt_2": negative_prompt_2,
+        "original_size": _pair("--original-size", original_size),
+        "crops_coords_top_left": _pair("--crop", crop),
+        "target_size": _pair("--target-size", target_size),
+    }
     request = GenerateRequest(
         folder=pipeline,
         prompts=wanted,
@@ -86,10 +115,23 @@ def generate(
         sheet=sheet,
         low_memory=low_memory,
         threads=threads,
+        more={name: value for name, value in more.items() if value is not None},
     )
     with _progress() as progress:
         result = draw(request, progress)
     print_generate(result, as_json=json)
+
+
+def _pair(option: str, text: str | None) -> tuple[int, int] | None:
+    """Two whole numbers, written 1024x768."""
+    from sdflow.errors import UsageError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    if found is None:
+        raise UsageError(f"{text!r} is not of the form 1024x768", where=option, remedy="Two whole numbers, in pixels.")
+    return int(found[1]), int(found[2])
 
 
 @contextmanager

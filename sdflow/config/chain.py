@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
-from sdflow.config.fields import LORA_SUBMODELS, OVERLAY, SUBMODEL, SUBMODELS, EvaluateFields, VerifyFields
+from sdflow.config.fields import OVERLAY, SUBMODEL, EvaluateFields, VerifyFields
 from sdflow.config.files import Files
 from sdflow.config.merge import check_change, expect_kind, pass_name
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark, StepSpec
+from sdflow.families import SUBMODELS, WITH_LORAS
 from sdflow.targets import TARGETS
 
 
@@ -176,9 +177,9 @@ class Chains:
             self.problems.add(
                 spec.mark, f"{info.name} would merge the LoRAs a second time", f"first at {earlier[0].mark}"
             )
-        if submodel not in LORA_SUBMODELS:
+        if submodel not in WITH_LORAS:
             self.problems.add(
-                spec.mark, f"{info.name} has nothing to merge: LoRAs change {' and '.join(LORA_SUBMODELS)} only"
+                spec.mark, f"{info.name} has nothing to merge: LoRAs change {' and '.join(WITH_LORAS)} only"
             )
 
     def _find(self, name: str, mark: Mark) -> PassInfo | None:

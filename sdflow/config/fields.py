@@ -9,15 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
 
-SUBMODELS: Mapping[str, str] = {
-    "text_encoder": "The CLIP text model: token ids to embeddings.",
-    "unet": "The denoiser, run once per step.",
-    "vae_encoder": "Pixels to latents; needed for image-to-image only.",
-    "vae_decoder": "Latents to pixels.",
-    "safety_checker": "The filter of pictures; `null` or `false` leaves it out.",
-}
-LORA_SUBMODELS = ("unet", "text_encoder")
-
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file. Maps merge, lists "
     "and values replace; later files win, and this file over all of them, their `targets` included.",
@@ -85,7 +76,9 @@ class ImageFields(_Fields):
     """The picture to draw."""
 
     prompt: Annotated[str, Field(description="What to draw.")] = ImageSpec.prompt
-    negative_prompt: Annotated[str, Field(description="What not to draw.")] = ImageSpec.negative_prompt
+    negative_prompt: Annotated[str | None, Field(description="What not to draw; null: nothing is said of it.")] = (
+        ImageSpec.negative_prompt
+    )
     steps: Annotated[Positive, Field(description="Denoising steps.")] = ImageSpec.steps
     guidance_scale: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="Classifier-free guidance; up to 1 there is none.")

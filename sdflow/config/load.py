@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from sdflow.artifact import IMAGE_SUBMODELS
 from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, unknown_keys
 from sdflow.config.fields import (
-    LORA_SUBMODELS,
     WORKFLOW,
     EvaluateFields,
     VerifyFields,
@@ -31,6 +29,7 @@ from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, VerifySpec, Workflow
+from sdflow.families import DRAWING, WITH_LORAS
 
 
 def load_workflow(
@@ -94,13 +93,13 @@ class _Loader:
         common = self._for_target(cell.target)
         loras = self._lora_specs(cell.loras)
         if loras and not any(
-            info.takes_loras for submodel in LORA_SUBMODELS for _, info in common.chains.get(submodel, ())
+            info.takes_loras for submodel in WITH_LORAS for _, info in common.chains.get(submodel, ())
         ):
             for lora in loras:
                 self.problems.add(
                     lora.mark,
                     "no step merges this LoRA",
-                    f"add {{pass: LoraMerge}} to the passes of {' or '.join(LORA_SUBMODELS)}",
+                    f"add {{pass: LoraMerge}} to the passes of {' or '.join(WITH_LORAS)}",
                 )
         if cell.model is None:
             self.problems.add(self.document.mark, "no `model`", f"model: {WORKFLOW['model']}")
@@ -140,7 +139,7 @@ class _Loader:
                 self.problems.add(document.mark, "no `submodels`", "extend a file that has them")
             chains = self.chains.submodels(submodels) if submodels is not None else {}
             evaluate = self._evaluate(document.entries.get("evaluate"))
-            missing = [name for name in IMAGE_SUBMODELS if name not in chains]
+            missing = [name for name in DRAWING if name not in chains]
             if isinstance(submodels, YamlMap) and evaluate.image and missing:
                 self.problems.add(
                     submodels.mark,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sdflow.config.fields import SUBMODELS, WORKFLOW
+from sdflow.config.fields import WORKFLOW
 from sdflow.config.merge import merge_documents, pass_name
 from sdflow.config.nodes import MAX_DEPTH, Node, YamlList, YamlMap, YamlScalar, describe, parse, plain, to_data
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
+from sdflow.families import SUBMODELS
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
+from sdflow.families import ARCHITECTURES
 from sdflow.sources.reference import PICKLE_SUFFIXES
 
-SYNTHETIC = ("sd15", "sd15-tiny", "sdxl", "sdxl-tiny")
 SAMPLES = ("shapes",)
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
@@ -37,7 +37,7 @@ def model_reference(node: Node, folder: Path, allow_pickle: bool, problems: Prob
     if kind not in ("synthetic", "sample"):
         _report_scheme(kind, mark, problems, _SCHEMES)
         return None
-    names = SYNTHETIC if kind == "synthetic" else SAMPLES
+    names = ARCHITECTURES if kind == "synthetic" else SAMPLES
     seeded = _SEEDED.fullmatch(rest)
     if seeded is None or (kind == "sample" and seeded.group(2) is not None):
         form = "synthetic:sd15?seed=0" if kind == "synthetic" else "sample:shapes"

@@ -15,12 +15,12 @@ from sdflow.config.fields import (
     OVERLAY,
     STEP,
     SUBMODEL,
-    SUBMODELS,
     WORKFLOW,
     EvaluateFields,
     LoraFields,
     VerifyFields,
 )
+from sdflow.families import SUBMODELS
 from sdflow.targets import TARGETS
 
 Schema = dict[str, Any]

@@ -62,7 +62,7 @@ class ImageSpec:
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     steps: int = 20
     guidance_scale: float = 7.5
     seed: int = 0

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
+from sdflow.artifact import MODEL_FILE
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SlowerWarning, UsageError, VerificationError
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
@@ -23,10 +23,17 @@ from sdflow.evaluate.statistics import Latency, measure
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import read_manifest
-from sdflow.passes.submodel_io import dummy_inputs
-from sdflow.picture_sizes import vae_scale
+from sdflow.models.base import Sizes
 from sdflow.runtime.availability import try_target
-from sdflow.runtime.folder import load_companions, load_submodel, onnx_submodels, submodel_config
+from sdflow.runtime.folder import (
+    folder_family,
+    folder_latents,
+    load_companions,
+    load_submodel,
+    onnx_submodels,
+    read_options,
+    submodel_config,
+)
 from sdflow.runtime.pictures import write_png
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
@@ -94,8 +101,8 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the picture.
 
-    Each submodel is timed at the batch it has in the pipeline: the UNet 2 with guidance on (both halves in one run) and
-    1 without; the text encoder 2, a pair of prompts; the VAE and the safety checker 1. Times include
+    Each submodel is timed at the batch it has in the pipeline: the denoiser 2 with guidance on (both halves in one run) and
+    1 without; text encoders 2, a pair of prompts; the others 1. Times include
     copies between host and device.
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
@@ -103,7 +110,8 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     artifacts = read_manifest(request.folder).artifacts
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
-    if missing := [name for name in IMAGE_SUBMODELS if name not in onnx_submodels(request.folder)]:
+    family = folder_family(request.folder)
+    if missing := [name for name in family.drawing if name not in onnx_submodels(request.folder)]:
         raise UsageError(
             f"no picture can be timed without {' and '.join(missing)}",
             where=request.name,
@@ -115,9 +123,9 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     for name, inputs in pipeline_inputs(request.folder, image).items():
         parts[name], loaded[name] = _evaluate_submodel(request, target, name, inputs, progress)
 
-    provider = parts["unet"].placement.provider
-    if loaded["unet"].path is not None:
-        loaded["unet"].unload()  # the picture is drawn with parts of it: its weights would be there twice
+    provider, denoiser = parts[family.denoiser].placement.provider, loaded[family.denoiser]
+    if denoiser.path is not None:
+        denoiser.unload()  # the picture is drawn with parts of it: its weights would be there twice
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,
@@ -126,7 +134,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
         provider=provider,
         submodels=parts,
         pipeline=pipeline_latency,
-        settings={**asdict(image), "unet_batch": _unet_batch(image)},
+        settings={**asdict(image), "denoiser_batch": _denoiser_batch(image)},
         image=str(request.image) if request.image and request.spec.image else None,
         nsfw_content_detected=flagged,
         peak_memory_bytes=peak_memory(),
@@ -140,29 +148,28 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
 
 def at_own_size(folder: Path, image: ImageSpec) -> ImageSpec:
     """The picture with the model's own height and width in pixels where the spec names none."""
-    scale = vae_scale(submodel_config(folder, "vae_decoder"))
-    own = submodel_config(folder, "unet")["sample_size"] * scale
+    own = folder_latents(folder).image_size
     return replace(image, height=image.height or own, width=image.width or own)
 
 
 def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
     """Submodel -> random inputs at the shapes of a pipeline that draws one such picture."""
+    family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
-    sizes = {} if image.height is None or image.width is None else {"height": image.height, "width": image.width}
+    batches = {**dict.fromkeys(family.text, 2), family.denoiser: _denoiser_batch(image)}
+    sizes = Sizes(
+        height=image.height or latents.image_size,
+        width=image.width or latents.image_size,
+        vae_scale=latents.scale,
+        sequence=max(configs[name]["max_position_embeddings"] for name in family.text),
+    )
     return {
-        name: dummy_inputs(
-            name,
-            config,
-            batch={"text_encoder": 2, "unet": _unet_batch(image)}.get(name, 1),
-            vae_scale=vae_scale(configs["vae_decoder"]),
-            sequence=configs["text_encoder"]["max_position_embeddings"],
-            **sizes,
-        )
+        name: family.part(name).model.dummy(config, replace(sizes, batch=batches.get(name, 1)))
         for name, config in configs.items()
     }
 
 
-def _unet_batch(image: ImageSpec) -> int:
+def _denoiser_batch(image: ImageSpec) -> int:
     return 2 if image.guidance_scale > 1 else 1
 
 
@@ -199,7 +206,8 @@ def _evaluate_pipeline(
 
     if request.spec.latency is None and request.spec.image is None:
         return None, None
-    pipeline = Pipeline(loaded, **load_companions(request.folder))
+    folder = request.folder
+    pipeline = Pipeline(folder_family(folder), loaded, load_companions(folder), read_options(folder))
     drawn: list[Images] = []
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:

@@ -22,17 +22,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 """state_dict key -> shape."""
 
 
+EXACT = ("timestep", "time_ids")
+"""Inputs whose values float16 would round away: timesteps between whole numbers, sizes above 2048 pixels."""
+
+
 @dataclass(frozen=True)
 class Port:
-    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size.
-
-    exact: it stays float32 where a graph is converted to float16, as a timestep must.
-    """
+    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size."""
 
     name: str
     dtype: str
     axes: tuple[int | str, ...]
-    exact: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether it stays float32 where a graph is converted to float16."""
+        return self.name in EXACT
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
@@ -86,6 +91,14 @@ class Original:
     transposed: bool = False
 
 
+def halved(config: Config) -> int:
+    """How many times smaller the deepest level of a UNet or VAE is than what goes in, along each axis.
+
+    Raises KeyError for a config that does not say it.
+    """
+    return int(2 ** (len(config["block_out_channels"]) - 1))
+
+
 class Model:
     """One network class. Subclasses set the class variables and the methods that raise here.
 
@@ -122,6 +135,10 @@ class Model:
         """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
         raise NotImplementedError
 
+    def to_float16(self, module: Any) -> None:
+        """Make the module plain float16 PyTorch, for `reference`: what a float16 graph is measured by."""
+        module.half()
+
     def scale(self, config: Config) -> int | None:
         """Image pixels per latent pixel, along each axis; None where the config does not say it."""
         return None
@@ -135,7 +152,9 @@ class Model:
             axes |= {"latent_height": sizes.height // scale, "latent_width": sizes.width // scale}
         random = np.random.default_rng(seed)
         return {
-            port.name: self.values(port, [axes[axis] if isinstance(axis, str) else axis for axis in port.axes], config, random)
+            port.name: self.values(
+                port, [axes[axis] if isinstance(axis, str) else axis for axis in port.axes], config, random
+            )
             for port in self.ports(config).inputs
         }
 
@@ -152,6 +171,10 @@ class Model:
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         """state_dict key -> where it lies in a file in the original layout, without the prefix."""
         return {key: Original(self.current_name(key)) for key in keys}
+
+    def unused(self, name: str, keys: Iterable[str]) -> bool:
+        """Whether a tensor of a checkpoint that has no place among the module's keys is there by custom, and not read."""
+        return False
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a tensor stored in this shape holds the values of a parameter of that shape, in its order."""

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from sdflow.artifact import SUBMODELS as SUBMODELS
 from sdflow.artifact import Facts
+from sdflow.families import DEFAULT
 from sdflow.weights.lora import LoraInput
 
 InputKind = Literal["checkpoint", "onnx"]
@@ -58,6 +58,7 @@ class PassInputs:
     model: the directory of the step before (`model.onnx`, ...), or None for the first step.
     checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON; empty for later steps
         but BindWeights: their cache key knows nothing of the checkpoint, they find the architecture in `config.json`.
+    family: the name of the submodel's family.
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
     base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
     base_sha256: what its data file must have; None where it need not be checked.
@@ -68,6 +69,7 @@ class PassInputs:
     submodel: str
     model: Path | None
     checkpoint: Mapping[str, Any]
+    family: str = DEFAULT
     loras: tuple[LoraInput, ...] = ()
     base: Path | None = None
     base_sha256: str | None = None

@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.models.base import EXACT
 from sdflow.onnx_model.facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.onnx_model.files import write_graph
 from sdflow.onnx_model.stub import is_stub
@@ -50,7 +51,7 @@ class OnnxFloatToFloat16Config(PassConfig):
     )
     max_finite_val: float = Field(default=LARGEST, gt=0, le=LARGEST, description="weights above this become it")
     keep_io_types: KeepFloat32 = Field(
-        default=("timestep", "time_ids"), description="inputs and outputs that stay float32: true, false, or names"
+        default=EXACT, description="inputs and outputs that stay float32: true, false, or names"
     )
     use_symbolic_shape_infer: bool = Field(default=True, description="needed for fused models")
     op_block_list: tuple[str, ...] | None = Field(default=None, description="operator types that stay float32")

@@ -58,11 +58,12 @@ class LoraMerge(Pass[LoraMergeConfig]):
         weights are no longer those of OnnxConversion."""
         import onnx
 
-        from sdflow.sources.lora import LORA_SUBMODELS, read_lora
+        from sdflow.families import FAMILIES
+        from sdflow.sources.lora import read_lora
 
         if inputs.model is None:
             raise PassError("has no model to merge into", where=self.name, remedy="Put it behind OnnxConversion.")
-        if inputs.submodel not in LORA_SUBMODELS:
+        if inputs.submodel not in FAMILIES[inputs.family].with_loras:
             raise PassError(
                 f"no LoRA has a part for the {inputs.submodel}", where=self.name, remedy="Take it out of this chain."
             )
@@ -71,7 +72,8 @@ class LoraMerge(Pass[LoraMergeConfig]):
         inputs.progress("reading the LoRAs")
         shapes = {name.key: name.shape for name in names.values()}
         loras = [
-            (read_lora(lora.path, {inputs.submodel: shapes})[inputs.submodel], lora.scale) for lora in inputs.loras
+            (read_lora(lora.path, {inputs.submodel: shapes}, inputs.family)[inputs.submodel], lora.scale)
+            for lora in inputs.loras
         ]
         touched = {key for layers, scale in loras if scale for key in layers}
         weights = [_Weight(tensor, names[tensor.name]) for tensor in model.graph.initializer if tensor.name in names]

@@ -1,6 +1,6 @@
 """OnnxConversion: a submodel of a checkpoint to ONNX, by Olive's pass of that name and torch's TorchScript exporter.
 
-What Olive leaves open is settled here: names and axes (`submodel_io`), the form that is traced (`tracing`), and which
+What Olive leaves open is settled here: names and axes and the form that is traced (`sdflow.models`), and which
 initializer is which parameter (`weight_names`). The weights stay float32; OnnxFloatToFloat16 converts them.
 """
 
@@ -14,12 +14,13 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.families import FAMILIES
+from sdflow.models.base import Ports
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.onnx_model.files import write_graph
 from sdflow.passes.base import TRACES, InputKind, Pass, PassConfig, PassInputs
 from sdflow.passes.olive import TorchModel, run_olive_pass
-from sdflow.passes.submodel_io import SubmodelIO, submodel_io, tracing_inputs
-from sdflow.passes.tracing import traced_form, weights_kept_apart
+from sdflow.passes.tracing import traced_module, weights_kept_apart
 from sdflow.passes.weight_names import fold_weights, write_weight_names
 
 _REFUSED = {
@@ -103,32 +104,34 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         from sdflow.sources import load_module, submodel_config
 
         submodel = inputs.submodel
-        architecture = submodel_config(submodel, inputs.checkpoint)
-        io = submodel_io(submodel, architecture)
+        network = FAMILIES[inputs.family].part(submodel).model
+        architecture = submodel_config(inputs.checkpoint)
+        ports = network.ports(architecture)
         sizes: dict[str, int] = {}
 
         def load() -> Any:
             inputs.progress("loading the weights")
-            module = traced_form(submodel, load_module(submodel, inputs.checkpoint))
+            module = traced_module(network, load_module(submodel, inputs.checkpoint))
             weights = module.state_dict()
             sizes.update({key: value.numel() for key, value in weights.items() if value.is_floating_point()})
             inputs.progress("tracing")
             return module
 
         def dummy_inputs(_model: object) -> tuple[torch.Tensor, ...]:
-            return tuple(torch.from_numpy(array) for array in tracing_inputs(submodel, architecture).values())
+            arrays = network.dummy(architecture, network.smallest(architecture))
+            return tuple(torch.from_numpy(array) for array in arrays.values())
 
         io_config = {
-            "input_names": [port.name for port in io.inputs],
-            "output_names": [port.name for port in io.outputs],
-            "dynamic_axes": io.dynamic_axes,
+            "input_names": [port.name for port in ports.inputs],
+            "output_names": [port.name for port in ports.outputs],
+            "dynamic_axes": ports.dynamic_axes,
         }
         with weights_kept_apart():
             run_olive_pass(self.name, config.model_dump(), TorchModel(load, io_config, dummy_inputs), out)
         inputs.progress("folding the weights")
         model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
         names = fold_weights(model, out, sizes.keys())
-        _declare_shapes(model.graph, io)
+        _declare_shapes(model.graph, ports)
         write_graph(model, out)
         write_weight_names(names, out)
         config_json = {key: value for key, value in architecture.items() if key not in _ORIGIN}
@@ -144,9 +147,9 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         }
 
 
-def _declare_shapes(graph: Any, io: SubmodelIO) -> None:
-    """Give inputs and outputs the axes of `io`: the exporter makes up names for sizes that it could not infer."""
-    for value, port in zip((*graph.input, *graph.output), (*io.inputs, *io.outputs), strict=True):
+def _declare_shapes(graph: Any, ports: Ports) -> None:
+    """Give inputs and outputs the axes of the ports: the exporter makes up names for sizes that it could not infer."""
+    for value, port in zip((*graph.input, *graph.output), (*ports.inputs, *ports.outputs), strict=True):
         for dimension, axis in zip(value.type.tensor_type.shape.dim, port.axes, strict=True):
             dimension.Clear()
             if isinstance(axis, str):

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
+from sdflow.models.base import EXACT
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
@@ -123,9 +124,7 @@ class OrtTransformersOptimizationConfig(PassConfig):
     use_gpu: bool = Field(default=False, description="optimize for a GPU; matters only with opt_level above 0")
     only_onnxruntime: bool = Field(default=False, description="no fusions, only opt_level")
     float16: bool = Field(default=False, description="convert to float16 after fusing, as OnnxFloatToFloat16 does")
-    keep_io_types: KeepFloat32 = Field(
-        default=("timestep", "time_ids"), description="float16: inputs and outputs that stay float32"
-    )
+    keep_io_types: KeepFloat32 = Field(default=EXACT, description="float16: inputs and outputs that stay float32")
     force_fp32_ops: tuple[str, ...] | None = Field(
         default=None, description="float16: operator types that stay float32"
     )

@@ -36,6 +36,7 @@ def run_pass(
         submodel=request["submodel"],
         model=Path(request["model"]) if request["model"] else None,
         checkpoint=request["checkpoint"],
+        family=request["family"],
         loras=tuple(LoraInput(Path(lora["path"]), lora["scale"]) for lora in request["loras"]),
         base=Path(request["base_model"]) if request.get("base_model") else None,
         base_sha256=request.get("base_sha256"),
@@ -47,7 +48,7 @@ def run_pass(
     with without_weights() if symbolic else nullcontext():
         facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
     if symbolic and inputs.model is None:
-        write_parameters(inputs.submodel, inputs.checkpoint["config"], out)
+        write_parameters(inputs.submodel, inputs.checkpoint, out)
     if inputs.model is not None and not (out / CONFIG_FILE).exists() and (inputs.model / CONFIG_FILE).exists():
         shutil.copyfile(inputs.model / CONFIG_FILE, out / CONFIG_FILE)  # the architecture stays with the graph
     return facts

@@ -1,13 +1,13 @@
-"""The loop over the steps: three small kernels beside each run of the UNet, nothing that waits."""
+"""The loop over the steps: three small kernels beside each run of the denoiser, nothing that waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sdflow.runtime.denoiser import Denoiser
 from sdflow.runtime.schedule import Schedule
-from sdflow.runtime.unet import UNet
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ class Start:
 
     noise: standard normal. drawn: the noises that the scheduler draws, `Schedule.draws` of them. image: the latents of
     the image to start from. mask: True where an inpainting draws, one channel; None to draw everywhere. context: further
-    channels of the UNet's input, for an inpainting UNet.
+    channels of the denoiser's input, for one made for inpainting.
     """
 
     noise: torch.Tensor
@@ -30,24 +30,24 @@ class Start:
 
 
 def denoise(
-    unet: UNet,
+    denoiser: Denoiser,
     schedule: Schedule,
     start: Start,
-    embeddings: torch.Tensor,
+    conditions: Mapping[str, torch.Tensor],
     on_step: Callable[[int, int, int], None] | None = None,
 ) -> torch.Tensor:
     """The finished latents, float32, of the shape of the noise.
 
-    schedule: on the device of the noise. embeddings: of the text, (pictures, tokens, width); with a guided schedule
-    twice as many, the negative prompts' first. on_step: called with index, timestep and number of all
-    runs when one is computed (on CUDA: queued).
+    schedule: on the device of the noise. conditions: what the denoiser reads beside latents and timestep, a row for each
+    image; with a guided schedule twice as many, the negative prompts' first. on_step: called with index, timestep and number
+    of all runs when one is computed (on CUDA: queued).
     """
     import torch
 
     shape, channels = start.noise.shape, start.noise.shape[1]
-    unet.begin(embeddings, schedule)
+    denoiser.begin(conditions, schedule)
     if start.context is not None:
-        unet.sample[:, :, channels:].copy_(start.context)
+        denoiser.sample[:, :, channels:].copy_(start.context)
 
     # A column per value, a row per term: those that are there from the start, then the outputs as they come.
     terms = torch.zeros(schedule.known(schedule.runs), start.noise.numel(), device=start.noise.device)
@@ -64,8 +64,8 @@ def denoise(
         return torch.where(start.mask, drawn, torch.mv(terms[:known].T, schedule.kept[index, :known]).view(shape))
 
     for index in range(schedule.runs):
-        unet.sample[:, :, :channels].copy_(latents(index))
-        output = unet.step(index)
+        denoiser.sample[:, :, :channels].copy_(latents(index))
+        output = denoiser.step(index)
         terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
         if on_step is not None:
             on_step(index, schedule.numbers[index], schedule.runs)

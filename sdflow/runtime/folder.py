@@ -8,24 +8,61 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE, MODEL_FILE, SUBMODELS
-from sdflow.errors import UsageError
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, ONNX_COMPONENT
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family, Latents
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place
+from sdflow.sources.load import load_companion
 from sdflow.targets import Target
 
 TAKEN_APART = ("cpu", "cuda")
 """The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
 
 
-def onnx_submodels(folder: Path) -> list[str]:
-    """The submodels of a pipeline folder that hold an ONNX graph. Raises UsageError when there is no pipeline."""
-    index = folder / "model_index.json"
+def folder_family(folder: Path) -> Family:
+    """The family of a pipeline folder, by its model_index.json.
+
+    Raises UsageError when there is no pipeline, or one of another kind.
+    """
+    name = read_index(folder).get("_class_name")
+    for family in FAMILIES.values():
+        if name in (family.assembled_as, *family.classes):
+            return family
+    known = ", ".join(family.assembled_as for family in FAMILIES.values())
+    raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """model_index.json. Raises UsageError when there is no pipeline."""
+    index = folder / INDEX_FILE
     if not index.is_file():
-        raise UsageError("there is no pipeline here: model_index.json is missing", where=str(folder))
-    components = _read_json(index)
-    return [name for name in SUBMODELS if components.get(name) == ["diffusers", "OnnxRuntimeModel"]]
+        raise UsageError(f"there is no pipeline here: {INDEX_FILE} is missing", where=str(folder))
+    return _read_json(index)
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    """The entries of model_index.json that the family reads; diffusers' defaults for those that are not there."""
+    index = read_index(folder)
+    return {name: index.get(name, default) for name, default in folder_family(folder).options.items()}
+
+
+def onnx_submodels(folder: Path) -> list[str]:
+    """The submodels of a pipeline folder that hold an ONNX graph, in order. Raises UsageError when there is no pipeline."""
+    components = read_index(folder)
+    return [name for name in folder_family(folder).submodels if components.get(name) == ONNX_COMPONENT]
+
+
+def folder_latents(folder: Path) -> Latents:
+    """What the latents of a pipeline folder are. Raises UsageError when a config does not say it."""
+    family = folder_family(folder)
+    configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
+    try:
+        return family.latents(configs)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"a config.json lacks something: {error}", where=str(folder), remedy=DAMAGED) from error
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:
@@ -38,22 +75,25 @@ def load_submodel(
     submodel: str,
     target: Target,
     *,
+    family: Family | None = None,
     shapes: Shapes | None = None,
-    cuda_graphs: Container[str] = SUBMODELS,
+    cuda_graphs: Container[str] | None = None,
     lazy: bool = False,
     options: LoadOptions = PLAIN,
 ) -> Submodel:
     """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
 
-    shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that may be captured. lazy: load
-    the session when it is first needed, as is always done where there will be one for each set of shapes.
+    family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
+    may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
+    for each set of shapes.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
-    fixed = target.name == "cuda" and submodel in cuda_graphs
+    fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
     weights = DeviceWeights(model, where.device) if fixed else None
+    part, config = (family or folder_family(folder)).part(submodel), submodel_config(folder, submodel)
 
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
         held = None
@@ -66,12 +106,13 @@ def load_submodel(
 
     loaded = Submodel(
         load,
-        submodel_config(folder, submodel),
+        part,
+        config,
         where,
         static_shapes=target.session.static_shapes,
         path=model if target.name in TAKEN_APART else None,
         fixed=fixed,
-        outputs=_WANTED.get(submodel),
+        outputs=None if part.read is None else part.read(config),
         weights=weights,
     )
     if not lazy and not fixed:
@@ -79,32 +120,22 @@ def load_submodel(
     return loaded
 
 
-_WANTED = {"text_encoder": ("last_hidden_state",)}
-"""The other output of CLIP has no use here, and no CUDA kernel for a part of it."""
-
-
 def load_companions(folder: Path) -> dict[str, Any]:
-    """Tokenizer, scheduler and, if there is one, feature extractor of a pipeline folder.
+    """Tokenizers, scheduler and, if there is one, feature extractor of a pipeline folder, by name.
 
     Raises UsageError for one that is missing or damaged.
     """
-    import diffusers
-    from transformers import CLIPImageProcessor, CLIPTokenizer
-
-    scheduler = (_read_json(folder / "model_index.json").get("scheduler") or ["", "none"])[-1]
-    if not hasattr(diffusers, scheduler):
-        raise UsageError(f"diffusers {diffusers.__version__} has no scheduler {scheduler}", where=str(folder))
-    classes = {"tokenizer": CLIPTokenizer, "scheduler": getattr(diffusers, scheduler)}
-    if (folder / "feature_extractor").is_dir():
-        classes["feature_extractor"] = CLIPImageProcessor
-    loaded: dict[str, Any] = {"feature_extractor": None}
-    for name, cls in classes.items():
+    family, there = folder_family(folder), onnx_submodels(folder)
+    loaded = {}
+    for name, companion in family.companions.items():
+        if companion.part is not None and companion.part not in there:
+            continue
         if not (folder / name).is_dir():
             raise UsageError("there is no such folder", where=str(folder / name), remedy=DAMAGED)
         try:
-            loaded[name] = cls.from_pretrained(folder / name)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"cannot be loaded: {error}", where=str(folder / name), remedy=DAMAGED) from error
+            loaded[name] = load_companion(companion, folder / name, str(folder / name))
+        except CheckpointError as error:
+            raise UsageError(error.what, where=error.where, remedy=DAMAGED) from error
     return loaded
 
 

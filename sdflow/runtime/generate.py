@@ -6,7 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
-from sdflow.runtime.folder import submodel_config
-from sdflow.runtime.inputs import granularity, require_size
+from sdflow.runtime.folder import folder_latents
+from sdflow.runtime.inputs import require_size
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import require_known
 from sdflow.runtime.tuned import recorded_tuning
@@ -36,18 +36,19 @@ class GenerateRequest:
     images: pictures per prompt, each with a seed of its own: `seed` counts up from picture to picture; None: a random
     one. height, width: pixels; None: the image's or the model's. strength, image, mask: files to start from and to draw
     into. target: None for the one that the folder was built for. batch: pictures drawn at once. threads: of the CPU.
+    more: what the pipeline's family takes besides.
     """
 
     folder: Path
     prompts: Sequence[str]
     out: Path
-    negative_prompt: str = ""
+    negative_prompt: str | None = None
     seed: int | None = None
     images: int = 1
     height: int | None = None
     width: int | None = None
     steps: int = 50
-    guidance_scale: float = 7.5
+    guidance_scale: float | None = None
     strength: float | None = None
     image: Path | None = None
     mask: Path | None = None
@@ -58,6 +59,7 @@ class GenerateRequest:
     sheet: bool = True
     low_memory: bool = False
     threads: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
-    if not math.isfinite(request.guidance_scale):
+    if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(
             f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
         )
@@ -183,8 +185,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("a mask needs the image that it belongs to", where="--mask", remedy="Add --image FILE.")
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
-    configs = (submodel_config(request.folder, name) for name in ("unet", "vae_decoder"))
-    require_size(granularity(*configs), request.height, request.width)
+    require_size(folder_latents(request.folder).granularity, request.height, request.width)
     there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
@@ -235,6 +236,7 @@ def _draw(
         strength=request.strength,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         callback_on_step_end=on_step,
+        **request.more,
     )
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
@@ -248,10 +250,12 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
 
 def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target) -> dict[str, Any]:
     """What all pictures of a run share, as their files tell it: enough to draw them again."""
-    names = ("negative_prompt", "steps", "guidance_scale", "strength", "safety_checker")
+    names = ("negative_prompt", "steps", "strength", "safety_checker")
     given = {"image": request.image, "mask": request.mask}
     return {
         **{name: getattr(request, name) for name in names},
+        "guidance_scale": pipeline.family.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        **request.more,
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
         "scheduler": type(pipeline.scheduler).__name__,
         "target": target.name,

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdflow import picture_sizes
 from sdflow.errors import UsageError
 from sdflow.runtime.denoise import Start
 
 if TYPE_CHECKING:
     import torch
-
-
-def granularity(unet: Mapping[str, Any], vae: Mapping[str, Any]) -> int:
-    """`picture_sizes.granularity` of a pipeline's submodels. Raises UsageError when a config does not say it."""
-    try:
-        return picture_sizes.granularity(unet, vae)
-    except KeyError as error:
-        raise UsageError(
-            f"config.json of the UNet or the VAE has no {error}", remedy="Build the pipeline again: sdflow run."
-        ) from error
 
 
 def require_size(multiple: int, height: int | None, width: int | None) -> None:
@@ -31,14 +20,24 @@ def require_size(multiple: int, height: int | None, width: int | None) -> None:
 
 
 def per_picture(
-    prompt: str | Sequence[str], negative_prompt: str | Sequence[str], images: int
-) -> tuple[list[str], list[str]]:
-    """A prompt and a negative prompt for every picture, `images` of each prompt."""
+    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None, images: int
+) -> tuple[list[str], list[str] | None]:
+    """A prompt and, where there is one, a negative prompt for every image, `images` of each prompt."""
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    repeated = [each for each in prompts for _ in range(images)]
+    if negative_prompt is None:
+        return repeated, None
     negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
     if len(negatives) != len(prompts):
         raise UsageError(f"{len(negatives)} negative prompts for {len(prompts)} prompts")
-    return [each for each in prompts for _ in range(images)], [each for each in negatives for _ in range(images)]
+    return repeated, [each for each in negatives for _ in range(images)]
+
+
+def per_image(value: Any, images: int) -> Any:
+    """A list of texts, one a prompt, with each repeated for the images of its prompt; anything else as it is."""
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return [each for each in value for _ in range(images)]
+    return value
 
 
 def read_image(image: Any, height: int | None, width: int | None, multiple: int) -> torch.Tensor:
@@ -80,16 +79,17 @@ def make_start(
     image: torch.Tensor | None,
     mask: torch.Tensor | None,
     encode: Callable[[torch.Tensor], torch.Tensor],
-    unet_channels: int,
+    channels: int,
 ) -> Start:
     """noises: as of `draw_noises`, on the device. image, mask: as read. encode: of the VAE, pixels to latents.
+    channels: of the denoiser's input.
 
     Raises UsageError where they do not go together.
     """
     import torch
 
     noise, *drawn = noises
-    for_inpainting = unet_channels != noise.shape[1]
+    for_inpainting = channels != noise.shape[1]
     if for_inpainting and mask is None:
         raise UsageError("this UNet is for inpainting", remedy="Give it an image and a mask.")
     if image is None:

@@ -1,8 +1,8 @@
-"""Stable Diffusion over ONNX Runtime with the interface of a diffusers pipeline: text to image, image to image, inpainting.
+"""A built pipeline on ONNX Runtime with the interface of diffusers': text to image, image to image, inpainting.
 
-It computes what `StableDiffusionPipeline`, `StableDiffusionImg2ImgPipeline` and `StableDiffusionInpaintPipeline` of
-diffusers (0.42) compute, on the device from the tokens to the pixels, with one exception: an image to start from is
-encoded to the mean of the encoder's distribution, not to a sample of it (the exported encoder gives the mean).
+It computes what the pipelines of its family in diffusers (0.42) compute, on the device from the tokens to the pixels,
+with one exception: an image to start from is encoded to the mean of the encoder's distribution, not to a sample of it (the
+exported encoder gives the mean).
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sdflow.artifact import IMAGE_SUBMODELS, SUBMODELS
 from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.families.base import Conditions, Family, Request
 from sdflow.machine.providers import onnxruntime_for
-from sdflow.picture_sizes import vae_scale
 from sdflow.runtime.denoise import Start, denoise
-from sdflow.runtime.folder import TAKEN_APART, load_companions, load_submodel, onnx_submodels
+from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
+from sdflow.runtime.folder import (
+    TAKEN_APART,
+    folder_family,
+    load_companions,
+    load_submodel,
+    onnx_submodels,
+    read_options,
+)
 from sdflow.runtime.inputs import (
     draw_noises,
-    granularity,
     make_start,
+    per_image,
     per_picture,
     read_image,
     read_mask,
@@ -35,7 +42,6 @@ from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.tuning import UNTUNED, Tuning
-from sdflow.runtime.unet import SplitUNet, UNet, WholeUNet
 from sdflow.runtime.vae import decode, encode
 from sdflow.targets import TARGETS, Target
 
@@ -45,8 +51,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SCHEDULES_KEPT = 16
-UNETS_KEPT = 2
-"""For how many sizes and numbers of pictures a UNet in parts is kept: each has its scratch in memory, on the CPU weights too."""
+DENOISERS_KEPT = 2
+"""For how many sizes and numbers of pictures a denoiser in parts is kept: each has its scratch in memory, on the CPU
+weights too."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +68,33 @@ class Pipeline:
     """Draws pictures from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
-    split: take the UNet apart, so that nothing is computed twice (`sdflow.runtime.split`).
+    options: of model_index.json, as the family reads them.
+    split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
     """
 
     def __init__(
         self,
+        family: Family,
         submodels: Mapping[str, Submodel],
-        tokenizer: Any,
-        scheduler: Any,
-        feature_extractor: Any = None,
+        companions: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
         *,
         low_memory: bool = False,
         split: bool = True,
     ) -> None:
-        if missing := [name for name in IMAGE_SUBMODELS if name not in submodels]:
+        if missing := [name for name in family.drawing if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
+        self.family = family
         self.submodels = submodels
-        self.tokenizer = tokenizer
-        self.scheduler = scheduler
-        self.feature_extractor = feature_extractor
+        self.companions = companions
+        self.scheduler = companions["scheduler"]
+        self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
         self.split = split
-        self.place = submodels["unet"].place
-        vae, unet = submodels["vae_decoder"].config, submodels["unet"].config
-        self.vae_scale = vae_scale(vae)
-        self.channels = int(vae["latent_channels"])
-        self.granularity = granularity(unet, vae)
+        self.place = submodels[family.denoiser].place
+        self.latents = family.latents({name: submodel.config for name, submodel in submodels.items()})
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
-        self._unets: dict[tuple[Any, ...], UNet] = {}
+        self._denoisers: dict[tuple[Any, ...], Denoiser] = {}
 
     @classmethod
     def load(
@@ -99,33 +105,35 @@ class Pipeline:
         scheduler: str | None = None,
         safety_checker: bool = True,
         low_memory: bool = False,
-        cuda_graphs: Container[str] = SUBMODELS,
+        cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
         threads: int | None = None,
         tuning: Tuning = UNTUNED,
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
-        scheduler: one of `schedule.SCHEDULERS` instead of the folder's. cuda_graphs: the submodels that may be captured.
-        tuning: what `sdflow tune` chose for this machine: `tuned.recorded_tuning(folder, target).tuning`.
+        scheduler: one of `schedule.SCHEDULERS` instead of the folder's. cuda_graphs: the submodels that may be captured,
+        None: all.         tuning: what `sdflow tune` chose for this machine: `tuned.recorded_tuning(folder, target).tuning`.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
         onnxruntime_for(target)
         folder = Path(folder)
-        names = [name for name in onnx_submodels(folder) if safety_checker or name != "safety_checker"]
+        family = folder_family(folder)
+        names = [name for name in onnx_submodels(folder) if safety_checker or name != family.checker]
 
         def load(name: str) -> Submodel:
-            # The encoder is for images to start from: loaded when the first one comes. The UNet is taken apart then.
-            late = ("vae_encoder", "unet") if target.name in TAKEN_APART else ("vae_encoder",)
+            # The encoder is for images to start from: loaded when the first one comes. The denoiser is taken apart then.
+            late = (family.encoder, family.denoiser) if target.name in TAKEN_APART else (family.encoder,)
             lazy = low_memory or target.session.static_shapes or name in late
             graphs = () if low_memory else cuda_graphs
             options = LoadOptions(engine_cache, threads, tuning)
             return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
 
-        with ThreadPoolExecutor(max_workers=len(SUBMODELS)) as pool:
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))
-        pipeline = cls(submodels, **load_companions(folder), low_memory=low_memory)
+        options = read_options(folder)
+        pipeline = cls(family, submodels, load_companions(folder), options, low_memory=low_memory)
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
         return pipeline
@@ -136,47 +144,63 @@ class Pipeline:
         image: Any = None,
         mask_image: Any = None,
         *,
-        negative_prompt: str | Sequence[str] = "",
+        negative_prompt: str | Sequence[str] | None = None,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 50,
-        guidance_scale: float = 7.5,
+        guidance_scale: float | None = None,
         strength: float | None = None,
         num_images_per_prompt: int = 1,
         eta: float = 0.0,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: np.ndarray | torch.Tensor | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
+        callback_on_text_end: Callable[[], None] | None = None,
         callback_on_step_end: Callable[[int, int, int], None] | None = None,
+        **more: Any,
     ) -> Images:
         """Draw pictures: from text alone, from an image too, or, with a mask, in the white part of the mask.
 
         image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
-        height, width: pixels, multiples of 64 for Stable Diffusion; None for the image's, or the model's own size.
-        guidance_scale: above 1, each UNet run has batch 2 per picture. strength: the part of the steps that an image
-        goes through, by default 0.8, and 1 with a mask. latents: (pictures, channels, height / 8, width / 8), standard
-        normal; the generator draws them when None. callback_on_step_end: called with index and timestep of a run
-        of the UNet and how many there are.
+        height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
+        guidance_scale: None for the family's; above 1, each run of the denoiser has batch 2 per picture. strength: the
+        part of the steps that an image goes through, by default 0.8, and 1 with a mask. latents: (pictures, channels,
+        height / 8, width / 8), standard normal; the generator draws them when None. callback_on_text_end: called when
+        the prompts are encoded. callback_on_step_end: called with index and timestep of a run of the denoiser and how
+        many there are. more: what the family's pipeline takes besides (`Family.arguments`).
         Raises UsageError for sizes and images that the model cannot take.
         """
         import torch
 
         with self.place.current(), torch.no_grad():
+            if unknown := sorted(set(more) - set(self.family.arguments)):
+                takes = f"it takes {', '.join(self.family.arguments)}" if self.family.arguments else "it takes none"
+                raise UsageError(
+                    f"{self.family.title} knows no {unknown[0]}", remedy=f"Besides the common ones {takes}."
+                )
             prompts, negatives = per_picture(prompt, negative_prompt, num_images_per_prompt)
             if mask_image is not None and image is None:
                 raise UsageError("a mask needs the image that it belongs to", where="mask_image")
-            if image is not None and "vae_encoder" not in self.submodels:
-                raise UsageError("the pipeline has no vae_encoder, so it cannot start from an image", where="image")
+            if image is not None and self.family.encoder not in self.submodels:
+                raise UsageError(
+                    f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
+                )
             if strength is None:
                 strength = 0.8 if image is not None and mask_image is None else 1.0
+            if guidance_scale is None:
+                guidance_scale = self.family.guidance_scale
             guided = guidance_scale > 1
             if image is not None:
-                image = read_image(image, height, width, self.granularity)
-                scale = self.vae_scale if image.shape[1] == self.channels else 1
+                image = read_image(image, height, width, self.latents.granularity)
+                scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
                 height, width = (int(size) * scale for size in image.shape[2:])
             shape = self.latents_shape(len(prompts), height, width)
-            mask = None if mask_image is None else read_mask(mask_image, *(size * self.vae_scale for size in shape[2:]))
-            schedule = self._schedule(
+            mask = (
+                None
+                if mask_image is None
+                else read_mask(mask_image, *(size * self.latents.scale for size in shape[2:]))
+            )
+            schedule = self.schedule(
                 num_inference_steps,
                 strength=strength if image is not None else 1.0,
                 # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
@@ -186,49 +210,65 @@ class Pipeline:
                 guidance_scale=guidance_scale if guided else None,
             )
             noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, latents, generator)]
-            unet_channels = int(self.submodels["unet"].config["in_channels"])
-            start = make_start(noises, image, mask, self._encoded, unet_channels)
-            texts = [*negatives, *prompts] if guided else prompts
-            unet = self._loaded(start, len(texts))
-            embeddings = self.encode(texts)
-            result = denoise(unet, schedule, start, embeddings, callback_on_step_end)
+            channels = int(self.submodels[self.family.denoiser].config["in_channels"])
+            start = make_start(noises, image, mask, self._encoded, channels)
+            request = Request(
+                prompts,
+                negatives,
+                guidance_scale,
+                shape[2] * self.latents.scale,
+                shape[3] * self.latents.scale,
+                {name: per_image(value, num_images_per_prompt) for name, value in more.items()},
+            )
+            denoiser = self.denoiser(start, len(prompts) * (2 if guided else 1))
+            conditions = self.condition(request)
+            if callback_on_text_end is not None:
+                callback_on_text_end()
+            result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end)
             if self.low_memory:
-                self._unets.clear()
-                self.submodels["unet"].unload()
+                self._denoisers.clear()
+                self.submodels[self.family.denoiser].unload()
             if output_type == "latent":
                 return Images(result.cpu().numpy(), None)
             drawn, flagged = self.check_safety(self.decode(result))
             return Images(drawn.cpu().numpy() if output_type == "np" else to_pil(drawn), flagged)
 
-    def encode(self, prompts: Sequence[str]) -> torch.Tensor:
-        """Text embeddings (prompts, 77, width). A prompt beyond the model's length is cut, as in diffusers."""
+    def condition(self, request: Request) -> Conditions:
+        """What the denoiser reads for these prompts, on the device."""
+        with self.place.current():
+            return self.family.condition(self._run_text, self.companions, self.options, request)
+
+    def _run_text(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A submodel on any number of rows, equal ones computed once. Two at a time, as with guidance: one shape for any
+        number."""
         import torch
 
-        once = list(dict.fromkeys(prompts))
-        tokens = self.tokenizer(
-            once,
-            padding="max_length",
-            max_length=self.tokenizer.model_max_length,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        with self.place.current(), self._using("text_encoder") as encoder:
-            # Two at a time, as with guidance: one shape for any number.
-            bound = encoder.bound(input_ids=(2, tokens.shape[1]))
-            encoded = []
-            for pair in tokens.split(2):
-                bound.inputs["input_ids"].copy_(pair)  # a single one goes to both places
-                encoded.extend(bound.run()["last_hidden_state"].clone())
-            return torch.stack([encoded[once.index(prompt)] for prompt in prompts])
+        columns = list(inputs.values())
+        rows = [b"".join(column[index].numpy().tobytes() for column in columns) for index in range(len(columns[0]))]
+        once = list(dict.fromkeys(rows))
+        wanted = [rows.index(row) for row in once]
+        found: dict[str, list[torch.Tensor]] = {}
+        with self._using(name) as submodel:
+            bound = submodel.bound(**{port: (2, *value.shape[1:]) for port, value in inputs.items()})
+            read = submodel.part.read(submodel.config) if submodel.part.read else None
+            for begin in range(0, len(wanted), 2):
+                pair = wanted[begin : begin + 2]
+                for port, value in inputs.items():
+                    bound.inputs[port].copy_(value[pair])  # a single one goes to both places
+                for output, value in bound.run().items():
+                    if read is None or output in read:
+                        found.setdefault(output, []).extend(value[: len(pair)].clone())
+        order = [once.index(row) for row in rows]
+        return {output: torch.stack([values[index] for index in order]) for output, values in found.items()}
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Pictures, float32 NHWC in [0, 1], from latents."""
         import torch
 
-        with self.place.current(), self._using("vae_decoder") as decoder:
+        with self.place.current(), self._using(self.family.decoder) as decoder:
             images = [
                 (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
-                for image in decode(decoder, latents, tiles=self.low_memory)
+                for image in decode(decoder, latents, self.latents, tiles=self.low_memory)
             ]
             return torch.cat(images)
 
@@ -236,11 +276,12 @@ class Pipeline:
         """The pictures with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
         import torch
 
-        if "safety_checker" not in self.submodels:
+        checks = self.family.checker
+        if checks is None or checks not in self.submodels:
             return images, None
-        clip_inputs = self.feature_extractor(to_pil(images), return_tensors="pt").pixel_values
+        clip_inputs = self.companions["feature_extractor"](to_pil(images), return_tensors="pt").pixel_values
         checked, flags = [], []
-        with self._using("safety_checker") as checker:
+        with self._using(checks) as checker:
             for clip_input, image in zip(clip_inputs.split(1), images.split(1), strict=True):
                 bound = checker.bound(clip_input=tuple(clip_input.shape), images=tuple(image.shape))
                 bound.inputs["clip_input"].copy_(clip_input)
@@ -252,11 +293,11 @@ class Pipeline:
 
     def latents_shape(self, pictures: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
         """(pictures, channels, rows, columns) of the latents for a picture size in pixels."""
-        own = self.submodels["unet"].config["sample_size"]
-        require_size(self.granularity, height, width)
-        rows = own if height is None else height // self.vae_scale
-        columns = own if width is None else width // self.vae_scale
-        return pictures, self.channels, int(rows), int(columns)
+        what = self.latents
+        require_size(what.granularity, height, width)
+        rows = what.size if height is None else height // what.scale
+        columns = what.size if width is None else width // what.scale
+        return pictures, what.channels, rows, columns
 
     # Steps of a call
 
@@ -267,33 +308,38 @@ class Pipeline:
         if self.low_memory:
             submodel.unload()
 
-    def _loaded(self, start: Start, rows: int) -> UNet:
-        """The UNet for these sizes; with it, side by side, what else this picture needs and is not there."""
-        unet, (pictures, channels, *size) = self.submodels["unet"], start.noise.shape
+    def denoiser(self, start: Start, rows: int) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this picture needs and is not there."""
+        family, submodels = self.family, self.submodels
+        model, (pictures, channels, *size) = submodels[family.denoiser], start.noise.shape
         shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
-        text = (rows, int(self.tokenizer.model_max_length), int(unet.config["cross_attention_dim"]))
-        if unet.path is None or not self.split:
-            return WholeUNet(unet, shape, text)
-        key = (shape, text)
-        if key not in self._unets:
-            while len(self._unets) >= UNETS_KEPT:
-                self._unets.pop(next(iter(self._unets)))
-            with ThreadPoolExecutor(max_workers=3) as pool:
-                split = pool.submit(_split_or_whole, unet, shape, text)
+        texts = [submodels[name] for name in family.text]
+        length = max(int(text.config["max_position_embeddings"]) for text in texts)
+        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
+        if model.path is None or not self.split:
+            return WholeDenoiser(model, shape, sizes)
+        key = (shape, rows)
+        if key not in self._denoisers:
+            while len(self._denoisers) >= DENOISERS_KEPT:
+                self._denoisers.pop(next(iter(self._denoisers)))
+            with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
+                parted = pool.submit(_parted_or_whole, model, shape, sizes)
                 others: list[Future[Bound]] = []
                 if not self.low_memory:
-                    encoder, decoder = self.submodels["text_encoder"], self.submodels["vae_decoder"]
-                    others.append(pool.submit(encoder.bound, input_ids=(2, text[1])))
-                    others.append(pool.submit(decoder.bound, latent_sample=(1, channels, *size)))
-                self._unets[key] = split.result()
+                    others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                    decoder = submodels[family.decoder]
+                    others.append(pool.submit(decoder.bound, **decoder.shapes({**sizes, "batch": 1})))
+                self._denoisers[key] = parted.result()
                 for each in others:
                     each.result()
-        return self._unets[key]
+        return self._denoisers[key]
 
-    def _schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
+    def schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
+        """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. options: as
+        of `schedule.trace`."""
         key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, *options.items())
         if key not in self._schedules:
-            schedule = trace(self.scheduler, steps, **options)
+            schedule = trace(self.scheduler, steps, self.family.scheduler_config, **options)
             guided = schedule if guidance_scale is None else schedule.guided(guidance_scale)
             while len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
@@ -301,13 +347,13 @@ class Pipeline:
         return self._schedules[key]
 
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:
-        with self._using("vae_encoder") as encoder:
-            return encode(encoder, images, tiles=self.low_memory)
+        with self._using(self.family.encoder) as encoder:
+            return encode(encoder, images, self.latents, tiles=self.low_memory)
 
 
-def _split_or_whole(unet: Submodel, shape: tuple[int, ...], text: tuple[int, ...]) -> UNet:
+def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Denoiser:
     try:
-        return SplitUNet(unet, shape, text)
+        return PartedDenoiser(model, shape, sizes)
     except PassError as error:
-        warnings.warn(f"the UNet runs as a whole: {error}", SlowerWarning, stacklevel=2)
-        return WholeUNet(unet, shape, text)
+        warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
+        return WholeDenoiser(model, shape, sizes)

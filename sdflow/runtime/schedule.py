@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
@@ -106,6 +107,7 @@ def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
 def trace(
     scheduler: Any,
     steps: int,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
     *,
     strength: float = 1.0,
     from_image: bool = False,
@@ -114,12 +116,13 @@ def trace(
 ) -> Schedule:
     """The factors of a diffusers scheduler; the scheduler itself is left as it is.
 
-    strength: the part of the steps that is taken, the last one. from_image: begin with the image's latents plus noise,
-    not with noise alone. inpaint: compute `kept`. eta: DDIM's.
+    fixed: what the pipeline sets in the scheduler's config. strength: the part of the steps that is taken, the last one.
+    from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
     import torch
 
+    scheduler = _fresh(scheduler, fixed)
     options = (steps, strength, from_image, inpaint, eta)
     schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
     if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
@@ -138,7 +141,7 @@ def _trace(
 
     if not 0 < strength <= 1:
         raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
-    scheduler = _fresh(scheduler)
+    scheduler = _fresh(scheduler, {})
     try:
         scheduler.set_timesteps(steps)
     except ValueError as error:
@@ -198,8 +201,7 @@ def _trace(
     )
 
 
-def _fresh(scheduler: Any) -> Any:
-    """A copy at its beginning, with what diffusers' Stable Diffusion pipelines set in its config."""
-    fixed = {"clip_sample": False, "steps_offset": 1}
+def _fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
+    """A copy at its beginning, with what diffusers' pipelines of the family set in its config."""
     changed = {name: value for name, value in fixed.items() if scheduler.config.get(name, value) != value}
     return type(scheduler).from_config({**scheduler.config, **changed})

@@ -1,6 +1,6 @@
-"""A UNet in three parts, so that nothing is computed twice: once per image, once per schedule, once per step.
+"""A denoiser in three parts, so that nothing is computed twice: once per image, once per schedule, once per step.
 
-    text      encoder_hidden_states -> the keys and values of every cross-attention        once per image
+    text      the prompt's inputs -> the keys and values of every cross-attention          once per image
     timestep  all timesteps of a schedule at once -> the projected time embeddings        once per schedule
     step      sample, those values -> out_sample                                          once per step
 
@@ -26,14 +26,14 @@ SAMPLE, TIMESTEP, STEPS = "sample", "timestep", "steps"
 
 
 @dataclass(frozen=True)
-class SplitUNet:
+class Parts:
     """The three parts, each a ModelProto that names the artifact's data file for its weights.
 
-    text: the UNet's other inputs (encoder_hidden_states of `rows` rows) -> `text_values`.
+    text: the model's other inputs (encoder_hidden_states and its like, of `rows` rows) -> `text_values`.
     timestep: `timestep` of shape [steps], any number -> `time_values`, each with `steps` rows.
     step: `sample` (latents of `latents` rows), `text_values` as they are, `time_values` -> `out_sample` of `rows` rows.
         Of a time value, one step's row is wanted, repeated: as many rows as the step's input says.
-    rows: the batch of the UNet as a whole; latents: rows of `sample`, half as many with guidance.
+    rows: the batch of the model as a whole; latents: rows of `sample`, half as many with guidance.
     """
 
     text: Any
@@ -45,17 +45,17 @@ class SplitUNet:
     latents: int
 
 
-def split_unet(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> SplitUNet:
-    """Cut a UNet's ModelProto into parts for these sizes.
+def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
+    """Cut a denoiser's ModelProto into parts for these sizes.
 
-    sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole UNet, 2 N with guidance.
+    sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole model, 2 N with guidance.
     guidance: the rows of `sample` stand for both halves of the batch.
     Raises PassError for an odd batch with guidance, and for a graph whose time embedding cannot be computed for several
     timesteps at once.
     """
     rows = sizes["batch"]
     if guidance and rows % 2:
-        raise PassError(f"a batch of {rows} has no two halves", where="split_unet", remedy="Give an even batch.")
+        raise PassError(f"a batch of {rows} has no two halves", where="split", remedy="Give an even batch.")
     whole = specialize(model, sizes)
     half = specialize(model, {**sizes, "batch": rows // 2}) if guidance else whole
     reach = _reach(whole.graph)
@@ -81,18 +81,16 @@ def split_unet(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Split
     text_values = _read(step_nodes, made["text"], results)
     time_values = _read(step_nodes, made["time"], results)
 
-    text_model = _model(whole, "unet_text", text, sorted(text_inputs), text_values)
+    text_model = _model(whole, "text", text, sorted(text_inputs), text_values)
     half_constants = _separate(latents, half.graph, whole.graph) if guidance else []
     extra = sorted(text_inputs.intersection(_read(step_nodes, text_inputs, [])))
-    step_model = _model(whole, "unet_step", step_nodes, [SAMPLE, *extra, *text_values, *time_values], results)
+    step_model = _model(whole, "step", step_nodes, [SAMPLE, *extra, *text_values, *time_values], results)
     step_model.graph.initializer.extend(half_constants)
     if guidance:
         _set_types(step_model.graph, half.graph, [SAMPLE, *_read(latents, set(time_values), [])])
     time_model = _timestep_part(whole, kinds["time"], time_values)
     step_model = specialize(step_model, {})  # with the shapes of all values again
-    return SplitUNet(
-        text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows
-    )
+    return Parts(text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows)
 
 
 def _kind(reached: frozenset[str], text_inputs: Collection[str], guidance: bool) -> str:
@@ -252,7 +250,7 @@ def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -
             same[node.output[0]] = node.input[0]
         else:
             nodes.append(node)
-    model = _model(whole, "unet_timestep", nodes, [TIMESTEP], outputs)
+    model = _model(whole, "timestep", nodes, [TIMESTEP], outputs)
     (timestep,) = model.graph.input
     timestep.type.CopyFrom(helper.make_tensor_type_proto(timestep.type.tensor_type.elem_type, [STEPS]))
     checked = {item.name: _shape(item.type) for item in specialize(model, {STEPS: 3}).graph.output}
@@ -260,8 +258,8 @@ def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -
         if checked[item.name][:1] != (3,) or checked[item.name][1:] != _shape(item.type)[1:]:
             raise PassError(
                 f"{item.name} has the shape {list(checked[item.name])} for 3 timesteps: not a row for each",
-                where="split_unet",
-                remedy="Use the whole UNet.",
+                where="split",
+                remedy="Use the whole graph.",
             )
         item.type.tensor_type.shape.dim[0].dim_param = STEPS
     return model

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, TargetUnavailableError, VerificationError
+from sdflow.families.base import Part
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
@@ -178,14 +179,15 @@ class Bound:
 class Submodel:
     """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
 
-    load: makes the session. static_shapes: the target wants one for each set of shapes. path: of the model; with it a
-    session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which can be
-    captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
+    load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. path: of the
+    model; with it a session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which
+    can be captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
     """
 
     def __init__(
         self,
         load: LoadSession,
+        part: Part,
         config: Mapping[str, Any],
         place: Place,
         *,
@@ -195,6 +197,7 @@ class Submodel:
         outputs: Sequence[str] | None = None,
         weights: DeviceWeights | None = None,
     ) -> None:
+        self.part = part
         self.config = config
         self.place = place
         self.path = path
@@ -224,9 +227,16 @@ class Submodel:
         if self._weights is not None:
             self._weights.release()
 
-    def part(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
+    def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
         """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
         return self._load(None, graph, capture)
+
+    def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Input name -> shape where the graph's axes have these sizes, by name."""
+        ports = self.part.model.ports(self.config).inputs
+        return {
+            port.name: tuple(sizes[axis] if isinstance(axis, str) else axis for axis in port.axes) for port in ports
+        }
 
     @property
     def input_types(self) -> dict[str, str]:
@@ -254,7 +264,7 @@ class Submodel:
         if shapes.keys() != types.keys():
             raise VerificationError(
                 f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
-                remedy="Only the architectures of Stable Diffusion 1.x and 2.x are supported.",
+                remedy="The graph and its config.json belong to different models: build the pipeline again, sdflow run.",
             )
         while len(self._bound) >= KEPT:
             self._bound.popitem(last=False)
@@ -275,7 +285,7 @@ class Submodel:
         try:
             graph = read_graph(self.path)
             sizes = free_dimensions(graph, shapes, str(self.path))
-            return self.part(specialize(graph, sizes, self._outputs))
+            return self.part_session(specialize(graph, sizes, self._outputs))
         except PassError as error:
             warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", SlowerWarning, stacklevel=2)
             return self.load(shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from sdflow.picture_sizes import vae_scale
+from sdflow.families.base import Latents
 from sdflow.runtime.submodel import Submodel
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TILE_OVERLAP = 0.25
 
 
-def decode(decoder: Submodel, latents: torch.Tensor, *, tiles: bool = False) -> Iterator[torch.Tensor]:
+def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool = False) -> Iterator[torch.Tensor]:
     """Pictures (1, 3, height, width) in [-1, 1] of latents (pictures, channels, rows, columns).
 
     One run of the decoder each: as fast as all at once, in the memory of one. Each is good until the next.
@@ -26,11 +26,11 @@ def decode(decoder: Submodel, latents: torch.Tensor, *, tiles: bool = False) -> 
         return bound.run()["sample"]
 
     size = int(decoder.config["sample_size"])
-    for latent in (latents / float(decoder.config["scaling_factor"])).split(1):
-        yield _maybe_tiled(run, latent, size // vae_scale(decoder.config), size, tiles)
+    for latent in (latents / what.factor).split(1):
+        yield _maybe_tiled(run, latent, size // what.scale, size, tiles)
 
 
-def encode(encoder: Submodel, images: torch.Tensor, *, tiles: bool = False) -> torch.Tensor:
+def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool = False) -> torch.Tensor:
     """Latents, float32, of images (pictures, 3, height, width) in [-1, 1]: the mean of the encoder's distribution."""
     import torch
 
@@ -41,10 +41,10 @@ def encode(encoder: Submodel, images: torch.Tensor, *, tiles: bool = False) -> t
 
     size = int(encoder.config["sample_size"])
     encoded = [
-        _maybe_tiled(run, image, size, size // vae_scale(encoder.config), tiles).to(torch.float32, copy=True)
+        _maybe_tiled(run, image, size, size // what.scale, tiles).to(torch.float32, copy=True)
         for image in images.split(1)
     ]
-    return torch.cat(encoded) * float(encoder.config["scaling_factor"])
+    return torch.cat(encoded) * what.factor
 
 
 def _maybe_tiled(

@@ -5,29 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
-from sdflow.picture_sizes import granularity, vae_scale
-
-# The folder of a diffusers pipeline that each submodel's weights lie in.
-COMPONENT_OF = {
-    "text_encoder": "text_encoder",
-    "unet": "unet",
-    "vae_encoder": "vae",
-    "vae_decoder": "vae",
-    "safety_checker": "safety_checker",
-}
-CLASS_OF = {
-    "text_encoder": "CLIPTextModel",
-    "unet": "UNet2DConditionModel",
-    "vae": "AutoencoderKL",
-    "safety_checker": "StableDiffusionSafetyChecker",
-}
-COMPANIONS = ("tokenizer", "scheduler", "feature_extractor")
+from sdflow.families.base import Family, Part
 
 # Entries of a config.json that say who wrote it, not what the model is.
 _ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
@@ -69,7 +53,7 @@ class SubmodelCheckpoint:
 
     identity: JSON for the cache key: digests of contents, never a path or a name. vae_encoder and vae_decoder are one
         module, so their identities are equal: whoever makes a key adds the submodel's name.
-    load: JSON for `load_module`, valid in any process of this machine; holds paths, and belongs in no key.
+    load: JSON for `load_module`, valid in any process of this machine; holds paths and the family, and belongs in no key.
     """
 
     identity: Mapping[str, Any]
@@ -82,18 +66,21 @@ class Checkpoint:
 
     reference: as the workflow writes it.
     provenance: JSON for the pipeline's manifest: kind, where it came from, digests of the files.
-    submodels: by submodel name; no safety_checker when the checkpoint has none.
-    companions: the folders "tokenizer", "scheduler" and, with a safety checker, "feature_extractor".
+    submodels: by submodel name; not those that the family calls optional, where the checkpoint has none.
+    companions: tokenizers, scheduler, feature extractor -> folder.
     facts: JSON: image_size (pixels), granularity (height and width are multiples of so many pixels), latent_channels,
-        vae_scale_factor, scaling_factor, cross_attention_dim, scheduler (class name), requires_safety_checker.
+        vae_scale_factor, scaling_factor, scheduler (class name), requires_safety_checker.
+    options: the entries of model_index.json that the family's pipelines read (`Family.options`).
     notes: choices that the user should hear of, one sentence each.
     """
 
+    family: Family
     reference: str
     provenance: Mapping[str, Any]
     submodels: Mapping[str, SubmodelCheckpoint]
     companions: Mapping[str, Path]
     facts: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -128,21 +115,38 @@ def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:
         return list(threads.map(lambda each: each(), work))
 
 
-def pipeline_facts(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of a checkpoint from the configs of "unet", "vae" and "scheduler".
+def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of a checkpoint from the configs of its components and of "scheduler".
 
     Raises KeyError or TypeError for a config that lacks one.
     """
-    unet, vae = configs["unet"], configs["vae"]
-    vae_scale_factor = vae_scale(vae)
+    latents = family.latents({part.name: configs[part.component] for part in family.parts if not part.optional})
     return {
-        "image_size": unet["sample_size"] * vae_scale_factor,
-        "granularity": granularity(unet, vae),
-        "latent_channels": vae["latent_channels"],
-        "vae_scale_factor": vae_scale_factor,
-        "scaling_factor": vae.get("scaling_factor", 0.18215),
-        "cross_attention_dim": unet["cross_attention_dim"],
+        "image_size": latents.image_size,
+        "granularity": latents.granularity,
+        "latent_channels": latents.channels,
+        "vae_scale_factor": latents.scale,
+        "scaling_factor": latents.factor,
         "scheduler": configs["scheduler"]["_class_name"],
+    }
+
+
+def read_options(family: Family, index: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of model_index.json that the family's pipelines read; diffusers' defaults for those it lacks."""
+    return {name: index.get(name, default) for name, default in family.options.items()}
+
+
+def submodels_of(
+    family: Family,
+    components: Mapping[str, Mapping[str, Any]],
+    build: Callable[[Part, Mapping[str, Any]], SubmodelCheckpoint],
+) -> dict[str, SubmodelCheckpoint]:
+    """The submodels whose components are there. components: component -> config.json. build: from a part and its config,
+    with what the family sets in it on purpose."""
+    return {
+        part.name: build(part, {**components[part.component], **part.config})
+        for part in family.parts
+        if part.component in components
     }
 
 

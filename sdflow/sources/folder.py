@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family, Part
+from sdflow.models.base import Model
 from sdflow.sources.checkpoint import (
-    CLASS_OF,
-    COMPONENT_OF,
     Checkpoint,
     FileDigests,
     MissingFile,
@@ -20,15 +21,14 @@ from sdflow.sources.checkpoint import (
     config_digest,
     file_stamp,
     pipeline_facts,
+    read_options,
     side_by_side,
+    submodels_of,
 )
 from sdflow.sources.safetensors_file import read_header
 
-PIPELINES = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
 # Where the wanted file has no copy without a variant, the first of these that exists is taken.
 _VARIANTS = ("fp16", "bf16", "fp32", "non_ema")
-# transformers' classes use other stems: see choose_weights.
-_STEM = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def open_folder(
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
     pinned = {key: value for key, value in origin.items() if key == "commit"}
-    index = _pipeline_index(folder)
-    components = [name for name in CLASS_OF if name != "safety_checker" or index.get(name, [None])[0] is not None]
+    family, index = _pipeline_index(folder)
     notes: list[str] = []
-    loads: dict[str, SubmodelCheckpoint] = {}
     found: dict[str, Weights] = {}
     stamps: dict[str, list[dict[str, Any]]] = {}
     configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json")}
     files: dict[str, str] = {}
-    for component in components:
-        configs[component] = component_config(folder, component)
-        found[component] = weights = find_weights(folder / component, component, allow_pickle=allow_pickle)
+    for component, parts in family.components.items():
+        if parts[0].optional and index.get(component, [None])[0] is None:
+            continue
+        configs[component] = component_config(folder, component, parts[0].model, family)
+        found[component] = weights = find_weights(folder / component, parts[0].model, allow_pickle=allow_pickle)
         if weights.variant:
             notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
         if weights.pickled:
@@ -77,37 +77,42 @@ def open_folder(
         stamps[component] = [file_stamp(file) for file in weights.files]
     every = [file for weights in found.values() for file in weights.files]
     sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
-    for component, weights in found.items():
-        config = configs[component]
-        sums = [sum_of[file] for file in weights.files]
-        files |= {file.relative_to(folder).as_posix(): sha for file, sha in zip(weights.files, sums, strict=True)}
-        loads[component] = SubmodelCheckpoint(
+    files |= {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}
+
+    def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
+        weights = found[part.component]
+        return SubmodelCheckpoint(
             identity={
                 "kind": "files",
-                "class": CLASS_OF[component],
+                "class": part.model.class_name,
                 "config": config_digest(config),
-                "weights": sorted(sums),
+                "weights": sorted(sum_of[file] for file in weights.files),
                 **pinned,
             },
             load={
                 "kind": "files",
+                "family": family.name,
                 "config": config,
-                "files": stamps[component],
+                "files": stamps[part.component],
                 "pickled": weights.pickled,
             },
         )
-    companions = _companions(folder, "safety_checker" in components)
+
+    submodels = submodels_of(family, {name: configs[name] for name in found}, build)
+    companions = _companions(folder, family, submodels)
     for path in sorted(path for companion in companions.values() for path in companion.iterdir() if path.is_file()):
         files[path.relative_to(folder).as_posix()] = digests.digest(path)
     return Checkpoint(
+        family=family,
         reference=reference,
         provenance={**origin, "files": files},
-        submodels={name: loads[component] for name, component in COMPONENT_OF.items() if component in loads},
+        submodels=submodels,
         companions=companions,
         facts={
-            **_facts(folder, configs),
-            "requires_safety_checker": bool(index.get("requires_safety_checker", "safety_checker" in components)),
+            **_facts(folder, family, configs),
+            "requires_safety_checker": bool(index.get("requires_safety_checker", family.checker in submodels)),
         },
+        options=read_options(family, index),
         notes=tuple(notes),
     )
 
@@ -129,63 +134,70 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def _pipeline_index(folder: Path) -> dict[str, Any]:
-    index = read_config(folder / "model_index.json")
+def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of a pipeline's class, and model_index.json without components that are none."""
+    path = folder / "model_index.json"
+    index = read_config(path)
     pipeline = index.get("_class_name")
-    if pipeline not in PIPELINES:
+    family = next((family for family in FAMILIES.values() if pipeline in family.classes), None)
+    if family is None:
+        known = [name for family in FAMILIES.values() for name in family.classes]
         raise CheckpointError(
             f"a pipeline of class {pipeline!r} is not supported",
-            where=str(folder / "model_index.json"),
-            remedy=f"Supported: {', '.join(PIPELINES)}.",
+            where=str(path),
+            remedy=f"Supported: {', '.join(known)}.",
         )
-    if not isinstance(index.get("safety_checker", []), list) or index.get("safety_checker") == []:
-        index.pop("safety_checker", None)
-    return index
+    for component, parts in family.components.items():
+        if parts[0].optional and (not isinstance(index.get(component, []), list) or index.get(component) == []):
+            index.pop(component, None)
+    return family, index
 
 
-def component_config(folder: Path, component: str) -> dict[str, Any]:
+def component_config(folder: Path, component: str, model: Model, family: Family) -> dict[str, Any]:
     """The component's config.json, checked to be of the class that sdflow loads it as."""
     path = folder / component / "config.json"
     config = read_config(path)
     named = [config["_class_name"]] if "_class_name" in config else config.get("architectures") or []
-    if CLASS_OF[component] not in named:
+    if model.class_name not in named:
         said = f"of {', '.join(map(str, named))}" if named else "of no class that it names"
         raise CheckpointError(
-            f"a configuration {said}, not of {CLASS_OF[component]}",
+            f"a configuration {said}, not of {model.class_name}",
             where=str(path),
-            remedy="Use a Stable Diffusion 1.x checkpoint, or one with the same submodels.",
+            remedy=f"Use a {family.title} checkpoint, or one with the same submodels.",
         )
     return config
 
 
-def _facts(folder: Path, configs: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return pipeline_facts(configs)
+        return pipeline_facts(family, configs)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the configurations of unet, vae and scheduler lack something: {error}",
+            f"the configurations of {', '.join(configs)} lack something: {error}",
             where=str(folder),
             remedy="Save the checkpoint again with a current diffusers.",
         ) from error
 
 
-def _companions(folder: Path, has_safety_checker: bool) -> dict[str, Path]:
-    wanted = {"tokenizer": "tokenizer_config.json", "scheduler": "scheduler_config.json"}
-    if has_safety_checker:
-        wanted["feature_extractor"] = "preprocessor_config.json"
-    for name, file in wanted.items():
-        read_config(folder / name / file)
+def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dict[str, Path]:
+    wanted = {
+        name: companion
+        for name, companion in family.companions.items()
+        if companion.part is None or companion.part in submodels
+    }
+    for name, companion in wanted.items():
+        read_config(folder / name / companion.file)
     return {name: folder / name for name in wanted}
 
 
-def choose_weights(names: Collection[str], component: str) -> tuple[str, str] | None:
+def choose_weights(names: Collection[str], model: Model) -> tuple[str, str] | None:
     """The file (or index of shards) to take among the file names of a component's folder, and its variant.
 
     Safetensors come before pickles, then weights without a variant before those with one.
     diffusers writes `model.fp16.safetensors` and `model.safetensors.index.fp16.json`.
     """
-    for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
-        stem = _STEM.get(component, stem)
+    for suffix, stem in ((".safetensors", model.weights_stem), (".bin", model.weights_stem)):
+        stem = "pytorch_model" if (stem, suffix) == ("model", ".bin") else stem  # transformers names pickles so
         for variant in ("", *_VARIANTS):
             dotted = f".{variant}" if variant else ""
             spellings = (f"{stem}{dotted}{suffix}", f"{stem}{suffix}.index{dotted}.json")
@@ -195,13 +207,13 @@ def choose_weights(names: Collection[str], component: str) -> tuple[str, str] | 
     return None
 
 
-def find_weights(folder: Path, component: str, *, allow_pickle: bool) -> Weights:
+def find_weights(folder: Path, model: Model, *, allow_pickle: bool) -> Weights:
     """The component's weights as `choose_weights` chooses them; pickles only when they are allowed."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    chosen = choose_weights(names, component)
+    chosen = choose_weights(names, model)
     if chosen is None:
         raise MissingFile(
-            f"no weights: {_STEM.get(component, 'model')}.safetensors is not there",
+            f"no weights: {model.weights_stem}.safetensors is not there",
             where=str(folder),
             remedy="Download the checkpoint again, or write it with save_pretrained(..., safe_serialization=True).",
         )

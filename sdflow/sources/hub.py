@@ -12,7 +12,8 @@ from pathlib import Path
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import CheckpointError
-from sdflow.sources.checkpoint import CLASS_OF, COMPANIONS, Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
+from sdflow.families import FAMILIES
+from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
 from sdflow.sources.folder import choose_weights, open_folder
 from sdflow.sources.reference import HubReference
 
@@ -99,15 +100,16 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
 def needed_files(names: Collection[str]) -> list[str]:
     """The files of a repository that `open_folder` reads: no second copy of any weights."""
     wanted = [name for name in names if name == "model_index.json"]
-    for component in CLASS_OF:
+    components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
+    for component, model in components.items():
         inside = {name.removeprefix(f"{component}/"): name for name in names if name.startswith(f"{component}/")}
-        chosen = choose_weights(inside, component)
+        chosen = choose_weights(inside, model)
         if chosen is not None:
             wanted.append(inside[chosen[0]])
             if chosen[0].endswith(".json"):
                 wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
         wanted += [name for short, name in inside.items() if short == "config.json"]
-    for companion in COMPANIONS:
+    for companion in dict.fromkeys(name for family in FAMILIES.values() for name in family.companions):
         wanted += [name for name in names if name.startswith(f"{companion}/") and name.endswith(_TEXT_SUFFIXES)]
     return sorted(wanted)
 

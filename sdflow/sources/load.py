@@ -2,64 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
-from sdflow.sources.checkpoint import CLASS_OF, COMPONENT_OF, Checkpoint, check_stamps, listing
-from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
-from sdflow.sources.synthetic import canonical_name, tensors_for
+from sdflow.families import part_of
+from sdflow.families.base import Companion, Part
+from sdflow.models.base import Config, Model
+from sdflow.sources.checkpoint import Checkpoint, check_stamps, listing
+from sdflow.sources.fitting import fit
+from sdflow.sources.synthetic import tensors_for
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import StableDiffusionPipeline
 
 # What a library raises for a configuration or a file that it cannot make sense of.
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
-# Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head.
-UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
-# diffusers before 0.18 named the VAE's attention layers so.
-_OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def submodel_config(submodel: str, load: Mapping[str, Any]) -> dict[str, Any]:
-    """The submodel's config.json (diffusers' or transformers'). vae_encoder and vae_decoder: that of the whole VAE."""
-    del submodel  # every load holds the one config it needs
+def submodel_config(load: Mapping[str, Any]) -> dict[str, Any]:
+    """The submodel's config.json (diffusers' or transformers'). Of the halves of a VAE: that of the whole VAE."""
     return dict(load["config"])
 
 
 def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
-    """The submodel's module in float32 and eval mode on the CPU, no gradients.
+    """The submodel's module in float32 and eval mode on the CPU, no gradients; of the halves of a VAE: the whole VAE.
 
-    text_encoder: CLIPTextModel; unet: UNet2DConditionModel; vae_encoder and vae_decoder: AutoencoderKL;
-    safety_checker: StableDiffusionSafetyChecker.
     Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape.
     """
     import torch
 
-    component = COMPONENT_OF[submodel]
-    where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {component}"
-    module = _empty_module(component, submodel_config(submodel, load), where)
+    part = part_of(load, submodel)
+    where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {part.component}"
+    module = _empty_module(part.model, submodel_config(load), where)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     if load["kind"] == "hollow":
         tensors = _hollow_tensors(module)
     elif load["kind"] == "synthetic":
-        arrays = tensors_for(CLASS_OF[component], load, expected)
+        arrays = tensors_for(part.model, expected, load["seed"])
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
         check_stamps(load["files"])
-        found = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"], load.get("prefix", ""))
-        tensors = _fit(component, found, expected, where, original="prefix" in load)
+        tensors = _fitted(part, load, expected, where)
         check_stamps(load["files"])
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
 
 
-def parameter_shapes(submodel: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(submodel: str, load: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """state_dict key -> shape of the submodel's module (of the whole VAE for its halves)."""
-    module = _empty_module(COMPONENT_OF[submodel], dict(config), f"config of {submodel}")
+    module = _empty_module(part_of(load, submodel).model, submodel_config(load), f"config of {submodel}")
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
@@ -80,40 +74,35 @@ def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def load_pipeline(checkpoint: Checkpoint) -> StableDiffusionPipeline:
+def load_pipeline(checkpoint: Checkpoint) -> Any:
     """diffusers' pipeline in float32 on the CPU from the same parts: the reference that ONNX pipelines are held to."""
-    import diffusers
-    from transformers import CLIPImageProcessor, CLIPTokenizer
-
-    parts = {
-        component: load_module(submodel, checkpoint.submodels[submodel].load)
-        for submodel, component in COMPONENT_OF.items()
-        if submodel in checkpoint.submodels and submodel != "vae_encoder"
+    family = checkpoint.family
+    modules = {
+        component: load_module(parts[-1].name, checkpoint.submodels[parts[-1].name].load)
+        for component, parts in family.components.items()
+        if parts[-1].name in checkpoint.submodels
     }
-    folders = {name: str(folder) for name, folder in checkpoint.companions.items()}
-    where = checkpoint.reference
-    with _rejections(where, "its scheduler, tokenizer or feature extractor cannot be loaded"):
-        scheduler = getattr(diffusers, checkpoint.facts["scheduler"]).from_pretrained(folders["scheduler"])
-        tokenizer = CLIPTokenizer.from_pretrained(folders["tokenizer"], local_files_only=True)
-        extractor = (
-            CLIPImageProcessor.from_pretrained(folders["feature_extractor"], local_files_only=True)
-            if "feature_extractor" in folders
-            else None
-        )
-    pipeline: Any = diffusers.StableDiffusionPipeline
-    return cast(
-        "StableDiffusionPipeline",
-        pipeline(
-            vae=parts["vae"],
-            text_encoder=parts["text_encoder"],
-            tokenizer=tokenizer,
-            unet=parts["unet"],
-            scheduler=scheduler,
-            safety_checker=parts.get("safety_checker"),
-            feature_extractor=extractor,
-            requires_safety_checker="safety_checker" in parts,
-        ),
-    )
+    companions = {
+        name: load_companion(family.companions[name], folder, checkpoint.reference)
+        for name, folder in checkpoint.companions.items()
+    }
+    return family.torch_pipeline(modules, companions, checkpoint.options)
+
+
+def load_companion(companion: Companion, folder: Path, where: str) -> Any:
+    """A tokenizer, scheduler or feature extractor from its folder, never from the hub.
+
+    Raises CheckpointError for one that is missing or damaged, or of a class that the installed library lacks.
+    """
+    import importlib
+    import json
+
+    library = importlib.import_module(companion.library)
+    name = companion.class_name
+    with _rejections(where, f"its {folder.name} cannot be loaded"):
+        if name is None:
+            name = str(json.loads((folder / companion.file).read_text(encoding="utf-8"))["_class_name"])
+        return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
 
 
 @contextmanager
@@ -126,33 +115,31 @@ def _rejections(where: str, what: str, remedy: str | None = None) -> Iterator[No
         raise CheckpointError(f"{what}: {error}", where=where, remedy=remedy) from error
 
 
-def _empty_module(component: str, config: dict[str, Any], where: str) -> torch.nn.Module:
+def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
     """The module with its parameters on the meta device: no memory, no random initialisation."""
     from accelerate import init_empty_weights
 
-    module: torch.nn.Module
     with (
-        _rejections(where, f"its configuration does not make a {CLASS_OF[component]}"),
+        _rejections(where, f"its configuration does not make a {model.class_name}"),
         init_empty_weights(include_buffers=False),
     ):
-        if component == "unet":
-            from diffusers import UNet2DConditionModel
+        return model.empty(config)
 
-            module = cast(Any, UNet2DConditionModel).from_config(config)
-        elif component == "vae":
-            from diffusers import AutoencoderKL
 
-            module = cast(Any, AutoencoderKL).from_config(config)
-        elif component == "text_encoder":
-            from transformers import CLIPTextConfig, CLIPTextModel
+def _fitted(
+    part: Part, load: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, torch.Tensor]:
+    """The files' tensors under the module's names, in float32."""
+    import torch
 
-            module = CLIPTextModel(CLIPTextConfig.from_dict(config))
-        else:
-            from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
-            from transformers import CLIPConfig
-
-            module = StableDiffusionSafetyChecker(CLIPConfig.from_dict(config))
-    return module
+    prefix = load.get("prefix")
+    tensors = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"], prefix or "")
+    stored = [(f"{prefix or ''}{name}", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    values = list(tensors.values())
+    return {
+        key: found.values(values[found.index], expected[key]).to(torch.float32).contiguous()
+        for key, found in fit(part, stored, expected, prefix, where).items()
+    }
 
 
 def _read_files(files: list[Path], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:
@@ -209,70 +196,3 @@ def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
     if not isinstance(value, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         raise CheckpointError("not a pickled dict of tensors", where=str(file), remedy="Use a .safetensors file.")
     return value
-
-
-def _fit(
-    component: str,
-    found: Mapping[str, torch.Tensor],
-    expected: Mapping[str, tuple[int, ...]],
-    where: str,
-    original: bool,
-) -> dict[str, torch.Tensor]:
-    """The file's tensors under the module's names, in float32. Each must find its place and each place its tensor.
-
-    original: the file has the names of the original layout.
-    """
-    import torch
-
-    place = places(component, expected, original=original)
-    tensors: dict[str, torch.Tensor] = {}
-    unexpected, misshapen = [], []
-    for name, tensor in found.items():
-        target = place.get(current_name(component, name))
-        if target is None:
-            if not name.endswith(UNUSED):
-                unexpected.append(name)
-            continue
-        if target in tensors:
-            unexpected.append(name)
-            continue
-        if component == "vae" and len(expected[target]) == 2 and set(tensor.shape[2:]) == {1}:
-            tensor = tensor.flatten(1)  # attention as 1x1 convolutions: the original layout, and the oldest files
-        if tuple(tensor.shape) != expected[target]:
-            misshapen.append(f"{name} is {list(tensor.shape)} where {list(expected[target])} belongs")
-            continue
-        tensors[target] = tensor.to(torch.float32).contiguous()
-    missing = [] if misshapen else sorted(set(expected) - set(tensors))
-    wrong = [
-        f"{label} {listing(sorted(names))}"
-        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("of a wrong shape:", misshapen))
-        if names
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"its tensors do not fit {CLASS_OF[component]} as configured; {'; '.join(wrong)}",
-            where=where,
-            remedy="The weights and the configuration belong to different models, or the file is incomplete.",
-        )
-    return tensors
-
-
-def places(component: str, keys: Iterable[str], *, original: bool) -> dict[str, str]:
-    """The name that a file's tensor has after `current_name` -> the key in the module's state_dict.
-
-    original: the file has the names of the original layout, without their prefix.
-    """
-    if original and component in ("unet", "vae"):
-        names = ldm_unet_names(keys) if component == "unet" else ldm_vae_names(keys)
-        return {theirs: ours for ours, theirs in names.items()}
-    return {canonical_name(key): key for key in keys}
-
-
-def current_name(component: str, name: str) -> str:
-    """A tensor's name without what older releases called otherwise."""
-    if component == "vae":
-        parts = name.split(".")
-        if len(parts) >= 2 and "attentions" in parts and parts[-2] in _OLD_VAE_ATTENTION:
-            parts[-2] = _OLD_VAE_ATTENTION[parts[-2]]
-            return ".".join(parts)
-    return canonical_name(name)

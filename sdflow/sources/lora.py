@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import CheckpointError
+from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, peft_module, spellings
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
-
-LORA_SUBMODELS = ("unet", "text_encoder")
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,27 @@ def _refuse_pickle(name: str, where: str) -> None:
 
 
 def lora_submodels(path: Path) -> tuple[str, ...]:
-    """The submodels ("unet", "text_encoder") that a LoRA file changes, from its header alone.
+    """The submodels that a LoRA file changes, from its header alone.
 
     Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
     """
     names = _parse(path)
-    return tuple(name for name in LORA_SUBMODELS if any(parsed.submodel == name for parsed in names.values()))
+    return tuple(name for name in WITH_LORAS if any(parsed.submodel == name for parsed in names.values()))
 
 
-def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, LoraLayer]]:
+def read_lora(
+    path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], family: str = DEFAULT
+) -> dict[str, dict[str, LoraLayer]]:
     """The layers of a LoRA file: submodel -> state_dict key -> layer.
 
-    shapes: for "unet", "text_encoder" or both, the shapes of the submodel's whole state_dict. Tensors for a submodel
-        that is not among them are left to whoever reads the file for that one.
+    shapes: for each submodel that is asked for, the shapes of its whole state_dict. Tensors for a submodel that is not
+        among them are left to whoever reads the file for that one. family: of the model.
     Raises CheckpointError naming every tensor that has no place, lacks its partner, or is of a wrong shape, and for
     DoRA, LoHa, LoKr and other adapters that are no plain LoRA.
     """
     names = _parse(path)
-    tables = {submodel: spellings(submodel, keys) for submodel, keys in shapes.items()}
+    models = {name: FAMILIES[family].part(name).model for name in shapes}
+    tables = {name: spellings(models[name], keys) for name, keys in shapes.items()}
     groups: dict[tuple[str, str], dict[Role, str]] = {}
     problems: list[str] = []
     for name, parsed in names.items():
@@ -104,7 +106,7 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
         elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
             problems.append(f"{name}: {other} is for the same weight")
     tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
-    configs = read_peft_configs(path, LORA_SUBMODELS)
+    configs = read_peft_configs(path, WITH_LORAS)
     ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
     for (submodel, key), group in groups.items():
@@ -115,7 +117,7 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
             continue
         rank = found["down"].shape[0]
         config = configs.get(submodel)
-        module = peft_module(key, names[group["down"]])
+        module = peft_module(models[submodel], key, names[group["down"]])
         if config is not None and config.rank(module) != rank:
             ranks.append(f"{group['down']}: {rank}, not {config.rank(module)}")
         if "alpha" in found:
@@ -128,7 +130,7 @@ def read_lora(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -
         raise CheckpointError(
             f"{len(problems)} of its parts do not fit the model: {listing(problems, 100)}",
             where=str(path),
-            remedy="Use a LoRA made for this architecture (Stable Diffusion 1.x).",
+            remedy=f"Use a LoRA made for this architecture ({FAMILIES[family].title}).",
         )
     if ranks:  # diffusers does not load such a file either, and its alphas may be just as wrong
         raise CheckpointError(

@@ -8,12 +8,12 @@ three that came before it) and of kohya's sd-scripts, the latter over diffusers'
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sdflow.sources.ldm_names import ldm_unet_names
-from sdflow.sources.synthetic import canonical_name
+from sdflow.families import FAMILIES
+from sdflow.models.base import Model, Shapes
 
 Role = Literal["up", "down", "alpha"]
 
@@ -33,17 +33,12 @@ _ROLES: tuple[tuple[str, Role], ...] = (
     ("_lora.alpha", "alpha"),
     (".alpha", "alpha"),
 )
-_PREFIXES = (
-    ("lora_unet_", "unet"),
-    ("lora_te_", "text_encoder"),
-    ("lora_te1_", "text_encoder"),
-    ("unet.", "unet"),
-    ("text_encoder.", "text_encoder"),
-    ("diffusion_model.", "unet"),
-    ("base_model.model.text_model.", "text_encoder"),
-    ("base_model.model.", "unet"),
-    ("text_model.", "text_encoder"),
+_PREFIXES = sorted(
+    {(prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora},
+    key=lambda entry: -len(entry[0]),
 )
+"""How a name begins -> the submodel; the longest first, as some are the beginning of others."""
+
 # Other kinds of adapters, by what only their tensors' names contain.
 _OTHER_KINDS = (
     (re.compile(r"\.dora_scale$|lora_magnitude_vector"), "DoRA"),
@@ -55,9 +50,7 @@ _OTHER_KINDS = (
     (re.compile(r"\.(diff|diff_b|w_norm|b_norm)$"), "LyCORIS full difference"),
     (re.compile(r"\.on_input$|\.ia3_l"), "(IA)3"),
     (re.compile(r"lora_embedding_[AB]"), "embedding LoRA"),
-    (re.compile(r"^(lora_te2_|text_encoder_2\.)"), "LoRA for SDXL, with a second text encoder"),
 )
-_OLD_TEXT_ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
 
 
 @dataclass(frozen=True)
@@ -82,25 +75,23 @@ def parse_name(name: str) -> LoraName | None:
             for prefix, submodel in _PREFIXES:
                 if stem.startswith(prefix):
                     return LoraName(submodel, stem[len(prefix) :].replace(".processor.", "."), role)
-            # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
-            return LoraName("unet", stem.replace(".processor.", "."), role)
     return None
 
 
-def peft_module(key: str, name: LoraName) -> str:
+def peft_module(model: Model, key: str, name: LoraName) -> str:
     """What peft called the module when it wrote the file; the patterns in its configuration are for this name.
 
     key: of the weight, in the state_dict. transformers before 5 had a text_model in the names of a text encoder: a
     file from there has it in its tensors' names too.
     """
-    module = canonical_name(key.removesuffix(".weight"))
+    module = model.current_name(key.removesuffix(".weight"))
     return f"text_model.{module}" if name.module.startswith("text_model.") else module
 
 
-def spellings(submodel: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Every spelling of the modules of a submodel with a weight that a LoRA can change: spelling -> state_dict key.
+def spellings(model: Model, shapes: Shapes) -> dict[str, str]:
+    """Every spelling of the modules of a model with a weight that a LoRA can change: spelling -> state_dict key.
 
-    submodel: "unet" or "text_encoder"; shapes: of its whole state_dict.
+    shapes: of its whole state_dict.
     """
     modules = {
         key.removesuffix(".weight"): key
@@ -108,19 +99,8 @@ def spellings(submodel: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
         if key.endswith(".weight") and len(shape) in (2, 4) and not key.endswith("_embedding.weight")
     }
     table: dict[str, str] = {}
-    if submodel == "unet":
-        original = ldm_unet_names(modules)
-        for module, key in modules.items():
-            names = {module, module.removesuffix(".0")} if module.endswith(".to_out.0") else {module}
-            if module in original:
-                names.add(original[module])
-            _enter(table, names, key)
-    else:
-        for module, key in modules.items():
-            bare = canonical_name(module)
-            parent, _, last = bare.rpartition(".")
-            names = {bare, f"{parent}.{_OLD_TEXT_ATTENTION[last]}"} if last in _OLD_TEXT_ATTENTION else {bare}
-            _enter(table, names | {f"text_model.{name}" for name in names}, key)
+    for module, names in model.lora_spellings(modules).items():
+        _enter(table, names, modules[module])
     return table
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from sdflow.errors import CheckpointError
-from sdflow.sources.architectures import ARCHITECTURES, UNETS
+from sdflow.families import ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -74,8 +74,8 @@ def _hub(text: str, rest: str) -> HubReference:
 
 def _synthetic(text: str, rest: str) -> SyntheticReference:
     architecture, question, query = rest.partition("?")
-    if architecture not in (*ARCHITECTURES, *UNETS):
-        known = ", ".join(f"synthetic:{name}" for name in (*ARCHITECTURES, *UNETS))
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(f"synthetic:{name}" for name in ARCHITECTURES)
         raise CheckpointError(f"unknown architecture {architecture!r}", where=text, remedy=f"Known ones: {known}.")
     options = dict(parse_qsl(query, keep_blank_values=True))
     seed = options.pop("seed", "0" if not question else "")

@@ -1,26 +1,30 @@
-"""A checkpoint in one file in the original (CompVis) layout: UNet, VAE and text encoder, told apart by prefixes.
+"""A checkpoint in one file in the original (CompVis, SGM) layout: UNet, VAE and text encoders, told apart by prefixes.
 
 Such a file holds no configuration. The architecture is the shipped one whose tensors have the file's shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.sources.architectures import ARCHITECTURES, architecture_config, companion_folder
+from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
+from sdflow.families.base import Family, Layout, Part
+from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 from sdflow.sources.checkpoint import (
-    CLASS_OF,
-    COMPONENT_OF,
     Checkpoint,
     FileDigests,
     SubmodelCheckpoint,
     config_digest,
     file_stamp,
     pipeline_facts,
+    read_options,
     side_by_side,
+    submodels_of,
 )
 from sdflow.sources.folder import refuse_pickle
 from sdflow.sources.reference import PICKLE_SUFFIXES
@@ -28,23 +32,21 @@ from sdflow.sources.safetensors_file import TensorEntry, digest_tensors, read_he
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-PREFIXES = {
-    "unet": "model.diffusion_model.",
-    "vae": "first_stage_model.",
-    "text_encoder": "cond_stage_model.transformer.",
-}
 # What else is known by its tensors, so that the refusal can name it: how a name begins -> what it is.
 _OTHERS = (
     ("lora_", "a LoRA: name it under `loras`"),
     ("joint_blocks.", "Stable Diffusion 3"),
     ("double_blocks.", "Flux"),
     ("control_model.", "a ControlNet"),
-    ("conditioner.embedders.1.", "Stable Diffusion XL"),
-    ("conditioner.embedders.0.", "the refiner of Stable Diffusion XL"),
-    ("cond_stage_model.model.", "Stable Diffusion 2.x, with OpenCLIP's text encoder"),
     ("down_blocks.", "a UNet in diffusers' layout: name the folder that holds model_index.json"),
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
     ("text_model.encoder.", "a text encoder alone"),
+)
+# Behind those of the families: an architecture that is none of theirs.
+_RELATED = (
+    ("conditioner.embedders.1.", "of the kind of Stable Diffusion XL"),
+    ("conditioner.embedders.0.", "of the kind of Stable Diffusion XL, its refiner"),
+    ("cond_stage_model.model.", "of the kind of Stable Diffusion 2.x"),
 )
 
 
@@ -58,47 +60,57 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
-        architecture = digests.value(path, "single-file-architecture-1", lambda file: _find(file, _pickle_shapes(file)))
+        # A JSON list: the architecture, then every prefix that the file has.
+        known = json.loads(digests.value(path, "single-file-architecture-2", _describe_pickle))
+        architecture, names = known[0], known[1:]
     elif path.suffix == ".safetensors":
         header = read_header(path)
         architecture = _find(path, {name: entry.shape for name, entry in header.items()})
+        names = list(header)
     else:
         raise CheckpointError(
             f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy="Use a .safetensors file."
         )
-    parts = {}
-    entries = {} if pickled else {part: _under(header, prefix) for part, prefix in PREFIXES.items()}
+    family = family_of_architecture(architecture)
+    layouts = _layouts(family, names)
+    prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
+    entries = {} if pickled else {component: _under(header, prefix) for component, prefix in prefix_of.items()}
     whole, *sums = side_by_side([
         partial(digests.digest, path),
         *(
-            partial(digests.value, path, f"tensors-1/{part}", partial(digest_tensors, entries=found))
-            for part, found in entries.items()
+            partial(digests.value, path, f"tensors-1/{component}", partial(digest_tensors, entries=found))
+            for component, found in entries.items()
         ),
     ])  # fmt: skip
     tensors = dict(zip(entries, sums, strict=True))
-    for component, prefix in PREFIXES.items():
-        config = architecture_config(architecture, component)
-        content = {"file": whole} if pickled else {"tensors": tensors[component]}
-        parts[component] = SubmodelCheckpoint(
+
+    def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
+        content = {"file": whole} if pickled else {"tensors": tensors[part.component]}
+        return SubmodelCheckpoint(
             identity={
                 "kind": "single_file",
-                "class": CLASS_OF[component],
+                "class": part.model.class_name,
                 "config": config_digest(config),
                 **content,
             },
             load={
                 "kind": "files",
+                "family": family.name,
                 "config": config,
                 "files": [stamp],
                 "pickled": pickled,
-                "prefix": prefix,
+                "prefix": prefix_of[part.component],
             },
         )
-    configs = {name: architecture_config(architecture, name) for name in ("unet", "vae", "scheduler")}
-    notes = [f"{path.name} has the shapes of {architecture}; it holds no safety checker."]
+
+    configs = {component: architecture_config(architecture, component) for component in prefix_of}
+    lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of)
+    notes = [f"{path.name} has the shapes of {architecture}" + (f"; it holds no {lacking}." if lacking else ".")]
     if pickled:
         notes.append(f"{path.name} is pickled; it is loaded with weights_only=True.")
+    submodels = submodels_of(family, configs, build)
     return Checkpoint(
+        family=family,
         reference=reference,
         provenance={
             "kind": "single_file",
@@ -106,11 +118,30 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
             "architecture": architecture,
             "files": {path.name: whole},
         },
-        submodels={name: parts[component] for name, component in COMPONENT_OF.items() if component in parts},
-        companions={name: companion_folder(architecture, name) for name in ("tokenizer", "scheduler")},
-        facts={**pipeline_facts(configs), "requires_safety_checker": False},
+        submodels=submodels,
+        companions={
+            name: companion_folder(architecture, name)
+            for name, companion in family.companions.items()
+            if companion.part is None or companion.part in submodels
+        },
+        facts={
+            **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
+            "requires_safety_checker": False,
+        },
+        options=read_options(family, architecture_index(architecture)),
         notes=tuple(notes),
     )
+
+
+def _layouts(family: Family, names: Iterable[str]) -> dict[str, Layout]:
+    """Part -> how it lies in a file with tensors of these names; the parts that are not in it are left out."""
+    names = list(names)
+    found: dict[str, Layout] = {}
+    for part in family.parts:
+        for layout in part.layouts:
+            if part.name not in found and any(name.startswith(layout.prefix) for name in names):
+                found[part.name] = layout
+    return found
 
 
 def _under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
@@ -123,56 +154,64 @@ def _pickle_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in load_pickle(path, "meta").items()}
 
 
-def _fingerprint(architecture: str) -> dict[str, tuple[int, ...]]:
-    """Tensors of a file in the original layout whose shapes together say which architecture it is."""
-    unet, vae, text = (architecture_config(architecture, name) for name in ("unet", "vae", "text_encoder"))
-    width, deepest = unet["block_out_channels"][0], unet["block_out_channels"][-1]
-    u, v, t = PREFIXES["unet"], PREFIXES["vae"], f"{PREFIXES['text_encoder']}text_model."
-    attention = "1.transformer_blocks.0.attn2.to_k.weight"
-    return {
-        f"{u}input_blocks.0.0.weight": (width, unet["in_channels"], 3, 3),
-        f"{u}input_blocks.1.{attention}": (width, unet["cross_attention_dim"]),
-        f"{u}middle_block.{attention}": (deepest, unet["cross_attention_dim"]),
-        f"{u}out.2.weight": (unet["out_channels"], width, 3, 3),
-        f"{v}encoder.conv_in.weight": (vae["block_out_channels"][0], vae["in_channels"], 3, 3),
-        f"{v}decoder.conv_in.weight": (vae["block_out_channels"][-1], vae["latent_channels"], 3, 3),
-        f"{t}embeddings.token_embedding.weight": (text["vocab_size"], text["hidden_size"]),
-        f"{t}embeddings.position_embedding.weight": (text["max_position_embeddings"], text["hidden_size"]),
-    }
+def _describe_pickle(path: Path) -> str:
+    shapes = _pickle_shapes(path)
+    architecture = _find(path, shapes)
+    return json.dumps(
+        [architecture, *(layout.prefix for layout in _layouts(family_of_architecture(architecture), shapes).values())]
+    )
+
+
+def _fingerprint(architecture: str) -> Shapes:
+    family = family_of_architecture(architecture)
+    components = [part.component for part in family.parts if part.layouts]
+    return family.fingerprint({name: architecture_config(architecture, name) for name in components})
 
 
 def _find(path: Path, shapes: Shapes) -> str:
-    # Files converted with transformers 5 lack the `text_model.` of all others.
-    bare = PREFIXES["text_encoder"]
-    shapes = {
-        f"{bare}text_model.{name.removeprefix(bare)}"
-        if name.startswith(bare) and not name.startswith(f"{bare}text_model.")
-        else name: shape
-        for name, shape in shapes.items()
-    }
+    shapes = {**shapes, **_current(shapes)}
     prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
     for architecture, wanted in prints.items():
         if all(shapes.get(name) == shape for name, shape in wanted.items()):
             return architecture
+    nearest = max(prints, key=lambda name: sum(shapes.get(key) == shape for key, shape in prints[name].items()))
     raise CheckpointError(
-        f"not an architecture that sdflow knows: {_description(shapes, prints['sd15'])}",
+        f"not an architecture that sdflow knows: {_description(shapes, nearest, prints[nearest])}",
         where=str(path),
-        remedy="Supported in one file: Stable Diffusion 1.x with its VAE and text encoder. Other checkpoints may work "
-        "as a diffusers folder.",
+        remedy=f"Supported in one file: {', '.join(family.title for family in FAMILIES.values())}, each with its VAE and "
+        "its text encoders. Other checkpoints may work as a diffusers folder.",
     )
 
 
-def _description(shapes: Shapes, wanted: Shapes) -> str:
-    for part, what in _OTHERS:
-        if any(name.removeprefix(PREFIXES["unet"]).startswith(part) for name in shapes):
+def _current(shapes: Shapes) -> Shapes:
+    """The file's tensors under their names of today: files converted with transformers 5 lack a `text_model.`."""
+    found = {}
+    for family in FAMILIES.values():
+        for part in family.parts:
+            for layout in part.layouts:
+                for name, shape in shapes.items():
+                    if name.startswith(layout.prefix):
+                        bare = name.removeprefix(layout.prefix)
+                        found[f"{layout.prefix}{part.model.current_name(bare)}"] = shape
+    return found
+
+
+def _description(shapes: Shapes, nearest: str, wanted: Shapes) -> str:
+    denoiser = next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
+    for begin, what in _OTHERS:
+        if any(name.removeprefix(denoiser).startswith(begin) for name in shapes):
             return f"this is {what}"
-    missing = [prefix for prefix in PREFIXES.values() if not any(name.startswith(prefix) for name in shapes)]
-    if missing:
+    family = family_of_architecture(nearest)
+    prefixes = dict.fromkeys(layout.prefix for part in family.parts for layout in part.layouts[:1])
+    there = _layouts(family, shapes)
+    missing = [prefix for prefix in prefixes if prefix not in {layout.prefix for layout in there.values()}]
+    if missing and len(there) < sum(bool(part.layouts) for part in family.parts):
         return f"it holds no tensors under {', '.join(missing)}"
     name = next(name for name, shape in wanted.items() if shapes.get(name) != shape)
+    related = next((f"; it is {what}" for begin, what in _RELATED if any(key.startswith(begin) for key in shapes)), "")
     if name not in shapes:
-        return f"it holds no tensor {name}"
+        return f"it holds no tensor {name}{related}"
     inpainting = (
         " (an inpainting UNet)" if name.endswith("input_blocks.0.0.weight") and shapes[name][1:2] == (9,) else ""
     )
-    return f"{name} is {list(shapes[name])}{inpainting}, in Stable Diffusion 1.x it is {list(wanted[name])}"
+    return f"{name} is {list(shapes[name])}{inpainting}, in {nearest} it is {list(wanted[name])}{related}"

@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from sdflow.sources.architectures import UNETS, architecture_config, companion_folder
+from sdflow.families import family_of_architecture
+from sdflow.families.base import Part
+from sdflow.models.base import Model
+from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 from sdflow.sources.checkpoint import (
-    CLASS_OF,
-    COMPANIONS,
-    COMPONENT_OF,
     Checkpoint,
     SubmodelCheckpoint,
     config_digest,
     pipeline_facts,
+    read_options,
+    submodels_of,
 )
 
 if TYPE_CHECKING:
@@ -32,31 +34,41 @@ _CHUNK = 1 << 20
 
 
 def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
-    """The shipped architecture with weights from `seed`; of some it is the UNet alone."""
-    complete = architecture not in UNETS
+    """The shipped architecture with weights from `seed`."""
+    family = family_of_architecture(architecture)
+    index = architecture_index(architecture)
     configs = {
-        name: architecture_config(architecture, name) for name in ((*CLASS_OF, "scheduler") if complete else ("unet",))
+        name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]
     }
-    submodels = {
-        submodel: SubmodelCheckpoint(
+
+    def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
+        return SubmodelCheckpoint(
             identity={
                 "kind": "synthetic",
-                "class": CLASS_OF[component],
-                "config": config_digest(configs[component]),
+                "class": part.model.class_name,
+                "config": config_digest(config),
                 "seed": seed,
                 "generator": GENERATOR_VERSION,
             },
-            load={"kind": "synthetic", "config": configs[component], "seed": seed},
+            load={"kind": "synthetic", "family": family.name, "config": config, "seed": seed},
         )
-        for submodel, component in COMPONENT_OF.items()
-        if component in configs
-    }
+
+    submodels = submodels_of(family, configs, build)
     return Checkpoint(
+        family=family,
         reference=reference,
         provenance={"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION},
         submodels=submodels,
-        companions={name: companion_folder(architecture, name) for name in COMPANIONS} if complete else {},
-        facts={**pipeline_facts(configs), "requires_safety_checker": True} if complete else {},
+        companions={
+            name: companion_folder(architecture, name)
+            for name, companion in family.companions.items()
+            if companion.part is None or companion.part in submodels
+        },
+        facts={
+            **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
+            "requires_safety_checker": family.checker in submodels,
+        },
+        options=read_options(family, index),
     )
 
 
@@ -101,13 +113,9 @@ def _uniform(bits: np.random.PCG64, count: int, mean: float, deviation: float) -
     return values
 
 
-def canonical_name(name: str) -> str:
-    """A parameter's name without the prefixes that releases of transformers disagree on."""
-    return name.removeprefix("text_model.").replace("vision_model.vision_model.", "vision_model.")
-
-
-def tensors_for(class_name: str, load: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Weights for a module whose parameters have these names and shapes."""
-    names = {name: canonical_name(name) for name in shapes}
-    tensors = synthetic_tensors(class_name, {names[name]: shape for name, shape in shapes.items()}, load["seed"])
+def tensors_for(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Weights for a module of this model whose parameters have these names and shapes: the same whatever prefixes its
+    release of transformers gives the names."""
+    names = {name: model.current_name(name) for name in shapes}
+    tensors = synthetic_tensors(model.class_name, {names[name]: shape for name, shape in shapes.items()}, seed)
     return {name: tensors[names[name]] for name in shapes}

@@ -23,9 +23,10 @@ from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import UsageError
+from sdflow.families.base import Family
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.passes.base import SUBMODELS
+from sdflow.runtime.folder import read_options
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest
@@ -85,7 +86,7 @@ def verify(
     """
     started = time.perf_counter()
     built = _built_part(subject, submodels, cache)
-    selection = _selection(subject, spec, built)
+    selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with _scratch() as scratch, cache.lease():
         request = _request(subject, spec, built, scratch, threads)
         exact, worker = _reference(subject, selection, request, cache, progress)
@@ -116,7 +117,7 @@ def _scratch() -> Iterator[Path]:
 def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> _Built:
     """Raises UsageError for a submodel that the pipeline does not have."""
     manifest = read_manifest(subject.folder)
-    built = [name for name in SUBMODELS if name in manifest.parts]
+    built = [name for name in subject.checkpoint.family.submodels if name in manifest.parts]
     if unknown := sorted(set(submodels or ()) - set(built)):
         raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
     present = [name for name in built if submodels is None or name in submodels]
@@ -128,15 +129,10 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     )
 
 
-def _selection(subject: Subject, spec: VerifySpec, built: _Built) -> Selection:
-    loads = subject.checkpoint.submodels
-    configs = (loads[name].load["config"] for name in ("unet", "vae_decoder"))
-    return select(spec, subject.image, list(built.submodels), subject.checkpoint.reference, *configs)
-
-
 def _request(subject: Subject, spec: VerifySpec, built: _Built, out: Path, threads: int | None) -> JudgeRequest:
     """What the process is asked; where the reference lies is not known yet."""
     return JudgeRequest(
+        family=subject.checkpoint.family.name,
         folder=subject.folder.absolute(),
         name=subject.name,
         target=subject.target,
@@ -166,7 +162,7 @@ def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, ca
             "inputs": {
                 "artifacts": built.digests,
                 "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
-                "beside": _companions(subject.folder, cache),
+                "beside": _companions(subject.checkpoint.family, subject.folder, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
                 "reference": exact.artifact.digest,
             },
@@ -200,7 +196,8 @@ def _reference(
     subject: Subject, selection: Selection, request: JudgeRequest, cache: Cache, progress: Progress
 ) -> tuple[Record, WorkerResult | None]:
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge."""
-    needed = sorted({*selection.submodels, "text_encoder", "unet", "vae_decoder"})
+    checkpoint = subject.checkpoint
+    needed = sorted({*selection.submodels, *checkpoint.family.drawing})
     action = Action(
         {
             "format": ACTION_FORMAT,
@@ -208,8 +205,9 @@ def _reference(
             "submodel": "pipeline",
             "config": selection.to_json(),
             "inputs": {
-                "checkpoint": {name: subject.checkpoint.submodels[name].identity for name in needed},
-                "companions": {name: _tree(path, cache) for name, path in subject.checkpoint.companions.items()},
+                "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
+                "companions": {name: _tree(path, cache) for name, path in checkpoint.companions.items()},
+                **({"options": dict(checkpoint.options)} if checkpoint.options else {}),
                 "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
             },
             "uses": {name: distribution_version(name) for name in reference.USES},
@@ -225,8 +223,10 @@ def _reference(
             return record, None
         with cache.staging(action) as staging:
             wanted = ReferenceRequest(
-                loads={name: subject.checkpoint.submodels[name].load for name in needed},
-                companions={name: path.absolute() for name, path in subject.checkpoint.companions.items()},
+                family=checkpoint.family.name,
+                loads={name: checkpoint.submodels[name].load for name in needed},
+                companions={name: path.absolute() for name, path in checkpoint.companions.items()},
+                options=checkpoint.options,
                 loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
                 selection=selection,
                 out=staging.files.absolute(),
@@ -265,6 +265,9 @@ def _tree(folder: Path, cache: Cache) -> str:
     )
 
 
-def _companions(folder: Path, cache: Cache) -> str:
-    names = ("tokenizer", "scheduler", "feature_extractor")
-    return digest_json({name: _tree(folder / name, cache) for name in names if (folder / name).is_dir()})
+def _companions(family: Family, folder: Path, cache: Cache) -> str:
+    """What lies beside the graphs, and what model_index.json says of how it is used."""
+    found: dict[str, Any] = {
+        name: _tree(folder / name, cache) for name in family.companions if (folder / name).is_dir()
+    }
+    return digest_json({**found, "options": read_options(folder)} if family.options else found)

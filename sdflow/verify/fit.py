@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
 
-UNREAD = {"text_encoder": frozenset({"pooler_output"})}
-"""Outputs that Stable Diffusion 1 and 2 do not use: what computes them alone slows nothing down when nobody asks for it."""
-
 _SWITCHES = {
     "Attention": ("enable_attention",),
     "BiasAdd": ("enable_bias_add",),
@@ -81,10 +78,18 @@ class _Node:
         return default
 
 
-def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: str | None = None) -> list[Finding]:
+def fits(
+    model: onnx.ModelProto,
+    target: Target,
+    submodel: str = "",
+    provider: str | None = None,
+    *,
+    read: Collection[str] | None = None,
+) -> list[Finding]:
     """What keeps `target` from running the graph as it is. External data is not needed.
 
-    provider: one of the target's; its best one when not given.
+    provider: one of the target's; its best one when not given. read: the outputs that drawing reads, None: all. What computes
+    the others alone slows nothing down when nobody asks for it.
     An operator, version, type or attribute without a kernel is an error, or a warning where nobody reads the result; what
     the table cannot tell is a warning; shape arithmetic that lands on the CPU is a note. Findings that differ in the node
     alone are one, with a count.
@@ -94,7 +99,7 @@ def fits(model: onnx.ModelProto, target: Target, submodel: str = "", provider: s
     table = kernel_table(provider or target.providers[0][0])
     if model.functions:
         model = inline_local_functions(model)
-    idle = _idle(model.graph, UNREAD.get(submodel, frozenset()))
+    idle = _idle(model.graph, read)
     found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, _opsets(model), table, {}, idle)]
     if table.provider != CPU_PROVIDER:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
@@ -119,9 +124,9 @@ def _gathered(findings: list[Finding]) -> list[Finding]:
     return [replace(group[0], count=sum(finding.count for finding in group)) for group in groups.values()]
 
 
-def _idle(graph: Any, unread: frozenset[str]) -> set[str]:
+def _idle(graph: Any, read: Collection[str] | None) -> set[str]:
     """The first outputs of the nodes from which no way leads to an output that is read."""
-    needed = {info.name for info in graph.output} - unread
+    needed = {info.name for info in graph.output if read is None or info.name in read}
     idle = set()
     for node in reversed(graph.node):
         if needed.isdisjoint(node.output):
@@ -152,7 +157,7 @@ def _graph(
 
 
 def _not_read(finding: Finding) -> Finding:
-    remedy = "Stable Diffusion 1 and 2 do not use what it computes; drop that output, or let it run on the CPU"
+    remedy = "drawing does not use what it computes; drop that output, or let it run on the CPU"
     return replace(finding, level="warning", remedy=remedy)
 
 

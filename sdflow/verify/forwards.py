@@ -1,62 +1,43 @@
-"""What each submodel gives, under the names of `sdflow.passes.submodel_io`, from the module's own forward."""
+"""What each submodel gives, under the names of its ports, from the module's own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sdflow.families.base import Part
+from sdflow.models.base import Config, Model, Ports
 from sdflow.verify.cases import Cases, Kind
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 TOGETHER = 2**15
 """Numbers in the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
-Forward = Callable[..., dict[str, Any]]
-"""A module and its inputs to its outputs by name, torch tensors."""
 
 
-def _text_forward(module: Any, input_ids: Any) -> dict[str, Any]:
-    output = module(input_ids=input_ids.long())
-    return {"last_hidden_state": output.last_hidden_state, "pooler_output": output.pooler_output}
+@dataclass(frozen=True)
+class Network:
+    """A module, what it is, and the inputs and outputs of its graph."""
+
+    module: torch.nn.Module
+    model: Model
+    ports: Ports
+
+    @classmethod
+    def of(cls, part: Part, config: Config, module: torch.nn.Module) -> Network:
+        """config: the submodel's config.json, as the family has it."""
+        return cls(module, part.model, part.model.ports(config))
+
+    @property
+    def whole_batch(self) -> str | None:
+        """The input that has one value for the whole batch, if there is one: the timestep."""
+        return next((port.name for port in self.ports.inputs if port.axes == (1,)), None)
 
 
-def _unet_forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any) -> dict[str, Any]:
-    return {"out_sample": module(sample, timestep, encoder_hidden_states=encoder_hidden_states).sample}
-
-
-def _decoder_forward(module: Any, latent_sample: Any) -> dict[str, Any]:
-    return {"sample": module.decode(latent_sample).sample}
-
-
-def _encoder_forward(module: Any, sample: Any) -> dict[str, Any]:
-    return {"latent_sample": module.encode(sample).latent_dist.mode()}
-
-
-def _checker_forward(module: Any, clip_input: Any, images: Any) -> dict[str, Any]:
-    """The flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, with the scores that they come from."""
-    import torch
-    from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
-
-    embeds = module.visual_projection(module.vision_model(clip_input)[1])
-    special = cosine_distance(embeds, module.special_care_embeds) - module.special_care_embeds_weights
-    adjustment = torch.any(special > 0, dim=1, keepdim=True) * 0.01
-    scores = cosine_distance(embeds, module.concept_embeds) - module.concept_embeds_weights + adjustment
-    flagged = torch.any(scores > 0, dim=1)
-    blackened = torch.where(flagged[:, None, None, None], torch.zeros_like(images), images)
-    return {"out_images": blackened, "has_nsfw_concepts": flagged, "scores": scores}
-
-
-FORWARD: Mapping[str, Forward] = {
-    "text_encoder": _text_forward,
-    "unet": _unet_forward,
-    "vae_decoder": _decoder_forward,
-    "vae_encoder": _encoder_forward,
-    "safety_checker": _checker_forward,
-}
-
-
-def run_cases(cases: Cases, kind: Kind, module: Any, forward: Forward) -> None:
+def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
     """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is.
 
     Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
@@ -66,14 +47,15 @@ def run_cases(cases: Cases, kind: Kind, module: Any, forward: Forward) -> None:
     import torch
 
     dtype = torch.float16 if kind == "float16" else torch.float32
-    for chosen in _batches(cases, kind):
-        rows = [_rows(cases.get(index, "inputs")) for index in chosen]
+    exact = {port.name for port in network.ports.inputs if port.exact}
+    for chosen in _batches(cases, kind, network.whole_batch):
+        rows = [_rows(cases.get(index, "inputs"), network.whole_batch) for index in chosen]
         joined = {name: torch.from_numpy(np.concatenate([each[name] for each in rows])) for name in rows[0]}
         inputs = {
-            name: value.to(dtype) if value.dtype == torch.float32 and name != "timestep" else value
+            name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
             for name, value in joined.items()
         }
-        outputs = {name: value.numpy() for name, value in forward(module, **inputs).items()}
+        outputs = {name: value.numpy() for name, value in network.model.reference(network.module, inputs).items()}
         start = 0
         for index, each in zip(chosen, rows, strict=True):
             end = start + _size(each)
@@ -81,12 +63,12 @@ def run_cases(cases: Cases, kind: Kind, module: Any, forward: Forward) -> None:
             start = end
 
 
-def _batches(cases: Cases, kind: Kind) -> Iterator[list[int]]:
+def _batches(cases: Cases, kind: Kind, whole_batch: str | None) -> Iterator[list[int]]:
     """Indices of the cases without outputs of this kind, those that one run takes together."""
     alike: dict[Any, list[int]] = {}
     for index, _ in cases:
         if not cases.get(index, kind):  # else recorded while drawing
-            inputs = _rows(cases.get(index, "inputs"))
+            inputs = _rows(cases.get(index, "inputs"), whole_batch)
             alike.setdefault(tuple((name, value.shape[1:]) for name, value in inputs.items()), []).append(index)
     for indices in alike.values():
         chosen: list[int] = []
@@ -101,12 +83,12 @@ def _batches(cases: Cases, kind: Kind) -> Iterator[list[int]]:
         yield chosen
 
 
-def _rows(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inputs with a timestep for each row of the batch, where there is one for all."""
+def _rows(inputs: Mapping[str, np.ndarray], whole_batch: str | None) -> dict[str, np.ndarray]:
+    """The inputs with a value for each row of the batch, where there is one for all."""
     size = _size(inputs)
-    return {name: value.repeat(size) if name == "timestep" else value for name, value in inputs.items()}
+    return {name: value.repeat(size) if name == whole_batch else value for name, value in inputs.items()}
 
 
 def _size(inputs: Mapping[str, np.ndarray]) -> int:
-    """Rows of the batch: of the first input, which is never the timestep."""
+    """Rows of the batch: of the first input, which always has one for each."""
     return len(next(iter(inputs.values())))

@@ -21,7 +21,7 @@ SCORES = "scores"
 
 @dataclass
 class RunnableGraph:
-    """A submodel's graph in a session. scores: the value that holds the safety checker's scores, a further output."""
+    """A submodel's graph in a session. scores: the value behind its flags, a further output; None without flags."""
 
     session: onnxruntime.InferenceSession
     precision: str
@@ -76,14 +76,14 @@ def _decode_errors() -> tuple[type[Exception], ...]:
 
 
 def _scores(graph: Any) -> str | None:
-    """What is compared with 0 to give the flags of a safety checker: the concept scores; None in other graphs.
+    """What is compared with 0 to give the flags that a graph puts out: the scores of concepts; None without flags.
 
     The flags alone say little of the numbers behind them.
     """
+    import onnx
+
     producers = {name: node for node in graph.node for name in node.output}
-    if "has_nsfw_concepts" not in {value.name for value in graph.output}:
-        return None
-    waiting: list[str] = ["has_nsfw_concepts"]
+    waiting = [str(value.name) for value in graph.output if value.type.tensor_type.elem_type == onnx.TensorProto.BOOL]
     while waiting:
         node = producers.get(waiting.pop(0))
         before = producers.get(node.input[0]) if node is not None and node.op_type == "Greater" else None

@@ -24,33 +24,43 @@ EXPENSIVE = (
 )  # fmt: skip
 """Operators of torch.ops.aten that are computed in float32 and rounded."""
 
+KEPT = 4 * 10**9
+"""Bytes of widened weights that are kept from one use to the next. Beyond, they are widened at each use: twice the memory of
+a large module in halves is its memory in float32."""
+
 
 @contextmanager
 def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
     """While this is open, expensive operators on halves compute in float32 and round their results to halves.
 
-    modules: in half precision; their weights are widened once, not at each use. They must not change meanwhile.
+    modules: in half precision; their weights are widened once, not at each use, up to KEPT. Who changes one meanwhile gives
+    it other memory (as `Module.to` does), and the old is kept until the end.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
 
     weights = {
-        weight.data_ptr(): weight
+        weight.data_ptr(): weight.detach()
         for module in modules
         for weight in module.parameters()
         if weight.dtype == torch.float16 and weight.is_contiguous()
     }
     wide: dict[int, torch.Tensor] = {}
+    kept = 0
 
     def widened(value: Any) -> Any:
+        nonlocal kept
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float16:
             return value
         at = value.data_ptr()
         if at not in weights or value.numel() != weights[at].numel():
             return value.float()
         if at not in wide:
+            if kept + 4 * value.numel() > KEPT:
+                return value.float()
             wide[at] = weights[at].float()
+            kept += 4 * value.numel()
         return wide[at].as_strided(value.shape, value.stride())
 
     def rounded(value: Any) -> Any:

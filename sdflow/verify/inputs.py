@@ -1,15 +1,30 @@
-"""The inputs that submodels are compared on, beside those recorded while a picture is drawn."""
+"""The inputs that submodels are compared on, beside those recorded while a picture is drawn.
+
+They are made from the ports alone: what has the latents' axes is drawn at random, what does not is repeated from what was
+recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from sdflow.families.base import Latents
+from sdflow.models.base import Port, Ports
 from sdflow.verify.cases import Case, Cases
+from sdflow.verify.forwards import Network
 from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
     import numpy as np
+
+Recorded = Mapping[str, Mapping[str, "np.ndarray"]]
+"""Submodel -> its inputs, in one run of diffusers' own."""
+
+
+def latent_port(ports: Ports) -> Port:
+    """The input that latents go into."""
+    return next(port for port in ports.inputs if "latent_height" in port.axes)
 
 
 def first_latents(selection: Selection, channels: int) -> np.ndarray:
@@ -20,60 +35,94 @@ def first_latents(selection: Selection, channels: int) -> np.ndarray:
     return np.random.default_rng(selection.seed).standard_normal(shape, dtype=np.float32)
 
 
-def further_unet_cases(cases: Cases, selection: Selection) -> None:
+def further_denoiser_cases(cases: Cases, selection: Selection, network: Network) -> None:
     """Edge timesteps, at the first latents for the largest and at the last for the others; other shapes."""
     import numpy as np
 
     first, last = cases.get(0, "inputs"), cases.get(len(cases.cases) - 1, "inputs")
+    time = network.whole_batch
+    assert time is not None
     for timestep in selection.timesteps:
         near = first if timestep > 500 else last
-        one = {name: value[-1:] for name, value in near.items()} | {"timestep": np.array([timestep], np.float32)}
+        one = {name: value[-1:] for name, value in near.items()} | {time: np.array([timestep], np.float32)}
         cases.add(Case(f"timestep {timestep:g}", "edge timestep", None, timestep), one)
     random = np.random.default_rng(selection.seed + 1)
-    text = first["encoder_hidden_states"]
+    latents = latent_port(network.ports)
     for batch, rows, columns in selection.shapes:
-        sample = random.standard_normal((batch, first["sample"].shape[1], rows, columns), dtype=np.float32)
-        hidden = np.concatenate([text[index % len(text)][None] for index in range(batch)])
-        inputs = {"sample": sample, "timestep": np.array([501], np.float32), "encoder_hidden_states": hidden}
+        inputs = {}
+        for name, value in first.items():
+            if name == latents.name:
+                inputs[name] = random.standard_normal((batch, value.shape[1], rows, columns), dtype=np.float32)
+            elif name == time:
+                inputs[name] = np.array([501], np.float32)
+            else:
+                inputs[name] = np.concatenate([value[index % len(value)][None] for index in range(batch)])
         cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape", None, 501), inputs)
 
 
-def text_cases(pipeline: Any, selection: Selection) -> Cases:
-    """Each prompt by itself, and all together as one batch."""
-    cases = Cases()
-    tokens = [_tokens(pipeline, [prompt]) for prompt in selection.prompts]
-    for prompt, ids in zip(selection.prompts, tokens, strict=True):
+def text_cases(encode: Callable[[Sequence[str]], Recorded], selection: Selection) -> dict[str, Cases]:
+    """Submodel -> each prompt by itself, and an empty one with the first as one batch. encode: has diffusers encode prompts."""
+    found: dict[str, Cases] = {}
+
+    def add(case: Case, prompts: Sequence[str]) -> None:
+        for submodel, inputs in encode(prompts).items():
+            found.setdefault(submodel, Cases()).add(case, inputs)
+
+    for prompt in selection.prompts:
         shown = prompt if len(prompt) <= 40 else prompt[:37] + "..."
-        cases.add(Case(f"prompt {shown!r}", "prompt"), {"input_ids": ids})
-    both = [selection.prompts[0], ""]
-    cases.add(Case("a batch of 2", "shape"), {"input_ids": _tokens(pipeline, both)})
+        add(Case(f"prompt {shown!r}", "prompt"), [prompt])
+    add(Case("a batch of 2", "shape"), [selection.prompts[0], ""])
+    return found
+
+
+def decoder_cases(
+    selection: Selection, denoiser_cases: Cases, denoiser: Network, decoder: Network, latents: Latents
+) -> Cases:
+    """Latents of the trajectory's middle and end, scaled as the pipeline scales them, and normal ones of other shapes."""
+    import numpy as np
+
+    cases = Cases()
+    fed, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
+    trajectory = [index for index, case in denoiser_cases if case.group == "trajectory"]
+    for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
+        drawn = denoiser_cases.get(index, "inputs")[fed][-1:] / latents.factor
+        step = denoiser_cases.cases[index].step
+        cases.add(Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {port.name: drawn})
+    random = np.random.default_rng(selection.seed + 2)
+    for batch, rows, columns in selection.vae_shapes:
+        noise = random.standard_normal((batch, latents.channels, rows, columns), dtype=np.float32)
+        cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape"), {port.name: noise})
     return cases
 
 
-def _tokens(pipeline: Any, prompts: Sequence[str]) -> np.ndarray:
-    import numpy as np
-
-    tokenizer = pipeline.tokenizer
-    options = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
-    ids: np.ndarray = tokenizer(list(prompts), return_tensors="np", **options).input_ids.astype(np.int32)
-    return ids
-
-
-def decoder_cases(pipeline: Any, selection: Selection, unet_cases: Cases) -> Cases:
-    """Latents of the trajectory's end, scaled as the pipeline scales them, and normal ones of other shapes."""
+def encoder_cases(selection: Selection, picture: np.ndarray, encoder: Network) -> Cases:
+    """The picture that was drawn, (1, height, width, 3) in [0, 1], and noise of other shapes."""
     import numpy as np
 
     cases = Cases()
-    trajectory = [index for index, case in unet_cases if case.group == "trajectory"]
-    for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
-        latents = unet_cases.get(index, "inputs")["sample"][-1:] / pipeline.vae.config.scaling_factor
-        step = unet_cases.cases[index].step
-        cases.add(
-            Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {"latent_sample": latents}
-        )
-    random = np.random.default_rng(selection.seed + 2)
-    channels = pipeline.vae.config.latent_channels
+    (port,) = encoder.ports.inputs
+    cases.add(Case("the picture drawn", "trajectory"), {port.name: 2 * picture.transpose(0, 3, 1, 2) - 1})
+    random = np.random.default_rng(selection.seed + 3)
+    scale = picture.shape[1] // selection.rows
     for batch, rows, columns in selection.vae_shapes:
-        latents = random.standard_normal((batch, channels, rows, columns), dtype=np.float32)
-        cases.add(Case(f"shape {batch}x{rows}x{columns}", "shape"), {"latent_sample": latents})
+        noise = random.uniform(-1, 1, (batch, 3, rows * scale, columns * scale)).astype(np.float32)
+        cases.add(Case(f"noise {batch}x{rows * scale}x{columns * scale}", "shape"), {port.name: noise})
+    return cases
+
+
+def checker_cases(selection: Selection, recorded: Mapping[str, np.ndarray], checker: Network) -> Cases:
+    """What diffusers fed the checker for the picture, and as a batch of 2: of inputs of one size the second is noise."""
+    import numpy as np
+
+    cases = Cases()
+    cases.add(Case("the picture drawn", "trajectory"), recorded)
+    random = np.random.default_rng(selection.seed + 3)
+    sized = {port.name for port in checker.ports.inputs if all(isinstance(axis, int) for axis in port.axes[1:])}
+    both = {
+        name: np.concatenate([value, random.standard_normal(value.shape, dtype=np.float32)])
+        if name in sized
+        else np.repeat(value, 2, axis=0)
+        for name, value in recorded.items()
+    }
+    cases.add(Case("the picture and noise", "shape"), both)
     return cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, inf, log, sqrt
@@ -10,9 +11,11 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from sdflow.artifact import IMAGE_SUBMODELS, MODEL_FILE
+from sdflow.artifact import CONFIG_FILE, MODEL_FILE
 from sdflow.distance import relative_l2, root_mean_square
 from sdflow.errors import VerificationError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import pictures
@@ -41,11 +44,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """What to verify. folder: an assembled pipeline. reference: what `sdflow.verify.reference` wrote. out: for PNGs.
-
-    recipes: the structures that the weights were bound to. allow_fallback: nodes that the target has no kernel for are warnings.
+    """What to verify. folder: an assembled pipeline of the family of this name. reference: what `sdflow.verify.reference`
+    wrote. out: for PNGs. recipes: the structures that the weights were bound to. allow_fallback: what the target has no kernel
+    for is a warning.
     """
 
+    family: str
     folder: Path
     name: str
     target: str
@@ -70,18 +74,17 @@ class JudgeRequest:
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
     """Run every submodel's cases, then draw the picture with all of them. One graph is in memory at a time."""
-    desk = Desk(request, progress)
+    desk, family = Desk(request, progress), FAMILIES[request.family]
     selection = Selection.from_json(read_description(request.reference)["selection"])
     picture = meaning = None
-    if set(IMAGE_SUBMODELS) <= {*request.submodels}:
+    if {*family.drawing} <= {*request.submodels}:
         try:
-            drawn = pictures.draw(desk.run, request.folder, selection, request.reference)
+            drawn = pictures.draw(desk.run, family, request.folder, selection, request.reference)
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
-            precision = (
-                "float16" if any(desk.verdicts[name].precision == "float16" for name in IMAGE_SUBMODELS) else "float32"
-            )
+            precisions = {desk.verdicts[name].precision for name in family.drawing}
+            precision = "float16" if "float16" in precisions else "float32"
             picture = pictures.judge_picture(drawn.picture, selection, request.reference, precision, request.out)
             meaning = pictures.judge_meaning(drawn.sample, selection, request.reference)
     for name in request.submodels:
@@ -98,13 +101,15 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         picture=picture,
         meaning=meaning,
-        findings=tuple(asdict(each) for each in (*findings, *_findings(request, desk.verdicts, progress))),
+        findings=tuple(asdict(each) for each in (*findings, *_findings(request, family, desk.verdicts, progress))),
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
-        coverage=tuple(selection.coverage()),
+        coverage=tuple(selection.coverage(family)),
     )
 
 
-def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], progress: Progress) -> list[Finding]:
+def _findings(
+    request: JudgeRequest, family: Family, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
+) -> list[Finding]:
     """What the target has no kernel for, recipes that are damaged, and what the folder promises and does not keep."""
     import onnx
 
@@ -112,8 +117,10 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
     found: list[Finding] = []
     for submodel in request.submodels:
         if verdicts[submodel].outputs:  # it is a graph that runs
-            path = (request.folder / submodel / MODEL_FILE).resolve()
-            found += fits(onnx.load(str(path), load_external_data=False), target, submodel)
+            path, read = (request.folder / submodel / MODEL_FILE).resolve(), family.part(submodel).read
+            config = json.loads((request.folder / submodel / CONFIG_FILE).read_text(encoding="utf-8"))
+            outputs = None if read is None else read(config)
+            found += fits(onnx.load(str(path), load_external_data=False), target, submodel, read=outputs)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
     for each in request.recipes:
@@ -121,8 +128,8 @@ def _findings(request: JudgeRequest, verdicts: Mapping[str, SubmodelVerdict], pr
             progress(f"{each.submodel}: recipes")
             sample = None if request.level == "full" else RECIPES
             found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
-    whole = set(IMAGE_SUBMODELS) <= {*request.submodels}
-    for finding in check_promises(request.folder, target):
+    whole = {*family.drawing} <= {*request.submodels}
+    for finding in check_promises(request.folder, target, family=family):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)
     return found

@@ -6,59 +6,55 @@ Nothing is run. The content of every file is read once for its digest; the weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.assemble import INDEX_FILE
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
 from sdflow.digest import digest_file, digest_tree
 from sdflow.errors import PassError
-from sdflow.manifest import MANIFEST_FILE, Manifest, Part, read_manifest
-from sdflow.passes.submodel_io import Port, submodel_io
+from sdflow.families import find_family
+from sdflow.families.base import Family, Part
+from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
+from sdflow.manifest import Part as Built
+from sdflow.models.base import EXACT, Port
 from sdflow.targets import Target, find_target
 from sdflow.verify.element_types import STANDARD
 from sdflow.verify.finding import Finding, Level
 from sdflow.verify.kernels import kernel_table
-
-REQUIRED = ("tokenizer", "scheduler", "text_encoder", "unet", "vae_decoder")
-"""What diffusers' OnnxStableDiffusionPipeline and optimum-onnx cannot do without."""
 
 PAGE, LARGEST_GAP = 1 << 12, 1 << 16
 """Writers of external data align tensors to pages, of 4 KiB and up to 64 KiB: that explains a gap before a tensor."""
 
 REBUILD = "build the pipeline again: sdflow run"
 
-_SAME_TYPE = (
-    ("text_encoder", "last_hidden_state"),
-    ("unet", "encoder_hidden_states"),
-    ("unet", "sample"),
-    ("unet", "out_sample"),
-    ("vae_decoder", "latent_sample"),
-)
-"""diffusers draws the latents in the type of the text encoder's output and feeds them on without a cast."""
+PortTypes = dict[str, tuple[dict[str, str], dict[str, str]]]
+"""Submodel -> its inputs and its outputs that drawing reads: name -> type."""
 
 
-def check_promises(folder: Path, target: Target | None = None, *, digests: bool = True) -> list[Finding]:
+def check_promises(
+    folder: Path, target: Target | None = None, *, family: Family | None = None, digests: bool = True
+) -> list[Finding]:
     """Everything that is wrong with an assembled pipeline folder, read without running it.
 
-    target: the manifest's when not given. digests: read every byte; without, sizes alone tell a damaged file.
+    target, family: the manifest's when not given. digests: read every byte; without, sizes alone tell a damaged file.
     Raises UsageError when the folder is no pipeline of sdflow.
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
-    found = [*_components(folder, manifest)]
-    port_types: dict[tuple[str, str], str] = {}
+    family = family or find_family(manifest.origin.family, str(folder / MANIFEST_FILE))
+    found = [*_components(folder, family, manifest)]
+    port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
         found += _files(folder / submodel, submodel, part, digests)
-        found += check_graph(folder / submodel, submodel, target, port_types)
-    return [*found, *_one_type(port_types)]
+        found += check_graph(folder / submodel, family.part(submodel), target, port_types)
+    return [*found, *_one_type(family, port_types)]
 
 
 # The folder
 
 
-def _components(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Finding]:
     """model_index.json, the components that it names, and the files beside the submodels."""
     try:
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
@@ -66,7 +62,8 @@ def _components(folder: Path, manifest: Manifest) -> Iterator[Finding]:
     except (OSError, ValueError, AttributeError, IndexError) as error:
         yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
         return
-    for name in REQUIRED:
+    companions = [name for name, companion in family.companions.items() if companion.part is None]
+    for name in (*companions, *family.drawing):
         if name not in components:
             yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)
     for name in components:
@@ -78,7 +75,7 @@ def _components(folder: Path, manifest: Manifest) -> Iterator[Finding]:
             yield Finding("", "component", "error", path, "is missing", REBUILD)
 
 
-def _files(folder: Path, submodel: str, part: Part, digests: bool) -> Iterator[Finding]:
+def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[Finding]:
     """A submodel's files against the manifest: all there, none besides, and what they were when they were built."""
 
     def error(check: str, name: str, what: str) -> Finding:
@@ -119,16 +116,15 @@ def _files(folder: Path, submodel: str, part: Part, digests: bool) -> Iterator[F
 # The graph and where its weights lie
 
 
-def check_graph(
-    folder: Path, submodel: str, target: Target, port_types: dict[tuple[str, str], str] | None = None
-) -> list[Finding]:
+def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes | None = None) -> list[Finding]:
     """What is wrong with a submodel's model.onnx: its versions, its external data, its inputs and outputs.
 
-    port_types: takes the types of inputs and outputs, by (submodel, name).
+    port_types: takes the types of inputs and outputs.
     """
     import onnx
     from google.protobuf.message import DecodeError
 
+    submodel = part.name
     try:
         model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
     except FileNotFoundError:
@@ -138,7 +134,7 @@ def check_graph(
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        io = submodel_io(submodel, config)
+        io = part.model.ports(config)
     except (OSError, ValueError, KeyError, PassError) as error:
         return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]
     initializers = {tensor.name for tensor in model.graph.initializer}
@@ -146,7 +142,9 @@ def check_graph(
     found += _ports(submodel, "input", inputs, io.inputs)
     found += _ports(submodel, "output", list(model.graph.output), io.outputs)
     if port_types is not None:
-        port_types.update(((submodel, info.name), _type(info)) for info in (*inputs, *model.graph.output))
+        read = None if part.read is None else part.read(config)
+        outputs = {info.name: _type(info) for info in model.graph.output if read is None or info.name in read}
+        port_types[submodel] = {info.name: _type(info) for info in inputs}, outputs
     return found
 
 
@@ -247,14 +245,15 @@ def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) 
 
 
 def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
-    """A floating-point port may be float16, but for the timestep; integers are as they are fed."""
+    """A floating-point port may be float16, unless its values are to be exact; integers are as they are fed."""
     found = _type(info)
-    halved = port.dtype == "float32" and port.name != "timestep"
+    halved = port.dtype == "float32" and not port.exact
     if found != port.dtype and not (halved and found == "float16"):
         allowed = f"{port.dtype} or float16" if halved else port.dtype
         remedy = {
             "input_ids": "diffusers feeds int32; set input_int32: true, or leave OnnxConversion's type",
             "timestep": "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types",
+            "time_ids": "a half type rounds sizes above 2048 pixels; keep_io_types",
         }.get(port.name, "leave the types to OnnxConversion and OnnxFloatToFloat16")
         yield Finding(submodel, "ports", "error", info.name, f"the {kind} is {found}, not {allowed}", remedy)
     dims = list(info.type.tensor_type.shape.dim)
@@ -278,9 +277,24 @@ def _type(info: Any) -> str:
     return dtype_name(info.type.tensor_type.elem_type)
 
 
-def _one_type(types: Mapping[tuple[str, str], str]) -> Iterator[Finding]:
-    """Latents and embeddings go from submodel to submodel without a cast."""
-    known = [(*port, types[port]) for port in _SAME_TYPE if port in types]
+def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
+    """diffusers draws the latents in the type of the text encoders' output; latents and embeddings go from submodel to
+    submodel without a cast."""
+    none: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    inputs, outputs = ({name: types.get(name, none)[side] for name in family.drawing} for side in (0, 1))
+    passed = [(name, outputs[name]) for name in family.text]
+    # What the denoiser is given from the text stands behind the latents.
+    passed += [
+        (family.denoiser, dict(reversed(inputs[family.denoiser].items()))),
+        (family.denoiser, outputs[family.denoiser]),
+    ]
+    passed += [(family.decoder, inputs[family.decoder])]
+    known = [
+        (submodel, name, found)
+        for submodel, ports in passed
+        for name, found in ports.items()
+        if found in ("float32", "float16") and name not in EXACT
+    ]
     for submodel, name, found in known[1:]:
         if found != known[0][2]:
             first = f"{known[0][0]}'s {known[0][1]}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
+from sdflow.families import DEFAULT
 from sdflow.manifest import Chain
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
@@ -171,7 +172,8 @@ def _compare(
     name = ""
     try:
         with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint:
-            merged = Merged(checkpoint, read_loras(submodel, bound.loras, parameters))
+            family = bound.checkpoint.get("family", DEFAULT)
+            merged = Merged(checkpoint, read_loras(submodel, bound.loras, parameters, family))
             for name in chosen:
                 values = np.ascontiguousarray(evaluate(recipes[name], merged.read)).tobytes()
                 if values != raw_values(tensors[name], bound.folder):

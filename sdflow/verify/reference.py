@@ -1,31 +1,45 @@
 """The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
 
 The pipeline is diffusers' own, its modules are loaded as sdflow loads checkpoints; nothing of what builds an artifact
-(tracing, recipes, passes) takes part. The UNet's inputs are what diffusers fed it, recorded on the way. The fp16 model
-then gets the very same inputs; its text encoder computes attention operator by operator ("eager"), as the exported
-graph does where nothing is fused.
+(tracing, recipes, passes) takes part. What a submodel is compared on is what diffusers fed it, recorded on the way. The
+fp16 modules then get the very same inputs; their text encoders compute attention operator by operator ("eager"), as the
+exported graph does where nothing is fused.
+
+One stage of the pipeline is in memory at a time: the text encoders, then the denoiser with the decoder, then each
+submodel that draws nothing. A module becomes float16 in place.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family, Latents
 from sdflow.sources import load_module, lora_submodels, read_lora
+from sdflow.sources.load import load_companion
 from sdflow.verify.cases import Case, Cases, write_cases
-from sdflow.verify.forwards import FORWARD, Forward, run_cases
+from sdflow.verify.forwards import Network, run_cases
 from sdflow.verify.half import quick_halves
-from sdflow.verify.inputs import decoder_cases, first_latents, further_unet_cases, text_cases
+from sdflow.verify.inputs import (
+    Recorded,
+    checker_cases,
+    decoder_cases,
+    encoder_cases,
+    first_latents,
+    further_denoiser_cases,
+    latent_port,
+    text_cases,
+)
 from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 VERSION = 2
 """Raise it whenever other numbers come out: it is part of the key."""
@@ -34,6 +48,8 @@ PICTURE_FILE = "picture.npz"
 SAMPLE_FILE = "sample.npz"
 
 Progress = Callable[[str], None]
+Embeddings = Mapping[str, "torch.Tensor"]
+"""Arguments of a call of diffusers' pipeline that stand for prompts."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +62,38 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """What to compute. loads: submodel -> how to load it. companions: "tokenizer", "scheduler", ... -> folder."""
+    """What to compute. family: its name. loads: submodel -> how to load it. companions: of the family -> folder.
+    options: of the family."""
 
+    family: str
     loads: Mapping[str, Mapping[str, Any]]
     companions: Mapping[str, Path]
     loras: Sequence[LoraMerge]
     selection: Selection
     out: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **vars(self),
             "loads": dict(self.loads),
             "companions": {name: str(path) for name, path in self.companions.items()},
             "loras": [{"path": str(lora.path), "scale": lora.scale} for lora in self.loras],
             "selection": self.selection.to_json(),
             "out": str(self.out),
+            "options": dict(self.options),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ReferenceRequest:
         return cls(
+            family=value["family"],
             loads=value["loads"],
             companions={name: Path(path) for name, path in value["companions"].items()},
             loras=[LoraMerge(Path(lora["path"]), lora["scale"]) for lora in value["loras"]],
             selection=Selection.from_json(value["selection"]),
             out=Path(value["out"]),
+            options=value["options"],
         )
 
 
@@ -84,7 +107,8 @@ def load_reference(submodel: str, load: Mapping[str, Any], loras: Sequence[LoraM
             continue
         state = module.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        for key, layer in read_lora(lora.path, {submodel: shapes})[submodel].items():
+        layers = read_lora(lora.path, {submodel: shapes}, load["family"])[submodel]
+        for key, layer in layers.items():
             delta = torch.from_numpy(layer.up) @ torch.from_numpy(layer.down)
             # In place of the tensor, which may be a read-only map of the checkpoint's file.
             module.get_parameter(key).data = state[key] + lora.scale * layer.scale * delta.reshape(shapes[key])
@@ -95,177 +119,241 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
     """Write the cases of every submodel, and the pictures, into `request.out`."""
     import torch
 
-    selection = request.selection
+    run, selection = _Run(request, progress), request.selection
+    family = run.family
     with torch.no_grad():
-        results = _text_to_image(request, progress)
-        for submodel in ("vae_encoder", "safety_checker"):
-            if submodel in selection.submodels:
-                results[submodel] = _alone(submodel, request, progress)
+        results, texts = run.encode()
+        gc.collect()
+        if not {*selection.submodels} <= {*family.text}:
+            results |= run.denoise(texts)
+            gc.collect()
+        for submodel, cases_of in ((family.encoder, run.encoder), (family.checker, run.checker)):
+            if submodel is not None and submodel in selection.submodels:
+                results[submodel] = cases_of(submodel)
                 gc.collect()
     kept = {name: cases for name, cases in results.items() if name in selection.submodels}
     write_cases(request.out, kept, {"selection": selection.to_json()})
     return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
 
 
-def _text_to_image(request: ReferenceRequest, progress: Progress) -> dict[str, Cases]:
-    """The submodels that draw pictures, run by diffusers' pipeline; the picture goes to PICTURE_FILE."""
-    import numpy as np
+@dataclass(frozen=True)
+class _Texts:
+    """The prompts, encoded: of the picture in float32 and in float16, of the sample's pictures."""
 
-    selection = request.selection
-    progress("reference: loading")
-    pipeline = _pipeline(request)
-    results = {"text_encoder": text_cases(pipeline, selection)}
-    if {"unet", "vae_decoder", "vae_encoder", "safety_checker"}.isdisjoint(selection.submodels):
-        between = partial(pipeline.text_encoder.set_attn_implementation, "eager")
-        _both(results["text_encoder"], pipeline.text_encoder, FORWARD["text_encoder"], between)
+    float32: Embeddings
+    float16: Embeddings
+    sample: Embeddings | None
+
+
+class _Run:
+    """The stages of a reference. Each loads what it needs and lets go of it."""
+
+    def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
+        self.request = request
+        self.progress = progress
+        self.family: Family = FAMILIES[request.family]
+        self.companions = {
+            name: load_companion(self.family.companions[name], folder, str(folder))
+            for name, folder in request.companions.items()
+        }
+
+    def encode(self) -> tuple[dict[str, Cases], _Texts]:
+        """The cases of the text encoders, and the prompts that are drawn."""
+        selection = self.request.selection
+        networks, pipeline = self._stage(self.family.text)
+
+        def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
+            found = pipeline.encode_prompt(
+                list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
+            )
+            given = zip(self.family.embeddings, found, strict=True)
+            return {name: value for name, value in given if value is not None}
+
+        def recorded(prompts: Sequence[str]) -> Recorded:
+            with _recording(networks) as calls:
+                encoded(prompts, guided=False)
+            return {name: fed for name, fed, _ in calls}
+
+        guided = selection.guidance_scale > 1
+        results = text_cases(recorded, selection)
+        exact = encoded(selection.prompts[:1], guided)
+        sample = encoded([case.prompt for case in _sample_cases(selection)], guided) if selection.sample_cases else None
+        for name, network in networks.items():
+            self.progress(f"reference: {name} in fp32")
+            run_cases(results[name], "float32", network)
+        for network in networks.values():
+            network.model.to_float16(network.module)
+        with quick_halves(*(network.module for network in networks.values())):
+            for name, network in networks.items():
+                self.progress(f"reference: {name} in fp16")
+                run_cases(results[name], "float16", network)
+            half = encoded(selection.prompts[:1], guided)
+        return results, _Texts(exact, half, sample)
+
+    def denoise(self, texts: _Texts) -> dict[str, Cases]:
+        """The cases of the denoiser and the decoder; the picture goes to PICTURE_FILE."""
+        import numpy as np
+
+        family, selection = self.family, self.request.selection
+        networks, pipeline = self._stage((family.denoiser, family.decoder))
+        denoiser, decoder = networks[family.denoiser], networks[family.decoder]
+        self.progress("reference: denoising in fp32")
+        latents = first_latents(selection, int(latent_port(denoiser.ports).axes[1]))
+        with _recording({family.denoiser: denoiser}) as calls:
+            image = _draw(pipeline, selection, latents, texts.float32)
+        denoiser_cases = _trajectory(calls, denoiser)
+        further_denoiser_cases(denoiser_cases, selection, denoiser)
+        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self._latents())
+        results = {family.denoiser: denoiser_cases, family.decoder: of_decoder}
+        for name, network in networks.items():
+            self.progress(f"reference: {name} in fp32")
+            run_cases(results[name], "float32", network)
+        if texts.sample is not None:
+            self.progress("reference: pictures of the sample")
+            _sample_pictures(pipeline, selection, texts.sample, self.request.out)
+        for network in networks.values():
+            network.model.to_float16(network.module)
+        with quick_halves(*(network.module for network in networks.values())):
+            for name, network in networks.items():
+                self.progress(f"reference: {name} in fp16")
+                run_cases(results[name], "float16", network)
+            self.progress("reference: denoising in fp16")
+            half_image = _draw(pipeline, selection, latents, texts.float16)
+        np.savez(self.request.out / PICTURE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
-    progress("reference: denoising in fp32")
-    latents = first_latents(selection, pipeline.unet.config["in_channels"])
-    unet_cases = Cases()
-    with _recorded(pipeline.unet, unet_cases):
-        image = _draw(pipeline, selection, latents)
-    further_unet_cases(unet_cases, selection)
-    vae_cases = decoder_cases(pipeline, selection, unet_cases)
-    results |= {"unet": unet_cases, "vae_decoder": vae_cases}
-    modules = {"text_encoder": pipeline.text_encoder, "unet": pipeline.unet, "vae_decoder": pipeline.vae}
-    for name, module in modules.items():
-        progress(f"reference: {name} in fp32")
-        run_cases(results[name], "float32", module, FORWARD[name])
-    if selection.sample_cases:
-        progress("reference: pictures of the sample")
-        _sample_pictures(pipeline, selection, request.out)
-    pipeline.text_encoder.set_attn_implementation("eager")
-    for module in modules.values():
-        module.half()
-    with quick_halves(*modules.values()):
-        for name, module in modules.items():
-            progress(f"reference: {name} in fp16")
-            run_cases(results[name], "float16", module, FORWARD[name])
-        progress("reference: denoising in fp16")
-        half_image = _draw(pipeline, selection, latents)
-    np.savez(request.out / PICTURE_FILE, latents=latents, float32=image, float16=half_image)
-    return results
+    def encoder(self, submodel: str) -> Cases:
+        """The cases of what turns pictures into latents."""
+        network = self._stage((submodel,))[0][submodel]
+        return self._both(encoder_cases(self.request.selection, self._picture(), network), submodel, network)
+
+    def checker(self, submodel: str) -> Cases:
+        """The cases of the filter of pictures."""
+        networks, pipeline = self._stage((submodel,))
+        with _recording(networks) as calls:
+            pipeline.run_safety_checker(self._picture(), "cpu", networks[submodel].module.dtype)
+        ((_, fed, _),) = calls
+        return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
+
+    def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
+        self.progress(f"reference: {submodel}")
+        run_cases(cases, "float32", network)
+        self.progress(f"reference: {submodel} in fp16")
+        network.model.to_float16(network.module)
+        with quick_halves(network.module):
+            run_cases(cases, "float16", network)
+        return cases
+
+    def _stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
+        """These submodels, and diffusers' pipeline of them alone."""
+        networks, modules = {}, {}
+        for submodel in submodels:
+            self.progress(f"reference: loading {submodel}")
+            part, load = self.family.part(submodel), self.request.loads[submodel]
+            modules[part.component] = load_reference(submodel, load, self.request.loras)
+            networks[submodel] = Network.of(part, load["config"], modules[part.component])
+        pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
+        pipeline.set_progress_bar_config(disable=True)
+        return networks, pipeline
+
+    def _latents(self) -> Latents:
+        return self.family.latents({name: load["config"] for name, load in self.request.loads.items()})
+
+    def _picture(self) -> np.ndarray:
+        """The picture drawn, (1, height, width, 3) in [0, 1]."""
+        import numpy as np
+
+        with np.load(self.request.out / PICTURE_FILE) as stored:
+            picture: np.ndarray = stored["float32"][None]
+        return picture
 
 
-def _pipeline(request: ReferenceRequest) -> Any:
-    import diffusers
-    from transformers import CLIPTokenizer
-
-    scheduler_folder = request.companions["scheduler"]
-    scheduler = json.loads((scheduler_folder / "scheduler_config.json").read_text(encoding="utf-8"))["_class_name"]
-    parts = {
-        name: load_reference(submodel, request.loads[submodel], request.loras)
-        for name, submodel in (("text_encoder", "text_encoder"), ("unet", "unet"), ("vae", "vae_decoder"))
-    }
-    pipeline: Any = diffusers.StableDiffusionPipeline(
-        **parts,
-        tokenizer=CLIPTokenizer.from_pretrained(request.companions["tokenizer"], local_files_only=True),
-        scheduler=getattr(diffusers, scheduler).from_pretrained(scheduler_folder),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+Call = tuple[str, dict[str, "np.ndarray"], tuple["np.ndarray", ...]]
+"""Submodel, inputs by name, outputs in order."""
 
 
-def _draw(pipeline: Any, selection: Selection, latents: np.ndarray) -> np.ndarray:
+@contextmanager
+def _recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
+    """While this is open, what diffusers feeds these modules is written down, with what comes out."""
+    calls: list[Call] = []
+    hooks: list[Any] = []
+    for name, network in networks.items():
+        hooks += [
+            network.module.register_forward_pre_hook(_before(name, network, calls), with_kwargs=True),
+            network.module.register_forward_hook(_after(calls)),
+        ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., None]:
+    types = {port.name: port.dtype for port in network.ports.inputs}
+
+    def record(module: Any, arguments: Any, named: Any) -> None:
+        fed = network.model.fed(arguments, named)
+        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, ()))
+
+    return record
+
+
+def _after(calls: list[Call]) -> Callable[..., None]:
+    def record(module: Any, arguments: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            name, fed, _ = calls[-1]
+            calls[-1] = (name, fed, tuple(value.numpy().copy() for value in output if hasattr(value, "numpy")))
+
+    return record
+
+
+def _trajectory(calls: Sequence[Call], denoiser: Network) -> Cases:
+    """Every run of the denoiser is a case, with its result."""
+    cases = Cases()
+    names = [port.name for port in denoiser.ports.outputs]
+    for step, (_, fed, outputs) in enumerate(calls):
+        time = float(fed[str(denoiser.whole_batch)][0])
+        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
+        cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
+    return cases
+
+
+def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings) -> np.ndarray:
     """The picture, float32 (rows, columns, 3) in [0, 1]."""
     import numpy as np
     import torch
 
     scale = pipeline.vae_scale_factor
     picture: np.ndarray = pipeline(
-        selection.prompts[0],
+        **texts,
         height=selection.rows * scale,
         width=selection.columns * scale,
         num_inference_steps=selection.steps,
         guidance_scale=selection.guidance_scale,
         generator=torch.Generator().manual_seed(selection.seed),
-        latents=torch.from_numpy(latents).to(pipeline.unet.dtype),
+        latents=torch.from_numpy(latents).to(next(iter(texts.values())).dtype),
         output_type="np",
     ).images[0]
     return picture.astype(np.float32)
 
 
-@contextmanager
-def _recorded(unet: Any, cases: Cases) -> Iterator[None]:
-    """Every run of the UNet becomes a case of the trajectory, with its result."""
-    import numpy as np
+def _sample_cases(selection: Selection) -> Any:
+    from sdflow.samples import prompts
 
-    def record(module: Any, arguments: Any, named: Any) -> None:
-        sample, timestep = arguments
-        step, time = len(cases.cases), float(timestep)
-        cases.add(
-            Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time),
-            {
-                "sample": sample.numpy().copy(),
-                "timestep": np.array([time], np.float32),
-                "encoder_hidden_states": named["encoder_hidden_states"].numpy().copy(),
-            },
-        )
-
-    def keep(module: Any, arguments: Any, output: Any) -> None:
-        cases.put(len(cases.cases) - 1, "float32", {"out_sample": output[0].numpy().copy()})
-
-    hooks = (unet.register_forward_pre_hook(record, with_kwargs=True), unet.register_forward_hook(keep))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return prompts.evaluation_set()[: selection.sample_cases]
 
 
-def _alone(submodel: str, request: ReferenceRequest, progress: Progress) -> Cases:
-    """The submodels that draw nothing: the picture is their input."""
-    import numpy as np
-
-    progress(f"reference: {submodel}")
-    module = load_reference(submodel, request.loads[submodel], request.loras)
-    with np.load(request.out / PICTURE_FILE) as stored:
-        picture = stored["float32"][None]
-    random = np.random.default_rng(request.selection.seed + 3)
-    cases = Cases()
-    if submodel == "vae_encoder":
-        cases.add(Case("the picture drawn", "trajectory"), {"sample": 2 * picture.transpose(0, 3, 1, 2) - 1})
-        scale = picture.shape[1] // request.selection.rows
-        for batch, rows, columns in request.selection.vae_shapes:
-            noise = random.uniform(-1, 1, (batch, 3, rows * scale, columns * scale)).astype(np.float32)
-            cases.add(Case(f"noise {batch}x{rows * scale}x{columns * scale}", "shape"), {"sample": noise})
-    else:
-        from PIL import Image
-        from transformers import CLIPImageProcessor
-
-        extractor = CLIPImageProcessor.from_pretrained(request.companions["feature_extractor"], local_files_only=True)
-        drawn = Image.fromarray((picture[0] * 255).round().astype("uint8"))
-        clip = extractor(drawn, return_tensors="np").pixel_values.astype(np.float32)
-        cases.add(Case("the picture drawn", "trajectory"), {"clip_input": clip, "images": picture})
-        both = np.concatenate([clip, random.standard_normal(clip.shape, dtype=np.float32)])
-        cases.add(Case("the picture and noise", "shape"), {"clip_input": both, "images": np.repeat(picture, 2, axis=0)})
-    _both(cases, module, FORWARD[submodel], lambda: progress(f"reference: {submodel} in fp16"))
-    return cases
-
-
-def _both(cases: Cases, module: Any, forward: Forward, between: Callable[[], None]) -> None:
-    run_cases(cases, "float32", module, forward)
-    between()
-    module.half()
-    with quick_halves(module):
-        run_cases(cases, "float16", module, forward)
-
-
-def _sample_pictures(pipeline: Any, selection: Selection, out: Path) -> None:
+def _sample_pictures(pipeline: Any, selection: Selection, texts: Embeddings, out: Path) -> None:
     """Pictures of the sample's own evaluation set, for its measure of meaning."""
     import numpy as np
     import torch
 
     from sdflow.samples import prompts
 
-    cases = prompts.evaluation_set()[: selection.sample_cases]
     pictures = pipeline(
-        [case.prompt for case in cases],
-        latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in cases])),
+        **texts,
+        latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in _sample_cases(selection)])),
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",

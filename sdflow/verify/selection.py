@@ -8,15 +8,16 @@ from typing import Any
 
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
-from sdflow.picture_sizes import granularity, latent_multiple, vae_scale
+from sdflow.families.base import Family
+from sdflow.sources import Checkpoint
 
 LARGE_CHANNELS = 512
-"""UNets with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
+"""Denoisers with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
 EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.5, 0.0)
 QUICK_TIMESTEPS = (500.5, 0.5)
 """Half a step changes most near 0: a timestep that is cut to a whole number shows there."""
 QUICK_LATENTS = 8
-"""Rows and columns of the latents at the quick level, where the UNet's levels allow it."""
+"""Rows and columns of the latents at the quick level, where the denoiser's levels allow it."""
 SAMPLE_CASES = 24
 PROMPTS = (
     "a photo of an astronaut riding a horse on mars",
@@ -26,7 +27,7 @@ PROMPTS = (
     "isometric pixel art of a busy street market at night",
 )
 LONG_PROMPT = "a watercolour painting of a lighthouse by the sea at dusk, " * 8
-"""Longer than the 77 tokens that the text encoder takes: the tokenizer cuts it."""
+"""Longer than the 77 tokens that a text encoder takes: the tokenizer cuts it."""
 SAMPLE = "sample:shapes"
 
 
@@ -34,8 +35,8 @@ SAMPLE = "sample:shapes"
 class Selection:
     """Everything that the reference computes. It enters the key of the reference, so it says nothing of the target.
 
-    prompts: of the text encoder; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
-    vae_shapes: (batch, rows, columns) of further latents, for the UNet and for the VAE. sample_cases: how many pictures of
+    prompts: of the text encoders; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
+    vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: how many pictures of
     the sample's own evaluation set are drawn and scored.
     """
 
@@ -61,16 +62,16 @@ class Selection:
         shapes = {name: tuple((b, r, c) for b, r, c in value[name]) for name in ("shapes", "vae_shapes")}
         return cls(**{**value, **lists, **shapes})
 
-    def coverage(self) -> list[str]:
+    def coverage(self, family: Family) -> list[str]:
         """What is verified, in words."""
         sizes = _listed(self.shapes)
-        if self.vae_shapes != self.shapes and {"vae_encoder", "vae_decoder"} & {*self.submodels}:
+        if self.vae_shapes != self.shapes and {family.encoder, family.decoder} & {*self.submodels}:
             sizes += f", of the VAE {_listed(self.vae_shapes)}"
         lines = [
             f"{self.steps} denoising steps at latents of {self.rows}x{self.columns}, guidance {self.guidance_scale:g}",
             f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
         ]
-        if "text_encoder" in self.submodels:
+        if {*family.text} & {*self.submodels}:
             lines.append(f"{len(self.prompts)} prompts, an empty one and one that is too long among them")
         if self.sample_cases:
             lines.append(f"{self.sample_cases} pictures of the sample's evaluation set, {self.sample_steps} steps each")
@@ -81,34 +82,28 @@ def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:
     return ", ".join(f"{batch}x{rows}x{columns}" for batch, rows, columns in shapes)
 
 
-def select(
-    spec: VerifySpec,
-    image: ImageSpec,
-    submodels: Sequence[str],
-    model: str,
-    unet: Mapping[str, Any],
-    vae: Mapping[str, Any],
-) -> Selection:
-    """The selection for a model. unet, vae: their config.json. Raises UsageError for a size that the UNet cannot have."""
-    full = spec.level == "full"
-    halvings, scale, multiple = latent_multiple(unet), vae_scale(vae), granularity(unet, vae)
-    large = max(unet["block_out_channels"]) >= LARGE_CHANNELS
-    own = int(unet["sample_size"])
-    small = max(QUICK_LATENTS, halvings)
+def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpoint: Checkpoint) -> Selection:
+    """The selection for these submodels of a checkpoint. Raises UsageError for a size that its pictures cannot have."""
+    full, family = spec.level == "full", checkpoint.family
+    configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
+    latents = family.latents(configs)
+    large = max(configs[family.denoiser]["block_out_channels"]) >= LARGE_CHANNELS
+    own = latents.size
+    small = max(QUICK_LATENTS, latents.multiple)
     if full:
-        small = 2 * halvings if large else own
+        small = 2 * latents.multiple if large else own
     sizes = []
     for name, pixels in (("height", spec.height), ("width", spec.width)):
-        if pixels is not None and pixels % multiple:
-            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {multiple}.")
-        sizes.append(small if pixels is None else pixels // scale)
+        if pixels is not None and pixels % latents.granularity:
+            raise UsageError(f"verify.{name} is {pixels} pixels", remedy=f"Take a multiple of {latents.granularity}.")
+        sizes.append(small if pixels is None else pixels // latents.scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]
     vae_shapes = [(2, max(1, rows // 2), columns)]  # it halves nothing; its work grows with the pixels alone
     if full:
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
-    drawing = {"text_encoder", "unet", "vae_decoder"} <= {*submodels}
+    drawing = {*family.drawing} <= {*submodels}
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),
@@ -120,5 +115,5 @@ def select(
         shapes=tuple(shapes),
         vae_shapes=tuple(vae_shapes),
         timesteps=EDGE_TIMESTEPS if full else QUICK_TIMESTEPS,
-        sample_cases=SAMPLE_CASES if full and drawing and model == SAMPLE else 0,
+        sample_cases=SAMPLE_CASES if full and drawing and checkpoint.reference == SAMPLE else 0,
     )

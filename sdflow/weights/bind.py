@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import DamagedBase, PassError
+from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import graph_facts, tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
 from sdflow.units import spell_bytes
+from sdflow.weights.lora import LoraInput
 from sdflow.weights.stream import Piece, write_pieces
 from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, read_recipe
 
@@ -89,8 +91,9 @@ def bind(request: BindRequest, out: Path) -> Facts:
     jobs = _lay_out(model, parameters, request.structure)
     size = sum(job.length or 0 for job in jobs)
     _require_space(out, size)
-    loras = read_loras(request.submodel, request.loras, parameters)
-    touched = loras.touched | read_loras(request.submodel, request.base_loras, parameters).touched
+    family = request.checkpoint.get("family", DEFAULT)
+    loras = read_loras(request.submodel, request.loras, parameters, family)
+    touched = loras.touched | read_loras(request.submodel, request.base_loras, parameters, family).touched
     if request.base is not None:
         _require_same_layout(request.base, size)
 

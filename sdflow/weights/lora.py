@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.families import FAMILIES
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -39,15 +41,17 @@ class Loras:
         return [len(layers) if scale else 0 for layers, scale in self.layers]
 
 
-def read_loras(submodel: str, loras: Sequence[LoraInput], parameters: Mapping[str, tuple[int, ...]]) -> Loras:
+def read_loras(
+    submodel: str, loras: Sequence[LoraInput], parameters: Mapping[str, tuple[int, ...]], family: str
+) -> Loras:
     """Read the LoRAs' layers for a submodel. Raises CheckpointError for a tensor that has no place in it."""
     if not loras:
         return Loras()
-    from sdflow.sources.lora import LORA_SUBMODELS, read_lora
+    from sdflow.sources.lora import read_lora
 
-    if submodel not in LORA_SUBMODELS:
+    if submodel not in FAMILIES[family].with_loras:
         return Loras()
-    return Loras([(read_lora(lora.path, {submodel: parameters})[submodel], lora.scale) for lora in loras])
+    return Loras([(read_lora(lora.path, {submodel: parameters}, family)[submodel], lora.scale) for lora in loras])
 
 
 @dataclass(frozen=True)

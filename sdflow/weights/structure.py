@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
+from sdflow.families import DEFAULT
 from sdflow.onnx_model.stub import is_stub
 from sdflow.weights.stubs import stub_recipe
 
@@ -30,9 +31,9 @@ PARAMETERS_FILE = "parameters.json"
 REMEDY = "Build the structure again."
 
 
-def hollow(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `load_module` makes a module without weights of; config: the submodel's config.json."""
-    return {"kind": "hollow", "config": dict(config)}
+def hollow(load: Mapping[str, Any]) -> dict[str, Any]:
+    """What `load_module` makes the same module of, without weights. load: as of `SubmodelCheckpoint`."""
+    return {"kind": "hollow", "family": load.get("family", DEFAULT), "config": dict(load["config"])}
 
 
 @contextmanager
@@ -45,11 +46,11 @@ def without_weights() -> Iterator[None]:
         yield
 
 
-def write_parameters(submodel: str, config: Mapping[str, Any], out: Path) -> None:
+def write_parameters(submodel: str, load: Mapping[str, Any], out: Path) -> None:
     """Write parameters.json: the shapes of all parameters of the submodel's module."""
     from sdflow.sources.load import parameter_shapes
 
-    lines = [f"  {json.dumps(key)}: {json.dumps(shape)}" for key, shape in parameter_shapes(submodel, config).items()]
+    lines = [f"  {json.dumps(key)}: {json.dumps(shape)}" for key, shape in parameter_shapes(submodel, load).items()]
     (out / PARAMETERS_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -52,7 +52,7 @@ TOP = {
     "unknown scheme": ("model: hff:a/b\ntarget: cpu", 1, 8, "'hff:'", "'hf'"),
     "a web address": ("model: https://a/b\ntarget: cpu", 1, 8, "'https:'", "hf:owner/name"),
     "hub without owner": ("model: hf:name\ntarget: cpu", 1, 8, "not of the form hf:owner/name", None),
-    "unknown synthetic": ("model: synthetic:sd16\ntarget: cpu", 1, 8, "unknown synthetic model 'sd16'", "'sd15'"),
+    "unknown synthetic": ("model: synthetic:sd155\ntarget: cpu", 1, 8, "unknown synthetic model 'sd155'", "'sd15'"),
     "bad seed": ("model: synthetic:sd15?seed=x\ntarget: cpu", 1, 8, "synthetic:sd15?seed=0", None),
     "seed of a sample": ("model: sample:shapes?seed=1\ntarget: cpu", 1, 8, "sample:shapes", None),
     "missing file": ("model: modells\ntarget: cpu", 1, 8, "no file or folder 'modells'", "'models'"),

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sdflow.config import load_workflow
-from sdflow.config.fields import MATRIX, OVERLAY, STEP, SUBMODELS, WORKFLOW, EvaluateFields, ImageFields, LoraFields
+from sdflow.config.fields import MATRIX, OVERLAY, STEP, WORKFLOW, EvaluateFields, ImageFields, LoraFields
 from sdflow.config.nodes import parse
 from sdflow.config.problems import Problems
 from sdflow.config.workflow import Workflow
 from sdflow.errors import WorkflowError
+from sdflow.families import SUBMODELS
 from sdflow.targets import TARGETS
 
 from .workflow_catalog import PASSES, SmallCatalog

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from sdflow.config import json_schema, load_workflow
-from sdflow.config.fields import SUBMODELS
 from sdflow.errors import WorkflowError
-from sdflow.passes import base
+from sdflow.families import SUBMODELS
 from sdflow.passes.registry import catalog
 from sdflow.targets import TARGETS
 
@@ -25,7 +24,12 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "workflows").rglob("*.yaml"))
 COMPLETE = [name for name in WORKFLOWS if "base/" not in name]
 # Part of a workflow's name -> the submodels that its model does not have.
-LACKS = {"shapes": ("safety_checker",), "sd21": ("safety_checker",)}
+LACKS = {
+    "sdxl": ("safety_checker",),
+    "sd21": ("safety_checker", "text_encoder_2"),
+    "shapes": ("safety_checker", "text_encoder_2"),
+    "": ("text_encoder_2",),
+}
 
 
 @pytest.fixture(scope="module", params=[SmallCatalog, catalog])
@@ -48,7 +52,7 @@ def test_every_workflow_of_the_repository_fits_the_schema(schema: jsonschema.Dra
 
 @pytest.mark.parametrize("name", COMPLETE)
 def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> None:
-    lacks = next((lacks for part, lacks in LACKS.items() if part in name), ())
+    lacks = next(lacks for part, lacks in LACKS.items() if part in name)
     for pipeline in load_workflow(ROOT / name, catalog=catalog()).pipelines:
         assert pipeline.name.startswith(Path(name).stem)
         assert Path(name).stem.endswith(pipeline.target)
@@ -60,13 +64,11 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
 def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
     overrides = ["model=synthetic:sd15"]
     (pipeline,) = load_workflow(ROOT / name, catalog=catalog(), overrides=overrides, targets=[target]).pipelines
-    passes = [step.pass_name for step in pipeline.submodels["unet"]]
-    assert ("OnnxFloatToFloat16" in passes) == (target != "cpu")
-    assert ("OrtTransformersOptimization" in passes) == (target != "tensorrt")
-
-
-def test_the_submodels_of_workflows_are_those_of_passes() -> None:
-    assert tuple(SUBMODELS) == base.SUBMODELS
+    passes = {name: {step.pass_name for step in chain} for name, chain in pipeline.submodels.items()}
+    assert ("OnnxFloatToFloat16" in passes["unet"]) == (target != "cpu")
+    assert ("OrtTransformersOptimization" in passes["unet"]) == (target != "tensorrt")
+    never = {"cpu": "OnnxFloatToFloat16", "tensorrt": "OrtTransformersOptimization"}
+    assert not [name for name, found in passes.items() if never.get(target) in found]
 
 
 def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_imports_nothing_heavy(
@@ -88,7 +90,8 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
         cache = Cache(Path(sys.argv[1]))
         for current in sys.argv[2:]:
             opened[current] = []
-            workflow = load_workflow(current, catalog=catalog(), overrides=["model=synthetic:sd15"])
+            model = "model=synthetic:sdxl" if "sdxl" in current else "model=synthetic:sd15"
+            workflow = load_workflow(current, catalog=catalog(), overrides=[model])
             assert sorted(map(str, workflow.files)) == sorted(opened[current]), current
             steps[current] = sum(len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines)
         print(json.dumps([opened, steps, list(sys.modules)]))

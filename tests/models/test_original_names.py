@@ -7,9 +7,9 @@ import torch
 from original_layout import clip_tensors, open_clip_tensors, unet_tensors, vae_tensors
 
 from sdflow.models.base import Original
+from sdflow.models.ldm_names import ldm_unet_names, ldm_vae_names
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from submodels import dummy_inputs
 
 from sdflow.errors import CheckpointError, PassError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.lora_merge import LoraMerge, LoraMergeConfig
-from sdflow.passes.submodel_io import dummy_inputs
 from sdflow.passes.weight_names import Transform, WeightName, read_weight_names, write_weight_names
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 from sdflow.weights.lora import LoraInput

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from submodels import SUBMODELS, dummy_inputs, model_of, ports_of
 
 from sdflow.errors import CheckpointError, PassError
-from sdflow.passes.base import SUBMODELS
 from sdflow.passes.onnx_conversion import OnnxConversionConfig
-from sdflow.passes.submodel_io import dummy_inputs, submodel_io
-from sdflow.passes.tracing import traced_form, weights_kept_apart
+from sdflow.passes.tracing import traced_module, weights_kept_apart
 from sdflow.passes.weight_names import read_weight_names
 from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoint, submodel_config
 
@@ -75,7 +74,7 @@ def test_has_the_inputs_and_outputs_that_pipelines_feed_and_read(
     submodel: str, converted: dict[str, tuple[Path, Any]]
 ) -> None:
     model, _ = converted[submodel]
-    io = submodel_io(submodel, config_of(model))
+    io = ports_of(submodel, config_of(model))
     types = {"float32": "tensor(float)", "int32": "tensor(int32)", "bool": "tensor(bool)"}
     running = session(model)
     for ports, values in ((io.inputs, running.get_inputs()), (io.outputs, running.get_outputs())):
@@ -89,7 +88,7 @@ def test_every_parameter_is_an_initializer_known_by_its_key(
     submodel: str, checkpoint: Checkpoint, converted: dict[str, tuple[Path, Any]]
 ) -> None:
     model, facts = converted[submodel]
-    module = traced_form(submodel, load_module(submodel, checkpoint.submodels[submodel].load))
+    module = traced_module(model_of(submodel), load_module(submodel, checkpoint.submodels[submodel].load))
     weights = {key: value.numpy() for key, value in module.state_dict().items()}
     stored, names = initializers(model), read_weight_names(model)
     assert facts["unmapped"] == []
@@ -251,7 +250,7 @@ def test_facts_are_those_of_the_files(
     assert facts["bytes"] == sum((model / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
     convolutions = [each for each in modules["unet"].modules() if isinstance(each, torch.nn.Conv2d)]
     assert facts["operators"]["Conv"] == len(convolutions)
-    assert config_of(model) == submodel_config("unet", checkpoint.submodels["unet"].load)
+    assert config_of(model) == submodel_config(checkpoint.submodels["unet"].load)
 
 
 def test_target_opset_14_is_exported(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -280,9 +279,9 @@ def test_safety_checker_blackens_the_images_that_it_flags_and_no_others(checkpoi
 
     images, flagged = strict_checker()(given["clip_input"], given["images"].clone())
     assert sum(flagged) == 2
-    ports = submodel_io(submodel, load["config"])
+    ports = ports_of(submodel, load["config"])
     torch.onnx.export(
-        traced_form(submodel, strict_checker()),
+        traced_module(model_of(submodel), strict_checker()),
         tuple(given.values()),
         str(tmp_path / "model.onnx"),
         dynamo=False,

@@ -18,6 +18,7 @@ import torch
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
+from sdflow.families import FAMILIES
 from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16
@@ -125,9 +126,11 @@ def test_a_flagged_picture_is_blackened(
     (tmp_path / "safety_checker").mkdir()
     onnx.save(model, tmp_path / "safety_checker" / "model.onnx")
     (tmp_path / "safety_checker" / "config.json").write_bytes((folder / "config.json").read_bytes())
-    strict = {**pipeline.submodels, "safety_checker": load_submodel(tmp_path, "safety_checker", TARGETS["cpu"])}
-    parts = (pipeline.tokenizer, pipeline.scheduler, pipeline.feature_extractor)
-    drawn = Pipeline(strict, *parts)("a horse", num_inference_steps=1, output_type="np")
+    strict = {
+        **pipeline.submodels,
+        "safety_checker": load_submodel(tmp_path, "safety_checker", TARGETS["cpu"], family=pipeline.family),
+    }
+    drawn = Pipeline(pipeline.family, strict, pipeline.companions)("a horse", num_inference_steps=1, output_type="np")
     assert drawn.nsfw_content_detected == [True]
     assert not drawn.images.any()
 
@@ -138,11 +141,10 @@ def test_half_precision_graphs_are_fed_half_precision(
     inputs = PassInputs("vae_decoder", tiny_artifacts["vae_decoder"].path, {})
     (tmp_path / "vae_decoder").mkdir()
     OnnxFloatToFloat16().run(inputs, tmp_path / "vae_decoder", OnnxFloatToFloat16.Config())
-    decoder = load_submodel(tmp_path, "vae_decoder", TARGETS["cpu"])
+    decoder = load_submodel(tmp_path, "vae_decoder", TARGETS["cpu"], family=pipeline.family)
     assert decoder.input_types == {"latent_sample": "float16"}
     submodels = {**pipeline.submodels, "vae_decoder": decoder}
-    parts = (pipeline.tokenizer, pipeline.scheduler, pipeline.feature_extractor)
-    drawn = Pipeline(submodels, *parts).decode(torch.from_numpy(latents))
+    drawn = Pipeline(pipeline.family, submodels, pipeline.companions).decode(torch.from_numpy(latents))
     assert drawn.dtype == torch.float32
     assert (drawn - pipeline.decode(torch.from_numpy(latents))).abs().max() < 0.02  # float16 has 11 bits
 
@@ -164,7 +166,7 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
         Pipeline.load(tmp_path, "cpu")
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
     with pytest.raises(UsageError, match="has no text_encoder, unet, vae_decoder"):
-        Pipeline({}, None, None)
+        Pipeline(FAMILIES["stable_diffusion"], {}, {})
 
 
 @pytest.mark.parametrize("submodel", ["unet", "vae_decoder"])

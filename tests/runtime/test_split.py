@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 
 from sdflow.errors import PassError
-from sdflow.runtime.split import SplitUNet, split_unet
+from sdflow.runtime.split import Parts
+from sdflow.runtime.split import split as take_apart
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 from sdflow.verify.lowering import lower
@@ -39,7 +40,7 @@ def lowered(model: Any, folder: Path) -> Any:
     return session(lower(model).model, folder)
 
 
-def steps(model: Any, parts: SplitUNet) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def steps(model: Any, parts: Parts) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Inputs for the whole UNet and for its parts: other latents in every step, equal in both halves of a batch."""
     random = np.random.default_rng(0)
     names = [item.name for item in model.graph.input]
@@ -55,7 +56,7 @@ def steps(model: Any, parts: SplitUNet) -> tuple[list[dict[str, Any]], list[dict
     return whole, split
 
 
-def run_split(parts: SplitUNet, sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> list[Any]:
+def run_split(parts: Parts, sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What the whole UNet gives for each of `feeds`, computed by the parts.
 
     sessions: ONNX Runtime sessions of the text, timestep and step part. feeds: the UNet's inputs as arrays, one entry
@@ -78,8 +79,8 @@ def run_split(parts: SplitUNet, sessions: Sequence[Any], feeds: Sequence[Mapping
     return results
 
 
-def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) -> SplitUNet:
-    parts = split_unet(model, SIZES, guidance=guidance)
+def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) -> Parts:
+    parts = take_apart(model, SIZES, guidance=guidance)
     assert (parts.rows, parts.latents) == (4, 2 if guidance else 4)
     whole, split = steps(model, parts)
     reference = open_session(model, folder)
@@ -96,7 +97,7 @@ def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) 
 def test_the_parts_give_what_the_unet_gives(tiny_pipeline: Path, guidance: bool) -> None:
     folder = tiny_pipeline / "unet"
     parts = assert_same(load(folder), folder, session, guidance=guidance)
-    weights = parameter_shapes("unet", architecture_config("sd15-tiny", "unet"))
+    weights = parameter_shapes("unet", {"config": architecture_config("sd15-tiny", "unet")})
     assert len(parts.text_values) >= 2 * sum(name.endswith("attn2.to_k.weight") for name in weights), "K and V of each"
     assert len(parts.time_values) == sum(name.endswith("time_emb_proj.weight") for name in weights)
 
@@ -113,7 +114,7 @@ def test_the_parts_of_a_graph_for_cuda_give_what_it_gives(fused_unet: Any, guida
 
 def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: F811
     model = load(fused_unet.path)
-    parts = split_unet(model, SIZES, guidance=True)
+    parts = take_apart(model, SIZES, guidance=True)
 
     def weights(graph: Any) -> set[str]:
         return {tensor.name for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
@@ -131,4 +132,4 @@ def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: 
 
 def test_a_batch_without_two_halves_is_an_error(fused_unet: Any) -> None:  # noqa: F811
     with pytest.raises(PassError, match="a batch of 3 has no two halves"):
-        split_unet(load(fused_unet.path), {**SIZES, "batch": 3}, guidance=True)
+        take_apart(load(fused_unet.path), {**SIZES, "batch": 3}, guidance=True)

@@ -139,9 +139,9 @@ def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
     OnnxConversion().run(PassInputs("unet", None, load), tmp_path / "unet", OnnxConversionConfig())
     submodels = {
         **pipeline.submodels,
-        "unet": load_submodel(tmp_path, "unet", TARGETS["cpu"], options=LoadOptions(threads=1)),
+        "unet": load_submodel(tmp_path, "unet", TARGETS["cpu"], family=pipeline.family, options=LoadOptions(threads=1)),
     }
-    ours = Pipeline(submodels, pipeline.tokenizer, pipeline.scheduler)
+    ours = Pipeline(pipeline.family, submodels, pipeline.companions)
     theirs = reference(
         diffusers.StableDiffusionInpaintPipeline, {**parts, "unet": load_module("unet", load)}, pipeline.scheduler
     )
@@ -168,7 +168,7 @@ def test_several_pictures_of_one_image_each_with_its_own_generator(pipeline: Pip
 
 
 def test_the_whole_unet_and_the_unet_in_parts_draw_the_same(pipeline: Pipeline) -> None:
-    whole = Pipeline(pipeline.submodels, pipeline.tokenizer, pipeline.scheduler, split=False)
+    whole = Pipeline(pipeline.family, pipeline.submodels, pipeline.companions, split=False)
     settings = {**SETTINGS, "height": SIZE, "width": SIZE}
     expected = whole(PROMPT, generator=generator(), **settings).images
     assert_equal_pictures(pipeline(PROMPT, generator=generator(), **settings).images, expected)
@@ -183,6 +183,7 @@ def test_sessions_of_fixed_shapes_compute_the_same_and_only_some_are_kept(
         lambda shapes, graph=None, capture=False: create_session(
             loaded.path, TARGETS["cpu"], LoadOptions(threads=1), graph=graph
         ),
+        loaded.part,
         loaded.config,
         loaded.place,
         path=loaded.path,

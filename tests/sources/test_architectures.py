@@ -9,7 +9,8 @@ from accelerate import init_empty_weights
 
 import sdflow.sources.architectures
 from sdflow.errors import CheckpointError
-from sdflow.sources.architectures import SHIPPED, architecture_config, architecture_index, companion_folder
+from sdflow.families import ARCHITECTURES
+from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 
 MODELS = ("unet", "vae", "text_encoder", "text_encoder_2", "safety_checker")
 TOKENIZERS = ("tokenizer", "tokenizer_2")
@@ -60,8 +61,8 @@ def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, 
 
 def test_every_folder_is_a_whole_pipeline() -> None:
     root = sdflow.sources.architectures._ROOT
-    assert sorted(SHIPPED) == sorted(path.parent.name for path in root.glob("*/model_index.json"))
-    for architecture in SHIPPED:
+    assert sorted(ARCHITECTURES) == sorted(path.parent.name for path in root.glob("*/model_index.json"))
+    for architecture in ARCHITECTURES:
         own = {path.name for path in (root / architecture).iterdir() if path.is_dir()}
         borrowed = {name for name in TOKENIZERS if companion_folder(architecture, name).parent.name != architecture}
         assert own == set(components(architecture)) - borrowed
@@ -73,7 +74,7 @@ def test_every_folder_is_a_whole_pipeline() -> None:
         assert scheduler["_class_name"] == architecture_index(architecture)["scheduler"][1]
 
 
-@pytest.mark.parametrize("architecture", SHIPPED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_text_encoders_make_what_the_unet_reads(architecture: str) -> None:
     unet = architecture_config(architecture, "unet")
     texts = [architecture_config(architecture, name) for name in components(architecture) if "text_encoder" in name]

@@ -250,7 +250,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "StableDiffusionXLPipeline"),
+        ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "StableDiffusionXLPipeline"),
         ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "of UNet3DConditionModel, not of UNet2D"),
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
         ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "of AutoencoderTiny"),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from sdflow.errors import CheckpointError
+from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.ldm_names import ldm_unet_names
 from sdflow.sources.lora import lora_delta, lora_submodels, read_lora
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]

@@ -92,7 +92,7 @@ def test_a_pickle_of_something_else_is_an_error(folder: Path) -> None:
 
 
 def test_an_allowed_ckpt_loads_like_the_safetensors_file(tiny: Checkpoint, tmp_path: Path) -> None:
-    from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
+    from sdflow.models.ldm_names import ldm_unet_names, ldm_vae_names
 
     unet, vae, text = (
         load_module(name, tiny.submodels[name].load).state_dict() for name in ("unet", "vae_decoder", "text_encoder")

@@ -12,8 +12,8 @@ from original_layout import original_layout
 from safetensors.torch import save_file
 
 from sdflow.errors import CheckpointError
+from sdflow.models.ldm_names import ldm_unet_names, ldm_vae_names
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
-from sdflow.sources.ldm_names import ldm_unet_names, ldm_vae_names
 
 Tensors = dict[str, torch.Tensor]
 
@@ -154,7 +154,8 @@ def test_a_missing_and_a_stray_tensor_are_named(original: Tensors, tmp_path: Pat
     tensors["model.diffusion_model.stray.weight"] = torch.zeros(1)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"missing: mid_block\.attentions\.0\.norm\.bias.*unexpected: stray\.weight"
+        CheckpointError,
+        match=r"missing: mid_block\.attentions\.0\.norm\.bias.*unexpected: model\.diffusion_model\.stray\.weight",
     ):
         load_module("unet", opened(tmp_path / "model.safetensors").submodels["unet"].load)
 

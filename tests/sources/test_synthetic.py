@@ -83,7 +83,7 @@ def test_modules_are_float32_in_eval_mode_without_gradients(tiny: Checkpoint) ->
         assert type(module).__name__ == class_name and not module.training
         assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
         assert not any(parameter.requires_grad for parameter in module.parameters())
-    assert submodel_config("unet", tiny.submodels["unet"].load)["_class_name"] == "UNet2DConditionModel"
+    assert submodel_config(tiny.submodels["unet"].load)["_class_name"] == "UNet2DConditionModel"
 
 
 def test_activations_stay_sane_and_nothing_is_flagged(tiny: Checkpoint) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +104,16 @@ def sample_checkpoint() -> Checkpoint:
 
 def few_cases(checkpoint: Checkpoint, submodels: Sequence[str]) -> Selection:
     """A selection of two steps, for tests that only want to see a fault."""
-    loads = checkpoint.submodels
-    configs = (loads["unet"].load["config"], loads["vae_decoder"].load["config"])
-    chosen = select(
-        VerifySpec(steps=2), own_image("sample:shapes"), submodels, "not the sample's own pictures", *configs
-    )
+    named = replace(checkpoint, reference="not the sample's own pictures")
+    chosen = select(VerifySpec(steps=2), own_image("sample:shapes"), submodels, named)
     return Selection(**{**vars(chosen), "shapes": ((1, 8, 16),), "vae_shapes": ((1, 8, 16),)})
 
 
 def reference(folder: Path, checkpoint: Checkpoint, submodels: Sequence[str], *loras: LoraMerge) -> dict[str, Cases]:
     """The cases of these submodels, computed in this process."""
     loads = {name: part.load for name, part in checkpoint.submodels.items()}
-    request = ReferenceRequest(loads, checkpoint.companions, loras, few_cases(checkpoint, submodels), folder)
+    selection, family = few_cases(checkpoint, submodels), checkpoint.family.name
+    request = ReferenceRequest(family, loads, checkpoint.companions, loras, selection, folder, checkpoint.options)
     compute(request, lambda phrase: None)
     return {name: read_cases(folder, name) for name in submodels}
 

@@ -10,14 +10,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import ModelProto, helper
+from submodels import FAMILY, SUBMODELS
 
-from sdflow.passes.base import SUBMODELS
 from sdflow.passes.chain import ChainStep
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.checkpoint import COMPONENT_OF
 from sdflow.targets import TARGETS
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
@@ -86,7 +85,7 @@ def test_what_folds_into_a_constant_needs_no_kernel() -> None:
 def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) -> None:
     """CLIP's pooled output: its ArgMax of int32 runs on the CPU."""
     structure = onnx.load(built.structure("text_encoder", "cuda") / "model.onnx", load_external_data=False)
-    found = fits(structure, TARGETS["cuda"], "text_encoder")
+    found = fits(structure, TARGETS["cuda"], "text_encoder", read=["last_hidden_state"])
     assert errors(found) == []
     assert_told(
         of_level(found, "warning"),
@@ -103,7 +102,7 @@ def test_the_full_sd15_fits(target: str, tmp_path: Path) -> None:
         for step in steps_of(submodel, target):
             request = structure_request(submodel, step, structure, tmp_path / submodel / step.implementation.name)
             if structure is None:
-                request["checkpoint"] = hollow(architecture_config("sd15", COMPONENT_OF[submodel]))
+                request["checkpoint"] = hollow({"config": architecture_config("sd15", FAMILY.part(submodel).component)})
             structure = Path(request["out"])
             structure.mkdir(parents=True)
             run_pass(request, lambda phrase: None)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from sdflow.distance import relative_l2
+from sdflow.models.base import Model, Port, Ports
 from sdflow.sources import Checkpoint
 from sdflow.verify.cases import Case, Cases
-from sdflow.verify.forwards import FORWARD, run_cases
+from sdflow.verify.forwards import Network, run_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.reference import LoraMerge, load_reference
 from tests.verify.sample_artifacts import ROOT
@@ -100,7 +101,9 @@ def test_modules_that_are_given_compute_what_modules_in_half_precision_do() -> N
 
 
 def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_checkpoint: Checkpoint) -> None:
-    module = load_reference("unet", sample_checkpoint.submodels["unet"].load, [])
+    load = sample_checkpoint.submodels["unet"].load
+    module = load_reference("unet", load, [])
+    unet = Network.of(sample_checkpoint.family.part("unet"), load["config"], module)
     random = np.random.default_rng(0)
     width = module.config["cross_attention_dim"]
 
@@ -117,13 +120,13 @@ def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_c
         cases.add(Case("a case", "trajectory"), feed)
     batches: list[int] = []
     hook = module.register_forward_pre_hook(lambda _, arguments: batches.append(len(arguments[0])))
-    run_cases(cases, "float32", module, FORWARD["unet"])
+    run_cases(cases, "float32", unet)
     hook.remove()
     assert sorted(batches) == [1, 5]
     for index, feed in enumerate(feeds):
         alone = Cases()
         alone.add(Case("alone", "trajectory"), feed)
-        run_cases(alone, "float32", module, FORWARD["unet"])
+        run_cases(alone, "float32", unet)
         found, expected = (each.get(i, "float32")["out_sample"] for each, i in ((cases, index), (alone, 0)))
         assert relative_l2(found, expected) < 1e-5
 
@@ -134,11 +137,14 @@ def test_what_is_large_runs_in_several_batches() -> None:
         cases.add(Case("large", "shape"), {"latent_sample": np.zeros((1, 4, 64, 64), np.float32)})
     batches: list[int] = []
 
-    def forward(module: Any, latent_sample: Any) -> dict[str, Any]:
-        batches.append(len(latent_sample))
-        return {"sample": latent_sample + 1}
+    class PlusOne(Model):
+        def reference(self, module: Any, inputs: Any) -> dict[str, Any]:
+            batches.append(len(inputs["latent_sample"]))
+            return {"sample": module(inputs["latent_sample"])}
 
-    run_cases(cases, "float32", None, forward)
+    port = Port("latent_sample", "float32", ("batch", 4, "latent_height", "latent_width"))
+    plus_one: Any = lambda latents: latents + 1  # noqa: E731
+    run_cases(cases, "float32", Network(plus_one, PlusOne(), Ports((port,), ())))
     assert batches == [2, 2, 1]
     assert all((cases.get(index, "float32")["sample"] == 1).all() for index, _ in cases)
 

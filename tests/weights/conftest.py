@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from submodels import FAMILY
 
 from sdflow.passes.base import PassInputs
 from sdflow.passes.chain import ChainStep
@@ -19,7 +20,6 @@ from sdflow.passes.onnx_conversion import OnnxConversion
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
 from sdflow.passes.worker import run_pass
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.checkpoint import COMPONENT_OF
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import hollow
 
@@ -56,7 +56,7 @@ MODEL_TYPE = {"vae": "vae", "unet": "unet", "text_encoder": "clip", "safety_chec
 def chain(submodel: str, target: str) -> list[ChainStep]:
     """The passes of a submodel for a target, as the workflows have them."""
     options = {
-        "model_type": MODEL_TYPE[COMPONENT_OF[submodel]],
+        "model_type": MODEL_TYPE[FAMILY.part(submodel).component],
         "optimization_options": dict.fromkeys(OFF[target], False),
     }
     steps = [ChainStep(OnnxConversion, {}), ChainStep(LoraMerge, {}), ChainStep(OrtTransformersOptimization, options)]
@@ -71,7 +71,7 @@ def chain(submodel: str, target: str) -> list[ChainStep]:
 
 def config_of(submodel: str, unet: dict[str, Any] = SMALL_UNET) -> dict[str, Any]:
     """config.json of the small model."""
-    return unet if submodel == "unet" else architecture_config("sd15-tiny", COMPONENT_OF[submodel])
+    return unet if submodel == "unet" else architecture_config("sd15-tiny", FAMILY.part(submodel).component)
 
 
 def synthetic(submodel: str, seed: int = 0, unet: dict[str, Any] = SMALL_UNET) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def structure_request(
         "submodel": submodel,
         "model": str(model) if model else None,
         "symbolic": True,
-        "checkpoint": {} if model else hollow(config_of(submodel, unet)),
+        "family": FAMILY.name,
+        "checkpoint": {} if model else hollow({"config": config_of(submodel, unet)}),
         "loras": [],
         "config": step.implementation.Config(**step.config).model_dump(mode="json"),
         "out": str(out),

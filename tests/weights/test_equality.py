@@ -73,7 +73,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> list[LoraInput]:
         random = np.random.default_rng(index)
         tensors = {}
         for submodel, prefix in (("unet", "lora_unet"), ("text_encoder", "lora_te")):
-            for key, shape in parameter_shapes(submodel, config_of(submodel)).items():
+            for key, shape in parameter_shapes(submodel, {"config": config_of(submodel)}).items():
                 wanted = ("to_q", "to_v", "ff.net.2", "self_attn.q_proj", "mlp.fc1")[index:]
                 if not key.endswith(".weight") or not any(part in key for part in wanted):
                     continue

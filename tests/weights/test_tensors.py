@@ -40,7 +40,7 @@ def test_one_file_in_the_original_layout_is_read_tensor_by_tensor(
     for submodel in SUBMODELS:
         load: Any = checkpoint.submodels[submodel].load
         expected = load_module(submodel, load).state_dict()
-        with open_tensors(submodel, load, parameter_shapes(submodel, load["config"])) as found:
+        with open_tensors(submodel, load, parameter_shapes(submodel, load)) as found:
             for key, value in expected.items():
                 assert np.array_equal(found.read(key).astype(np.float32), value.numpy()), key
 
@@ -62,7 +62,7 @@ def test_a_pickle_is_mapped_from_its_file_and_not_read_whole(original: dict[str,
 def test_a_tensor_that_has_no_place_in_one_file_is_named(original: dict[str, torch.Tensor], tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "a.safetensors", {**original, "first_stage_model.more": torch.zeros(2)})
     load: Any = checkpoint.submodels["vae_encoder"].load
-    shapes = parameter_shapes("vae_encoder", load["config"])
+    shapes = parameter_shapes("vae_encoder", load)
     with (
         pytest.raises(CheckpointError, match=r"unexpected: first_stage_model\.more"),
         open_tensors("vae_encoder", load, shapes),

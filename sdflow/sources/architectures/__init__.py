@@ -1,4 +1,8 @@
-"""The architectures that sdflow ships configurations of: what a single file or random weights are filled into."""
+"""The architectures that sdflow ships configurations of: what a single file or random weights are filled into.
+
+Each family says which are its own (`Family.architectures`). A folder here is a whole pipeline folder but for the weights,
+and for what `_LENDERS` says.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-
-ARCHITECTURES = ("sd15", "sd15-tiny")
-UNETS = ("sdxl", "sdxl-tiny")
-"""Architectures of which only the UNet can be used."""
-SHIPPED = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny", "sdxl", "sdxl-tiny")
-"""Every folder here. Each is a whole pipeline folder but for the weights, and for what `_LENDERS` says."""
+from sdflow.families import ARCHITECTURES
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -58,5 +57,7 @@ def companion_folder(architecture: str, companion: str) -> Path:
 
 
 def _check(architecture: str) -> None:
-    if architecture not in SHIPPED:
-        raise CheckpointError(f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join(SHIPPED)}.")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join(ARCHITECTURES)}."
+        )

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from sdflow.verify.lowering.lower import Lowered
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
+
+LARGE = 4 * 10**9
+"""Bytes of weights, as float32, up to which they are converted once and packed for their operators: that takes them two to
+four times. Beyond, they stay as the artifact has them, and are converted where they are read: twice the time of a run."""
 
 
 def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool = False) -> onnxruntime.InferenceSession:
@@ -16,10 +21,11 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool =
 
     fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run.
 
-    The weights are read from the artifact's file and converted once, when the session is made.
+    The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs.
     """
     import onnxruntime
 
+    large = weights_as_float32(lowered.model) > LARGE
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -30,5 +36,20 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool =
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     # In the order of the graph: the default order puts off what only outputs need, and keeps values for it until then.
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    if large:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_mem_pattern = options.enable_cpu_mem_arena = False  # both keep what every value once took
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
-    return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        lowered.model.SerializeToString(),
+        options,
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=["ConstantFolding"] if large and not fuse else None,
+    )
+
+
+def weights_as_float32(model: onnx.ModelProto) -> int:
+    """Bytes that the weights of a graph take as float32."""
+    from math import prod
+
+    return sum(4 * prod(tensor.dims) for tensor in model.graph.initializer)

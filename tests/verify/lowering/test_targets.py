@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from submodels import SUBMODELS, dummy_inputs, ports_of
 
-from sdflow.passes.base import SUBMODELS
-from sdflow.passes.submodel_io import dummy_inputs, submodel_io
 from sdflow.sources import Checkpoint, load_module
 from sdflow.verify.lowering import lower, session_of
 from tests.weights.conftest import Builder, synthetic
@@ -78,7 +77,7 @@ def check(submodel: str, folder: Path, load: dict[str, Any], module: Any, target
     import torch
 
     inputs = dummy_inputs(submodel, load["config"], batch=2, height=pixels, width=pixels)
-    for port in submodel_io(submodel, load["config"]).inputs:  # what the target is fed, exactly representable
+    for port in ports_of(submodel, load["config"]).inputs:  # what the target is fed, exactly representable
         if port.dtype == "float32" and port.name != "timestep":
             inputs[port.name] = inputs[port.name].astype(np.float16).astype(np.float32)
     exact = torch_outputs(submodel, module, inputs, torch.float32)

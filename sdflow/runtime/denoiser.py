@@ -1,4 +1,4 @@
-"""The UNet as the loop wants it: told the text and the schedule once, then run step by step; whole, or in parts."""
+"""The denoiser as the loop wants it: told conditions and schedule once, then run step by step; whole, or in parts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ ALIGNMENT = 256
 """Bytes; kernels read several values at once."""
 
 
-class UNet(Protocol):
+class Denoiser(Protocol):
     """sample: what a step reads, (copies, pictures, channels, rows, columns); every copy holds the same latents."""
 
     sample: torch.Tensor
 
-    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
-        """Take the text, (rows, tokens, width), and the schedule of the steps to come."""
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        """Take what the model reads beside latents and timestep, by input, and the schedule of the steps to come."""
 
     def step(self, index: int) -> torch.Tensor:
-        """What the UNet makes of `sample` at the timestep of this index: (rows, channels, rows, columns)."""
+        """What the model makes of `sample` at the timestep of this index: (rows, channels, rows, columns)."""
 
 
-class WholeUNet:
+class WholeDenoiser:
     """The graph as it is."""
 
-    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
-        """shape: (pictures, channels, rows, columns) of the latents and their context. embeddings: theirs."""
-        rows = embeddings[0]
-        self._bound = unet.bound(sample=(rows, *shape[1:]), timestep=(1,), encoder_hidden_states=embeddings)
+    def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+        """shape: (pictures, channels, rows, columns) of the latents and their context. sizes: of the graph's axes by name,
+        `batch` among them."""
+        rows = sizes["batch"]
+        self._bound = model.bound(**{**model.shapes(sizes), "sample": (rows, *shape[1:])})
         self.sample = self._bound.inputs["sample"].view(rows // shape[0], *shape)
 
-    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
-        self._bound.inputs["encoder_hidden_states"].copy_(embeddings)
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        for name, value in conditions.items():
+            self._bound.inputs[name].copy_(value)
         self._timesteps = schedule.timesteps
 
     def step(self, index: int) -> torch.Tensor:
@@ -47,34 +49,33 @@ class WholeUNet:
         return self._bound.run()["out_sample"]
 
 
-class SplitUNet:
+class PartedDenoiser:
     """The graph in parts (`sdflow.runtime.split`): what depends on the text or the timestep alone is not computed in
     every step, and what does not depend on the text is not computed twice."""
 
-    def __init__(self, unet: Submodel, shape: tuple[int, ...], embeddings: tuple[int, ...]) -> None:
-        """As of `WholeUNet`. Raises PassError for a graph that cannot be taken apart."""
-        from sdflow.runtime.split import split_unet
+    def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+        """As of `WholeDenoiser`. Raises PassError for a graph that cannot be taken apart."""
+        from sdflow.runtime.split import split
 
-        assert unet.path is not None, "only a submodel of a pipeline folder is taken apart"
-        rows, tokens = embeddings[:2]
-        sizes = {"batch": rows, "sequence": tokens, "latent_height": shape[2], "latent_width": shape[3]}
-        parts = split_unet(read_graph(unet.path), sizes, guidance=rows == 2 * shape[0])
+        assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        parts = split(read_graph(model.path), sizes, guidance=sizes["batch"] == 2 * shape[0])
         with ThreadPoolExecutor(max_workers=3) as pool:
-            text = pool.submit(unet.part, parts.text)
-            timestep = pool.submit(unet.part, parts.timestep, capture=False)  # for any number of steps
-            step = pool.submit(unet.part, parts.step)
+            text = pool.submit(model.part_session, parts.text)
+            timestep = pool.submit(model.part_session, parts.timestep, capture=False)  # for any number of steps
+            step = pool.submit(model.part_session, parts.step)
         text_session, self._timestep_session, step_session = text.result(), timestep.result(), step.result()
-        self._place = unet.place
+        self._place = model.place
         with self._place.current():
-            self._text = _bind(text_session, unet)
-            self._time_values = _Slices(step_session, parts.time_values, unet.place.device)
+            self._text = _bind(text_session, model)
+            self._time_values = _Slices(step_session, parts.time_values, model.place.device)
             given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
-            self._step = _bind(step_session, unet, given)
+            self._step = _bind(step_session, model, given)
         self.sample = self._step.inputs["sample"].view(-1, *shape)
         self._schedule: Schedule | None = None
 
-    def begin(self, embeddings: torch.Tensor, schedule: Schedule) -> None:
-        self._text.inputs["encoder_hidden_states"].copy_(embeddings)
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        for name, value in conditions.items():
+            (self._text if name in self._text.inputs else self._step).inputs[name].copy_(value)
         self._text.run()
         if schedule is not self._schedule:
             times = Bound(self._timestep_session, self._place, {"timestep": schedule.timesteps.reshape(-1)})
@@ -116,7 +117,7 @@ class _Slices:
         return torch.cat(columns, dim=1)
 
 
-def _bind(session: Any, unet: Submodel, given: Mapping[str, torch.Tensor] | None = None) -> Bound:
+def _bind(session: Any, model: Submodel, given: Mapping[str, torch.Tensor] | None = None) -> Bound:
     """A session of fixed shapes with its tensors: those given, new ones for the other inputs."""
     import torch
 
@@ -124,9 +125,9 @@ def _bind(session: Any, unet: Submodel, given: Mapping[str, torch.Tensor] | None
     for value in session.get_inputs():
         known = (given or {}).get(value.name)
         inputs[value.name] = (
-            torch.zeros(tuple(value.shape), dtype=_dtype(value), device=unet.place.device) if known is None else known
+            torch.zeros(tuple(value.shape), dtype=_dtype(value), device=model.place.device) if known is None else known
         )
-    return Bound(session, unet.place, inputs)
+    return Bound(session, model.place, inputs)
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -1,0 +1,53 @@
+"""The families that sdflow knows. A new one is a file beside this one, and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.families.base import Family, Part
+from sdflow.families.stable_diffusion import StableDiffusion
+from sdflow.families.stable_diffusion_xl import StableDiffusionXL
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (StableDiffusion(), StableDiffusionXL())}
+
+DEFAULT = "stable_diffusion"
+"""The family of manifests and loads that name none: there was only this one."""
+
+SUBMODELS: Mapping[str, str] = {part.name: part.about for family in FAMILIES.values() for part in family.parts}
+"""Every submodel that a workflow may name, with what it is."""
+
+WITH_LORAS: tuple[str, ...] = tuple(
+    name for name in SUBMODELS if any(name in family.with_loras for family in FAMILIES.values())
+)
+"""Every submodel that LoRAs may change."""
+
+DRAWING: tuple[str, ...] = tuple(
+    name for name in SUBMODELS if all(name in family.drawing for family in FAMILIES.values())
+)
+"""The submodels that no family can draw without."""
+
+OPTIONAL: tuple[str, ...] = tuple(part.name for family in FAMILIES.values() for part in family.parts if part.optional)
+"""The submodels that a checkpoint may lack."""
+
+
+def find_family(name: str, where: str) -> Family:
+    """The family of this name, which stands at `where`. Raises UsageError when there is none."""
+    if name not in FAMILIES:
+        raise UsageError(f"no family is named {name}", where=where, remedy=f"Known: {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
+
+
+def part_of(load: Mapping[str, Any], submodel: str) -> Part:
+    """The part of a family that `load` (`SubmodelCheckpoint.load`) is for."""
+    return FAMILIES[load.get("family", DEFAULT)].part(submodel)
+
+
+def family_of_architecture(architecture: str) -> Family:
+    """The family of a shipped architecture."""
+    return next(family for family in FAMILIES.values() if architecture in family.architectures)
+
+
+ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)
+"""The architectures that sdflow ships configurations of."""

@@ -1,0 +1,238 @@
+"""What a family is: data that composes models to a pipeline, and how a prompt becomes what the denoiser takes.
+
+A family says which models lie in which folders, what lies beside them, and how diffusers runs them. It knows nothing of
+passes, the cache or sessions. Tensors are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Original, halved
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
+Run = Callable[[str, Tensors], Tensors]
+"""Runs a submodel, by its name, on inputs by name; gives its outputs by name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a part lies in a file in the original layout (CompVis, SGM).
+
+    prefix: of its tensors. names: state_dict key -> where it lies, without the prefix; None: the model's own.
+    unused: tensors under the prefix that have no place in the module, given its keys.
+    """
+
+    prefix: str
+    names: Callable[[Iterable[str]], dict[str, Original]] | None = None
+    unused: Callable[[str, Iterable[str]], bool] = lambda name, keys: False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One submodel of a family.
+
+    name: as in workflows and keys. component: the checkpoint's folder. about: for the workflow's schema.
+    optional: a checkpoint may lack it. read: the outputs that drawing reads, by its config; None: all. layouts: where it lies in
+    files in the original layout; the first whose prefix a file has. lora: how its tensors' names begin in LoRA files.
+    config: entries of its config that are set on purpose; they choose the graph's outputs.
+    """
+
+    name: str
+    model: Model
+    component: str
+    about: str
+    optional: bool = False
+    read: Callable[[Config], tuple[str, ...]] | None = None
+    layouts: tuple[Layout, ...] = ()
+    lora: tuple[str, ...] = ()
+    config: Config = field(default_factory=dict)
+
+    def layout(self, prefix: str) -> Layout:
+        """The layout with this prefix."""
+        return next(layout for layout in self.layouts if layout.prefix == prefix)
+
+
+@dataclass(frozen=True)
+class Companion:
+    """What lies beside the graphs: a tokenizer, a scheduler, a feature extractor.
+
+    library, class_name: what loads it; class_name None: its config names it. file: what its folder must hold.
+    part: it is there only beside this part.
+    """
+
+    library: str
+    class_name: str | None
+    file: str
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What a pipeline's latents are.
+
+    channels: of the VAE. scale: image pixels per latent pixel, along each axis. multiple: rows and columns must be
+    multiples of this: PyTorch's UNet also takes sizes that do not halve evenly, a traced graph doubles whatever it has
+    halved. size: rows and columns of the model's own size. factor: latents are the VAE's times this.
+    """
+
+    channels: int
+    scale: int
+    multiple: int
+    size: int
+    factor: float
+
+    @property
+    def granularity(self) -> int:
+        """Height and width of an image, in pixels, must be multiples of this."""
+        return self.scale * self.multiple
+
+    @property
+    def image_size(self) -> int:
+        """Height and width, in pixels, of the images that the model was made for."""
+        return self.scale * self.size
+
+    @classmethod
+    def of(cls, denoiser: Config, vae: Config) -> Latents:
+        """From config.json of a UNet and a VAE. Raises KeyError or TypeError for one that lacks something."""
+        scale = halved(vae)
+        return cls(
+            channels=int(vae["latent_channels"]),
+            scale=scale,
+            multiple=halved(denoiser),
+            size=int(denoiser["sample_size"]),
+            factor=float(vae.get("scaling_factor", 0.18215)),
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is drawn: one entry of `prompts` and `negatives` for each image.
+
+    negatives: None where the caller gave none. guidance_scale: up to 1 there is no guidance. height, width: of the image
+    in pixels. more: what only some families take (`Family.arguments`), each None where the caller did not say it.
+    """
+
+    prompts: Sequence[str]
+    negatives: Sequence[str] | None
+    guidance_scale: float
+    height: int
+    width: int
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def guided(self) -> bool:
+        """Whether there is classifier-free guidance: each image then takes two rows, the negative prompts' first."""
+        return self.guidance_scale > 1
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the denoiser takes beside latents and timestep: a row for each image, twice as many with guidance, then the
+    negative prompts' first. halves: 2 with guidance, else 1."""
+
+    inputs: Tensors
+    halves: int
+
+
+class Family:
+    """A kind of pipeline. Subclasses set the class variables and the methods that raise here.
+
+    name: in manifests. title: for people. classes: diffusers' pipelines in model_index.json that it reads.
+    denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
+    scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
+    change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
+    embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
+    prompts. assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the
+    usual one.
+    guidance_scale: where the caller names none, as in diffusers.
+    assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the usual one.
+    """
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    parts: tuple[Part, ...]
+    denoiser: str
+    decoder: str
+    encoder: str
+    checker: str | None
+    companions: ClassVar[Mapping[str, Companion]]
+    scheduler_config: ClassVar[Mapping[str, Any]]
+    options: ClassVar[Mapping[str, Any]]
+    arguments: tuple[str, ...]
+    guidance_scale: float
+    embeddings: tuple[str, ...]
+    assembled_as: str
+    architectures: tuple[str, ...]
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+        """Tensors of a file in the original layout whose shapes together say which architecture it is: those of these
+        configs, by component."""
+        raise NotImplementedError
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        """Tokenize, encode, add what else the denoiser takes. companions: loaded, by name."""
+        raise NotImplementedError
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        """diffusers' own pipeline of these modules, by component: what sdflow's are held to. It lacks those that are not
+        given: the text encoders where prompts come encoded, the others where prompts are only to be encoded."""
+        raise NotImplementedError
+
+    def part(self, name: str) -> Part:
+        """The part of this name. Raises KeyError."""
+        return {part.name: part for part in self.parts}[name]
+
+    @property
+    def submodels(self) -> tuple[str, ...]:
+        """The names of its parts, in order."""
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def drawing(self) -> tuple[str, ...]:
+        """The parts that text to image cannot do without."""
+        return tuple(name for name in self.submodels if name not in (self.encoder, self.checker))
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """The parts that read the prompt."""
+        return tuple(name for name in self.drawing if name not in (self.denoiser, self.decoder))
+
+    @property
+    def with_loras(self) -> tuple[str, ...]:
+        """The parts that LoRAs change."""
+        return tuple(part.name for part in self.parts if part.lora)
+
+    @property
+    def components(self) -> dict[str, tuple[Part, ...]]:
+        """Component -> the parts that are made of it, in order."""
+        found: dict[str, tuple[Part, ...]] = {}
+        for part in self.parts:
+            found[part.component] = (*found.get(part.component, ()), part)
+        return found
+
+    def latents(self, configs: Mapping[str, Config]) -> Latents:
+        """configs: by part. Raises KeyError or TypeError for one that lacks something."""
+        return Latents.of(configs[self.denoiser], configs[self.decoder])
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
+    """(texts, length) of a CLIP tokenizer. A text beyond the model's length is cut, as in diffusers."""
+    ids: torch.Tensor = tokenizer(
+        list(texts),
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    ).input_ids
+    return ids

@@ -1,0 +1,145 @@
+"""Stable Diffusion 1.x and 2.x: one text encoder, a UNet, a VAE, and in most of 1.x a safety checker.
+
+2.x has the same classes with OpenCLIP's text encoder; its checkpoints with 768 pixels predict the velocity, which is the
+scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run, token_ids
+from sdflow.models.base import Config
+from sdflow.models.clip_text import ClipText
+from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.safety_checker import SafetyChecker
+from sdflow.models.unet import UNet
+from sdflow.models.vae import VaeDecoder, VaeEncoder
+
+UNET_LAYOUT = Layout("model.diffusion_model.")
+VAE_LAYOUT = Layout("first_stage_model.")
+
+
+class StableDiffusion(Family):
+    name = "stable_diffusion"
+    title = "Stable Diffusion 1.x and 2.x"
+    classes = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
+    parts = (
+        Part(
+            "text_encoder",
+            ClipText(),
+            "text_encoder",
+            "The CLIP text model: token ids to embeddings.",
+            read=lambda config: ("last_hidden_state",),
+            layouts=(
+                Layout("cond_stage_model.transformer."),
+                Layout("cond_stage_model.model.", open_clip_names, open_clip_unused),  # 2.x
+            ),
+            lora=("lora_te_", "lora_te1_", "text_encoder.", "base_model.model.text_model.", "text_model."),
+        ),
+        Part(
+            "unet",
+            UNet(),
+            "unet",
+            "The denoiser, run once per step.",
+            layouts=(UNET_LAYOUT,),
+            # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
+            lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
+        ),
+        Part(
+            "vae_encoder",
+            VaeEncoder(),
+            "vae",
+            "Pixels to latents; needed for image-to-image only.",
+            layouts=(VAE_LAYOUT,),
+        ),
+        Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
+        Part(
+            "safety_checker",
+            SafetyChecker(),
+            "safety_checker",
+            "The filter of pictures; `null` or `false` leaves it out.",
+            optional=True,
+        ),
+    )
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
+    companions: ClassVar[Mapping[str, Companion]] = {
+        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+        "feature_extractor": Companion(
+            "transformers", "CLIPImageProcessor", "preprocessor_config.json", part="safety_checker"
+        ),
+    }
+    scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
+    options: ClassVar[Mapping[str, Any]] = {}
+    arguments = ()
+    guidance_scale = 7.5
+    embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    assembled_as = "OnnxStableDiffusionPipeline"
+    architectures = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny")
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+        return {
+            **unet_fingerprint(configs["unet"]),
+            **vae_fingerprint(configs["vae"]),
+            **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
+        }
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        texts = list(request.prompts)
+        if request.guided:
+            texts = [*(request.negatives or [""] * len(texts)), *texts]
+        hidden = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], texts)})["last_hidden_state"]
+        return Conditions({"encoder_hidden_states": hidden}, halves=2 if request.guided else 1)
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusionPipeline(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet")},
+            tokenizer=companions["tokenizer"],
+            scheduler=companions["scheduler"],
+            safety_checker=modules.get("safety_checker"),
+            feature_extractor=companions.get("feature_extractor"),
+            requires_safety_checker="safety_checker" in modules,
+        )
+
+
+def text_fingerprint(text: Config, clip: Layout, open_clip: Layout | None = None) -> dict[str, tuple[int, ...]]:
+    """The tensors that tell one text encoder from another. Those of OpenCLIP's layout, if there is one, are OpenCLIP's: they
+    have Gelu where CLIP has QuickGelu."""
+    width, tokens, length = text["hidden_size"], text["vocab_size"], text["max_position_embeddings"]
+    if open_clip is not None and text["hidden_act"] == "gelu":
+        names = {"token_embedding.weight": (tokens, width), "positional_embedding": (length, width)}
+        return {f"{open_clip.prefix}{name}": shape for name, shape in names.items()}
+    names = {"token_embedding.weight": (tokens, width), "position_embedding.weight": (length, width)}
+    return {f"{clip.prefix}embeddings.{name}": shape for name, shape in names.items()}
+
+
+def unet_fingerprint(unet: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors that tell one UNet from another."""
+    prefix, width, deepest = UNET_LAYOUT.prefix, unet["block_out_channels"][0], unet["block_out_channels"][-1]
+    attention = "1.transformer_blocks.0.attn2.to_k.weight"
+    # The first place with attention: behind conv_in, each level has its layers and, between levels, one that halves.
+    level = next(index for index, kind in enumerate(unet["down_block_types"]) if kind.startswith("CrossAttn"))
+    first = 1 + level * (unet["layers_per_block"] + 1)
+    return {
+        f"{prefix}input_blocks.0.0.weight": (width, unet["in_channels"], 3, 3),
+        f"{prefix}input_blocks.{first}.{attention}": (unet["block_out_channels"][level], unet["cross_attention_dim"]),
+        f"{prefix}middle_block.{attention}": (deepest, unet["cross_attention_dim"]),
+        f"{prefix}out.2.weight": (unet["out_channels"], width, 3, 3),
+    }
+
+
+def vae_fingerprint(vae: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors that tell one VAE from another."""
+    prefix = VAE_LAYOUT.prefix
+    return {
+        f"{prefix}encoder.conv_in.weight": (vae["block_out_channels"][0], vae["in_channels"], 3, 3),
+        f"{prefix}decoder.conv_in.weight": (vae["block_out_channels"][-1], vae["latent_channels"], 3, 3),
+    }

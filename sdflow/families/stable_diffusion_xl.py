@@ -1,0 +1,163 @@
+"""Stable Diffusion XL: two text encoders, of which the last layer but one is read, and sizes as further conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run, token_ids
+from sdflow.families.stable_diffusion import (
+    UNET_LAYOUT,
+    VAE_LAYOUT,
+    text_fingerprint,
+    unet_fingerprint,
+    vae_fingerprint,
+)
+from sdflow.models.base import Config
+from sdflow.models.clip_text import ClipText, ClipTextWithProjection
+from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.unet import UNet
+from sdflow.models.vae import VaeDecoder, VaeEncoder
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYERS = {"output_hidden_states": True}
+"""So optimum exports these text encoders, and so it finds their layers' outputs."""
+
+
+class StableDiffusionXL(Family):
+    name = "stable_diffusion_xl"
+    title = "Stable Diffusion XL"
+    classes = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    parts = (
+        Part(
+            "text_encoder",
+            ClipText(),
+            "text_encoder",
+            "The first CLIP text model: token ids to embeddings.",
+            read=lambda config: (_last_but_one(config),),
+            layouts=(Layout("conditioner.embedders.0.transformer."),),
+            lora=("lora_te1_", "text_encoder."),
+            config=_LAYERS,
+        ),
+        Part(
+            "text_encoder_2",
+            ClipTextWithProjection(),
+            "text_encoder_2",
+            "The second text model, of OpenCLIP: token ids to embeddings, and to one for the whole text.",
+            read=lambda config: ("text_embeds", _last_but_one(config)),
+            layouts=(Layout("conditioner.embedders.1.model.", open_clip_names, open_clip_unused),),
+            lora=("lora_te2_", "text_encoder_2."),
+            config=_LAYERS,
+        ),
+        Part(
+            "unet",
+            UNet(),
+            "unet",
+            "The denoiser, run once per step.",
+            layouts=(UNET_LAYOUT,),
+            lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
+        ),
+        Part(
+            "vae_encoder",
+            VaeEncoder(),
+            "vae",
+            "Pixels to latents; needed for image-to-image only.",
+            layouts=(VAE_LAYOUT,),
+        ),
+        Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
+    )
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
+    companions: ClassVar[Mapping[str, Companion]] = {
+        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+    }
+    scheduler_config: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
+    arguments = ("prompt_2", "negative_prompt_2", "original_size", "crops_coords_top_left", "target_size")
+    guidance_scale = 5.0
+    embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    assembled_as = "ORTStableDiffusionXLPipeline"
+    architectures = ("sdxl", "sdxl-tiny")
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+        second = configs["text_encoder_2"]
+        prefix = self.part("text_encoder_2").layouts[0].prefix
+        return {
+            **unet_fingerprint(configs["unet"]),
+            **vae_fingerprint(configs["vae"]),
+            **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
+            f"{prefix}token_embedding.weight": (second["vocab_size"], second["hidden_size"]),
+            f"{prefix}text_projection": (second["hidden_size"], second["projection_dim"]),
+        }
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        """As diffusers' StableDiffusionXLPipeline: `encode_prompt`, `_get_add_time_ids`."""
+        import torch
+
+        more = {name: value for name, value in request.more.items() if value is not None}
+        texts, count = _Texts(request.prompts, more.get("prompt_2")), len(request.prompts)
+        zeros = request.negatives is None and options["force_zeros_for_empty_prompt"]
+        if request.guided and not zeros:
+            texts = _Texts(request.negatives or [""] * count, more.get("negative_prompt_2")) + texts
+        hidden, pooled = texts.encoded(run, companions)
+        if request.guided and zeros:
+            hidden, pooled = (torch.cat([torch.zeros_like(each), each]) for each in (hidden, pooled))
+        height, width = more.get("original_size") or (request.height, request.width)
+        top, left = more.get("crops_coords_top_left") or (0, 0)
+        target = more.get("target_size") or (request.height, request.width)
+        sizes = torch.tensor([[height, width, top, left, *target]], dtype=torch.float32)
+        time_ids = sizes.to(hidden.device).repeat(len(hidden), 1)
+        inputs = {"encoder_hidden_states": hidden, "text_embeds": pooled, "time_ids": time_ids}
+        return Conditions(inputs, halves=2 if request.guided else 1)
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusionXLPipeline(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "text_encoder_2", "unet")},
+            **{name: companions[name] for name in self.companions},
+            force_zeros_for_empty_prompt=options["force_zeros_for_empty_prompt"],
+            add_watermarker=False,
+        )
+
+
+class _Texts:
+    """Texts for both encoders."""
+
+    def __init__(self, texts: Sequence[str], second: str | Sequence[str] | None) -> None:
+        """second: texts for the second encoder; one for all, or one for each; None or empty: the same as for the first."""
+        seconds = [second] * len(texts) if isinstance(second, str) else list(second or texts)
+        self.first = list(texts)
+        self.second = [other or text for text, other in zip(texts, seconds, strict=True)]
+
+    def __add__(self, other: _Texts) -> _Texts:
+        return _Texts([*self.first, *other.first], [*self.second, *other.second])
+
+    def encoded(self, run: Run, companions: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of each text, (texts, 77, both widths), and of the second texts as wholes, (texts, width)."""
+        import torch
+
+        first = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], self.first)})
+        second = run("text_encoder_2", {"input_ids": token_ids(companions["tokenizer_2"], self.second)})
+        hidden = [outputs[max(_layer_outputs(outputs), key=_layer)] for outputs in (first, second)]
+        return torch.cat(hidden, dim=-1), second["text_embeds"]
+
+
+def _last_but_one(config: Config) -> str:
+    """The output that goes into the last layer."""
+    return f"hidden_states.{config['num_hidden_layers'] - 1}"
+
+
+def _layer_outputs(outputs: Iterable[str]) -> list[str]:
+    return [name for name in outputs if name.startswith("hidden_states.")]
+
+
+def _layer(output: str) -> int:
+    return int(output.partition(".")[2])

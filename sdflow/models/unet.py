@@ -1,0 +1,132 @@
+"""diffusers' UNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x and XL.
+
+- `timestep` is float32 of shape [1]: diffusers feeds `np.array([t])` in the type that the session declares, and
+  optimum-onnx adds an axis when the input has one. An integer type would cut off the fractions of Euler's and DPM's
+  timesteps. Its axis is fixed: one timestep for the whole batch.
+- The UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
+  width of the original image, top and left of the crop, height and width of the target, in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.errors import PassError
+from sdflow.models.base import Config, Model, Original, Port, Ports, Sizes, halved
+from sdflow.models.ldm_names import ldm_unet_names
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TIME_IDS = 6
+"""Numbers of pixels in `time_ids`."""
+
+_MORE_INPUTS = ("class_embed_type", "addition_embed_type", "time_cond_proj_dim", "num_class_embeds")
+
+
+class UNet(Model):
+    """The noise, or the velocity, in latents."""
+
+    class_name: ClassVar[str] = "UNet2DConditionModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import UNet2DConditionModel
+
+        module: torch.nn.Module = UNet2DConditionModel.from_config(dict(config))
+        return module
+
+    def ports(self, config: Config) -> Ports:
+        for option in _MORE_INPUTS:
+            if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
+                raise PassError(
+                    f"{option}={config[option]!r}: this UNet has inputs beside sample, timestep and encoder_hidden_states",
+                    where="unet",
+                    remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
+                )
+        return Ports(
+            inputs=(
+                Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
+                Port("timestep", "float32", (1,)),
+                Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
+                *_added_conditions(config),
+            ),
+            outputs=(
+                Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
+            ),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        deepest = 2 * halved(config)
+        return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        if port.name == "timestep":
+            return random.uniform(0, 1000, shape).astype(port.dtype)
+        if port.name == "time_ids":
+            return random.integers(0, 1025, shape).astype(port.dtype)
+        return super().values(port, shape, config, random)
+
+    def traced(self, module: Any) -> None:
+        """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
+        original = module.forward
+
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
+            return original(sample, timestep, encoder_hidden_states, return_dict=False)[0]
+
+        def forward_xl(sample: Any, timestep: Any, encoder_hidden_states: Any, text_embeds: Any, time_ids: Any) -> Any:
+            added = {"text_embeds": text_embeds, "time_ids": time_ids}
+            return original(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
+
+        module.forward = forward if module.config.addition_embed_type is None else forward_xl
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        main = ("sample", "timestep", "encoder_hidden_states")
+        added = {name: value for name, value in inputs.items() if name not in main}
+        given = {"added_cond_kwargs": added} if added else {}
+        sample, timestep, text = (inputs[name] for name in main)
+        return {"out_sample": module(sample, timestep, encoder_hidden_states=text, **given).sample}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        sample, timestep = args
+        return {
+            "sample": sample,
+            "timestep": timestep.reshape(1).float(),
+            "encoder_hidden_states": kwargs["encoder_hidden_states"],
+            **(kwargs.get("added_cond_kwargs") or {}),
+        }
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return {key: Original(name) for key, name in ldm_unet_names(keys).items()}
+
+    def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        modules = list(modules)
+        original = ldm_unet_names(modules)
+        return {
+            module: (
+                module,
+                *([module.removesuffix(".0")] if module.endswith(".to_out.0") else []),
+                *([original[module]] if module in original else []),
+            )
+            for module in modules
+        }
+
+
+def _added_conditions(config: Config) -> tuple[Port, ...]:
+    """What the UNet of Stable Diffusion XL takes besides."""
+    if config.get("addition_embed_type") is None:
+        return ()
+    sizes = ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+    if missing := [name for name in sizes if config.get(name) is None]:
+        raise PassError(
+            f"config.json has addition_embed_type={config['addition_embed_type']!r} but no {missing[0]}", where="unet"
+        )
+    width, joined = (config[name] for name in sizes)
+    if joined - 5 * width == config["cross_attention_dim"]:
+        raise PassError("this is the refiner of Stable Diffusion XL, which takes other time_ids", where="unet")
+    return (
+        Port("text_embeds", "float32", ("batch", joined - TIME_IDS * width)),
+        Port("time_ids", "float32", ("batch", TIME_IDS)),
+    )

@@ -1,0 +1,104 @@
+"""diffusers' AutoencoderKL, in two halves: pixels to latents, and back. Each is a graph of its own.
+
+The encoder gives the mean of the latent distribution. Sampling in the graph could be neither seeded nor verified;
+diffusers and optimum-onnx both take `latent_sample` as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Original, Port, Ports, Sizes, halved
+from sdflow.models.ldm_names import ldm_vae_names
+
+if TYPE_CHECKING:
+    import torch
+
+_OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""diffusers before 0.18 named the layers of attention so."""
+
+
+class _Half(Model):
+    """Both halves are traced with diffusers' default attention, scaled_dot_product_attention. `fusion_attention_vae` of ONNX
+    Runtime 1.31 does *not* match it: the older form fuses, but that fusion writes zeros in place of the biases of q, k
+    and v."""
+
+    class_name: ClassVar[str] = "AutoencoderKL"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import AutoencoderKL
+
+        module: torch.nn.Module = AutoencoderKL.from_config(dict(config))
+        return module
+
+    def scale(self, config: Config) -> int:
+        return halved(config)
+
+    def smallest(self, config: Config) -> Sizes:
+        deepest = 2 * halved(config)
+        return Sizes(batch=2, height=deepest, width=deepest)
+
+    def current_name(self, name: str) -> str:
+        parts = name.split(".")
+        if len(parts) >= 2 and "attentions" in parts and parts[-2] in _OLD_ATTENTION:
+            parts[-2] = _OLD_ATTENTION[parts[-2]]
+        return ".".join(parts)
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return {key: Original(name) for key, name in ldm_vae_names(keys).items()}
+
+    def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """The original layout and the oldest files hold attention as 1x1 convolutions: the same values."""
+        return stored == shape or (len(shape) == 2 and stored == (*shape, 1, 1))
+
+
+class VaeEncoder(_Half):
+    """Pixels in [-1, 1] to the mean of the latents' distribution, not scaled."""
+
+    def ports(self, config: Config) -> Ports:
+        latents = ("batch", config["latent_channels"], "latent_height", "latent_width")
+        return Ports(
+            inputs=(Port("sample", "float32", ("batch", config["in_channels"], "height", "width")),),
+            outputs=(Port("latent_sample", "float32", latents),),
+        )
+
+    def traced(self, module: Any) -> None:
+        module.decoder = module.post_quant_conv = None
+
+        def forward(sample: Any) -> Any:
+            return module.encode(sample, return_dict=False)[0].mode()
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"latent_sample": module.encode(inputs["sample"]).latent_dist.mode()}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {"sample": args[0]}
+
+
+class VaeDecoder(_Half):
+    """Latents, not scaled, to pixels in about [-1, 1]."""
+
+    def ports(self, config: Config) -> Ports:
+        latents = ("batch", config["latent_channels"], "latent_height", "latent_width")
+        return Ports(
+            inputs=(Port("latent_sample", "float32", latents),),
+            outputs=(Port("sample", "float32", ("batch", config["out_channels"], "height", "width")),),
+        )
+
+    def traced(self, module: Any) -> None:
+        module.encoder = module.quant_conv = None
+
+        def forward(latent_sample: Any) -> Any:
+            return module.decode(latent_sample, return_dict=False)[0]
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"sample": module.decode(inputs["latent_sample"]).sample}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {"latent_sample": args[0]}

@@ -1,0 +1,165 @@
+"""Every family draws what diffusers' own pipelines draw: from text, from an image, into a mask (fp32 on the CPU).
+
+The graphs are converted and not fused: what the passes do to them is held elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_pipeline import artifact_of
+
+from sdflow.assemble import assemble
+from sdflow.errors import UsageError
+from sdflow.manifest import Origin
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+
+TOLERANCE = 1e-4  # of pixel values in [0, 1]
+SIZE = 64
+PROMPT = "a horse on the moon"
+SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np"}
+KINDS = {
+    "sd21-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
+    "sdxl-tiny": (
+        "StableDiffusionXLPipeline",
+        "StableDiffusionXLImg2ImgPipeline",
+        "StableDiffusionXLInpaintPipeline",
+    ),
+}
+WORDS: dict[str, dict[str, Any]] = {
+    "with guidance and nothing else": {},
+    "without guidance": {"guidance_scale": 1.0},
+    "with a negative prompt": {"negative_prompt": "blurry"},
+    "with an empty negative prompt": {"negative_prompt": ""},
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "two prompts": {"prompt_2": "oil on canvas", "negative_prompt": "blurry", "negative_prompt_2": "grey"},
+    "sizes": {"original_size": (300, 200), "crops_coords_top_left": (16, 8), "target_size": (1024, 768)},
+}
+
+
+class Built:
+    """A small pipeline of an architecture: our folder on ONNX Runtime, and diffusers' modules."""
+
+    def __init__(self, architecture: str, root: Path) -> None:
+        checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+        family = checkpoint.family
+        for name, submodel in checkpoint.submodels.items():
+            (root / "parts" / name).mkdir(parents=True)
+            inputs = PassInputs(name, None, submodel.load, family.name)
+            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
+        self.architecture, self.folder = architecture, root / "pipeline"
+        assemble(
+            self.folder,
+            parts={name: artifact_of(root / "parts" / name) for name in checkpoint.submodels},
+            companions=checkpoint.companions,
+            origin=Origin(architecture, "cpu", family=family.name),
+            options=checkpoint.options,
+        )
+        self.ours = Pipeline.load(self.folder, "cpu", threads=1)
+        self.parts: Mapping[str, Any] = load_pipeline(checkpoint).components
+
+    def theirs(self, kind: int) -> Any:
+        cls = getattr(diffusers, KINDS[self.architecture][kind])
+        extra = {"requires_safety_checker": False} if "safety_checker" in self.parts else {"add_watermarker": False}
+        made = cls(**{**self.parts, **extra})
+        made.set_progress_bar_config(disable=True)
+        return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def image() -> Image.Image:
+    rows, columns = np.mgrid[0:SIZE, 0:SIZE] / SIZE
+    return Image.fromarray((np.stack([rows, columns, 1 - rows], axis=-1) * 255).astype("uint8"))
+
+
+@pytest.fixture(scope="module")
+def mask() -> Image.Image:
+    return Image.fromarray(np.where(np.arange(SIZE) >= SIZE // 2, 255, 0)[None].repeat(SIZE, 0).astype("uint8"))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def latents_of(built: Built, image: Image.Image) -> torch.Tensor:
+    """What diffusers encodes the image to, without the noise that it would draw for that."""
+    vae = built.parts["vae"]
+    pixels = torch.from_numpy(np.asarray(image) / 127.5 - 1).float().permute(2, 0, 1)[None]
+    with torch.no_grad():
+        encoded: torch.Tensor = vae.encode(pixels).latent_dist.mode()
+    return encoded * vae.config.scaling_factor
+
+
+def assert_equal(drawn: Any, expected: Any) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    assert drawn.shape == expected.shape
+    difference = np.abs(drawn - expected).max()
+    assert difference <= TOLERANCE, f"largest difference {difference}"
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
+    settings = {**SETTINGS, **WORDS[words], "height": SIZE, "width": 2 * SIZE}
+    latents = torch.randn(built.ours.latents_shape(1, SIZE, 2 * SIZE), generator=generator())
+    expected = built.theirs(0)(PROMPT, latents=latents, **settings).images
+    assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_a_second_prompt_and_sizes_equal_diffusers_or_are_refused(built: Built, words: str) -> None:
+    settings = {**SETTINGS, "height": SIZE, "width": SIZE}
+    if not built.ours.family.arguments:
+        with pytest.raises(UsageError, match=f"knows no {min(set(SIZES[words]) - {'negative_prompt'})}"):
+            built.ours(PROMPT, **settings, **SIZES[words])
+        return
+    expected = built.theirs(0)(PROMPT, generator=generator(), **settings, **SIZES[words]).images
+    drawn = built.ours(PROMPT, generator=generator(), **settings, **SIZES[words]).images
+    assert_equal(drawn, expected)
+    plain = built.ours(PROMPT, generator=generator(), **settings).images
+    assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
+
+
+def test_several_images_of_several_prompts_equal_diffusers(built: Built) -> None:
+    prompts = [PROMPT, "a red house"]
+    settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_images_per_prompt": 2, "num_inference_steps": 2}
+    expected = built.theirs(0)(prompts, generator=generator(), **settings).images
+    assert_equal(built.ours(prompts, generator=generator(), **settings).images, expected)
+
+
+def test_image_to_image_equals_diffusers(built: Built, image: Image.Image) -> None:
+    settings = {**SETTINGS, "strength": 0.6}
+    expected = built.theirs(1)(PROMPT, image=latents_of(built, image), generator=generator(), **settings).images
+    assert_equal(built.ours(PROMPT, image, generator=generator(), **settings).images, expected)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Image.Image, strength: float) -> None:
+    # diffusers' pipelines for inpainting have another guidance by default than the others of their family
+    settings = {**SETTINGS, "strength": strength, "height": SIZE, "width": SIZE, "guidance_scale": 7.5}
+    latents = latents_of(built, image)
+    given = {"image": latents, "masked_image_latents": latents, "mask_image": mask}
+    expected = built.theirs(2)(PROMPT, **given, generator=generator(), **settings).images
+    assert_equal(built.ours(PROMPT, image, mask, generator=generator(), **settings).images, expected)
+
+
+def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
+    frugal = Pipeline.load(built.folder, "cpu", threads=1, low_memory=True)
+    settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_inference_steps": 2}
+    expected = built.ours(PROMPT, generator=generator(), **settings).images
+    assert_equal(frugal(PROMPT, generator=generator(), **settings).images, expected)
