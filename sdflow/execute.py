@@ -146,6 +146,7 @@ class _ChainRun:
 
     executor: Executor
     group: WorkerGroup
+    left: int = 0  # how many of its steps are not finished
 
     @property
     def cache(self) -> Cache:
@@ -178,6 +179,7 @@ class _ChainRun:
     def _try_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
         finished: list[FinishedStep] = []
         for step in steps:
+            self.left = len(steps) - len(finished)
             self.group.check()
             before = finished[-1].record if finished else None
             action = step.action(before.artifact.digest if before else None, self.cache.salt)
@@ -218,7 +220,7 @@ class _ChainRun:
         if step.weights == "symbolic" and not rebuild and reads_weights(action, self.cache):
             raise WeightValueRead("it looks at weights, an earlier run found", where=f"{step.id} {step.name}")
         with (
-            self.group.turn(heavy=step.weights == "carried"),
+            self.group.turn(heavy=step.weights == "carried", left=self.left),
             self.cache.staging(action, keep_failed=keep_failed) as staging,
         ):
             self.listener.started(step)

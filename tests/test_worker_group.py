@@ -1,0 +1,52 @@
+"""Whose turn it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from sdflow.worker_group import GroupEndedError, WorkerGroup
+
+
+def waiting(group: WorkerGroup, lefts: list[int], went: list[int]) -> list[threading.Thread]:
+    """Threads that wait for a turn, one for each number of workers that are left."""
+
+    def wait(left: int) -> None:
+        try:
+            with group.turn(heavy=False, left=left):
+                went.append(left)
+        except GroupEndedError:
+            return
+
+    threads = [threading.Thread(target=wait, args=(left,)) for left in lefts]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 10
+    while len(group._waiting) < len(lefts):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return threads
+
+
+def test_of_those_that_wait_the_longest_chain_goes_first() -> None:
+    group, went = WorkerGroup(1), list[int]()
+    with group.turn(heavy=False):
+        threads = waiting(group, [2, 7, 1, 4], went)
+    for thread in threads:
+        thread.join(10)
+    assert went == [7, 4, 2, 1]
+
+
+def test_whoever_gives_up_holds_up_nobody() -> None:
+    group, went = WorkerGroup(1), list[int]()
+    with group.turn(heavy=False):
+        threads = waiting(group, [7, 2], went)
+        group.end()
+        for thread in threads:
+            thread.join(10)
+    assert went == []
+    assert group._waiting == []
+    with pytest.raises(GroupEndedError), group.turn(heavy=False):
+        pass
