@@ -12,8 +12,7 @@ submodel that draws nothing. A module becomes float16 in place.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Latents
 from sdflow.sources import load_module, lora_submodels, read_lora
 from sdflow.sources.load import load_companion
-from sdflow.verify.cases import Case, Cases, write_cases
+from sdflow.verify.cases import Cases, write_cases
 from sdflow.verify.forwards import Network, run_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.inputs import (
@@ -35,6 +34,7 @@ from sdflow.verify.inputs import (
     latent_port,
     text_cases,
 )
+from sdflow.verify.recording import recording, trajectory
 from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _Run:
             return {name: value for name, value in given if value is not None}
 
         def recorded(prompts: Sequence[str]) -> Recorded:
-            with _recording(networks) as calls:
+            with recording(networks) as calls:
                 encoded(prompts, guided=False)
             return {name: fed for name, fed, _ in calls}
 
@@ -199,9 +199,9 @@ class _Run:
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
         self.progress("reference: denoising in fp32")
         latents = first_latents(selection, int(latent_port(denoiser.ports).axes[1]))
-        with _recording({family.denoiser: denoiser}) as calls:
+        with recording({family.denoiser: denoiser}) as calls:
             image = _draw(pipeline, selection, latents, texts.float32)
-        denoiser_cases = _trajectory(calls, denoiser)
+        denoiser_cases = trajectory(calls, denoiser)
         further_denoiser_cases(denoiser_cases, selection, denoiser)
         of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self._latents())
         results = {family.denoiser: denoiser_cases, family.decoder: of_decoder}
@@ -230,7 +230,7 @@ class _Run:
     def checker(self, submodel: str) -> Cases:
         """The cases of the filter of pictures."""
         networks, pipeline = self._stage((submodel,))
-        with _recording(networks) as calls:
+        with recording(networks) as calls:
             pipeline.run_safety_checker(self._picture(), "cpu", networks[submodel].module.dtype)
         ((_, fed, _),) = calls
         return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
@@ -266,57 +266,6 @@ class _Run:
         with np.load(self.request.out / PICTURE_FILE) as stored:
             picture: np.ndarray = stored["float32"][None]
         return picture
-
-
-Call = tuple[str, dict[str, "np.ndarray"], tuple["np.ndarray", ...]]
-"""Submodel, inputs by name, outputs in order."""
-
-
-@contextmanager
-def _recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
-    """While this is open, what diffusers feeds these modules is written down, with what comes out."""
-    calls: list[Call] = []
-    hooks: list[Any] = []
-    for name, network in networks.items():
-        hooks += [
-            network.module.register_forward_pre_hook(_before(name, network, calls), with_kwargs=True),
-            network.module.register_forward_hook(_after(calls)),
-        ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., None]:
-    types = {port.name: port.dtype for port in network.ports.inputs}
-
-    def record(module: Any, arguments: Any, named: Any) -> None:
-        fed = network.model.fed(arguments, named)
-        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, ()))
-
-    return record
-
-
-def _after(calls: list[Call]) -> Callable[..., None]:
-    def record(module: Any, arguments: Any, output: Any) -> None:
-        if isinstance(output, tuple):
-            name, fed, _ = calls[-1]
-            calls[-1] = (name, fed, tuple(value.numpy().copy() for value in output if hasattr(value, "numpy")))
-
-    return record
-
-
-def _trajectory(calls: Sequence[Call], denoiser: Network) -> Cases:
-    """Every run of the denoiser is a case, with its result."""
-    cases = Cases()
-    names = [port.name for port in denoiser.ports.outputs]
-    for step, (_, fed, outputs) in enumerate(calls):
-        time = float(fed[str(denoiser.whole_batch)][0])
-        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
-        cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
-    return cases
 
 
 def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings) -> np.ndarray:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 LARGE = 4 * 10**9
-"""Bytes of weights, as float32, up to which they are converted once and packed for their operators: that takes them two to
-four times. Beyond, they stay as the artifact has them, and are converted where they are read: twice the time of a run."""
+"""Bytes of weights, as float32, up to which they are converted once and packed for their operators: that takes up to four
+times the memory of float16 weights. Beyond, they stay as the artifact has them, and are converted where they are read."""
 
 
 def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool = False) -> onnxruntime.InferenceSession:
@@ -31,7 +31,10 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool =
     options.log_severity_level = 3
     # Planning which value takes whose place costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
     options.enable_mem_reuse = False
-    if not fuse:
+    if large and not fuse:
+        # Even the basic level (of ONNX Runtime 1.31) makes a run keep every weight that it converted until its end.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    elif not fuse:
         # Folding constants is enough: the fusions take 8 s more for a UNet, and a run takes as long with them.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     # In the order of the graph: the default order puts off what only outputs need, and keeps values for it until then.
@@ -40,12 +43,7 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool =
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_mem_pattern = options.enable_cpu_mem_arena = False  # both keep what every value once took
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
-    return onnxruntime.InferenceSession(
-        lowered.model.SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-        disabled_optimizers=["ConstantFolding"] if large and not fuse else None,
-    )
+    return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def weights_as_float32(model: onnx.ModelProto) -> int:

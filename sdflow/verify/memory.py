@@ -1,0 +1,100 @@
+"""How much memory a verification takes, told and looked at before it starts.
+
+One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference`, `sdflow.verify.judge`). What is
+counted: the weights, as each stage holds them, and the largest activations of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
+from sdflow.errors import VerificationError
+from sdflow.families.base import Family
+from sdflow.units import spell_bytes
+from sdflow.verify.half import KEPT
+from sdflow.verify.lowering.session import LARGE
+from sdflow.verify.selection import Selection
+
+LIBRARIES = 8 * 10**8
+"""Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
+MAPS = 6
+"""Maps of the decoder's widest level in the picture's size that are in memory together."""
+
+
+def reference_bytes(family: Family, parameters: Mapping[str, int], activations: int) -> int:
+    """The most that a stage of the reference takes. parameters: submodel -> how many; without one that is not loaded.
+    activations: bytes, of the decoder."""
+    together = [family.text, (family.denoiser, family.decoder), *((name,) for name in (family.encoder, family.checker))]
+    counts = [sum(parameters.get(name, 0) for name in stage if name is not None) for stage in together]
+    return LIBRARIES + activations + max(max(4 * count, 2 * count + min(4 * count, KEPT)) for count in counts)
+
+
+def graph_bytes(file: int, target: str, *, float16: bool) -> int:
+    """What a graph takes in a session. file: bytes of its weights. Up to LARGE there is a converted and a packed copy; beyond,
+    what converts one weight after the other leaves holes in the memory."""
+    if (2 * file if float16 else file) > LARGE:
+        return LIBRARIES + (2 * file if float16 else file + file // 4)
+    return LIBRARIES + (4 * file if float16 and target != "cpu" else 2 * file)
+
+
+def activation_bytes(selection: Selection, scale: int, width: int) -> int:
+    """Of the decoder, at the largest pictures. scale: pixels per latent. width: channels of its widest level at full size."""
+    shapes = [(1, selection.rows, selection.columns), *selection.vae_shapes]
+    return MAPS * 4 * width * max(batch * rows * scale * columns * scale for batch, rows, columns in shapes)
+
+
+def require_memory(
+    family: Family,
+    loads: Mapping[str, Mapping[str, Any]] | None,
+    selection: Selection,
+    folder: Path,
+    submodels: Sequence[str],
+    target: str,
+    available: int,
+) -> int:
+    """The bytes that a verification needs. loads: of the reference's submodels; None when it is there already.
+
+    folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice.
+    """
+    needed = max(_graph_in(folder / name, target) for name in submodels)
+    if loads is not None:
+        needed = max(needed, _reference(family, loads, selection))
+    if needed > available:
+        raise VerificationError(
+            f"it needs about {spell_bytes(needed)} of memory, and {spell_bytes(available)} are available",
+            where=str(folder),
+            remedy="Close other programs, verify submodel by submodel (--submodel), or do it on a machine with more memory.",
+        )
+    return needed
+
+
+def _reference(family: Family, loads: Mapping[str, Mapping[str, Any]], selection: Selection) -> int:
+    from math import prod
+
+    from sdflow.sources.load import parameter_shapes
+
+    parameters = {
+        name: sum(prod(shape) for shape in parameter_shapes(name, load).values()) for name, load in loads.items()
+    }
+    configs = {name: load["config"] for name, load in loads.items()}
+    widths = configs[family.decoder]["block_out_channels"]
+    # The last level of the decoder gets the channels of the one before.
+    activations = activation_bytes(selection, family.latents(configs).scale, max(widths[:2]))
+    return reference_bytes(family, parameters, activations)
+
+
+def _graph_in(folder: Path, target: str) -> int:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    weights = folder / WEIGHTS_FILE
+    try:
+        graph = onnx.load(str(folder / MODEL_FILE), load_external_data=False).graph
+        file = weights.stat().st_size if weights.is_file() else 0
+    except (OSError, ValueError, DecodeError):
+        return LIBRARIES  # it will not be loaded either, and that will be said
+    float16 = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    return graph_bytes(file, target, float16=float16)
