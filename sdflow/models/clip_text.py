@@ -132,8 +132,9 @@ class ClipTextWithProjection(ClipText):
 
         def forward(input_ids: Any) -> tuple[Any, ...]:
             _, hidden, *states = inner(input_ids)
-            # 2 stands in configs of the time when the end token was the one with the largest id; float32 holds every id.
-            marks = input_ids if end == 2 else input_ids == end
+            # 2 stands in configs of the time when the end token was the one with the largest id. Marks, not ids, are made
+            # floats: a pass may make them float16, which does not tell 49406, where a text begins, from 49407, its end.
+            marks = input_ids == (input_ids.amax(dim=-1, keepdim=True) if end == 2 else end)
             place = marks.float().argmax(dim=-1)[:, None, None].expand(-1, 1, hidden.shape[-1])
             return (module.text_projection(hidden.gather(1, place)[:, 0]), hidden, *states)
 
