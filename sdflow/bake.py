@@ -17,8 +17,8 @@ from sdflow.execute import Listener
 from sdflow.families import SUBMODELS, WITH_LORAS
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
-from sdflow.plan import make_plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
+from sdflow.sources import reopen_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import find_target
 
@@ -51,13 +51,7 @@ def bake(
     if verify:
         (pipeline,) = workflow.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, verify=VerifySpec()),))
-    (plan,) = make_plan(workflow, cache, download=True).pipelines
-    if plan.checkpoint is None or plan.checkpoint.provenance != origin.checkpoint:
-        raise UsageError(
-            f"the checkpoint {plan.pipeline.model} is not the one that this pipeline was built from",
-            where=str(base / MANIFEST_FILE),
-            remedy="Put back the files that it was built from, or run its workflow again, with these LoRAs.",
-        )
+    reopen_checkpoint(origin, str(base / MANIFEST_FILE), digests=cache.stat, download=True)
     options = RunOptions(
         out=out.parent, results=results if verify else out.parent, copy=copy, evaluate=False, jobs=jobs
     )
@@ -132,6 +126,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         name=name,
         model=origin.pinned_model(str(path)),
         model_mark=mark,
+        components=origin.pinned_components(),
         target=find_target(origin.target, str(path)).name,
         loras=(*own, *loras),
         submodels=submodels,

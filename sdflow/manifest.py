@@ -71,7 +71,8 @@ class MergedLora:
 class Origin:
     """What a pipeline was built from, and for what.
 
-    model: as the workflow has it; None where it is not said. checkpoint: what identifies its content. chains: submodel
+    model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
+    where they are from. checkpoint: what identifies its content. chains: submodel
     -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
     NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
     """
@@ -86,6 +87,7 @@ class Origin:
     chains: Mapping[str, Chain] = field(default_factory=dict)
     verified: str | None = NOT_SAID
     family: str = STABLE_DIFFUSION
+    components: Mapping[str, str] = field(default_factory=dict)
 
     def pinned_model(self, where: str) -> str:
         """The model, a checkpoint of the hub at the commit that was used.
@@ -96,8 +98,17 @@ class Origin:
             raise UsageError(
                 "does not say what the pipeline was built from: 'model' is missing", where=where, remedy=_REBUILD
             )
-        commit = (self.checkpoint or {}).get("commit")
-        return f"{self.model.partition('@')[0]}@{commit}" if commit else self.model
+        return _pinned(self.model, self.checkpoint or {})
+
+    def pinned_components(self) -> dict[str, str]:
+        """The components that are not the checkpoint's own, those of the hub at the commit that was used."""
+        found = (self.checkpoint or {}).get("components", {})
+        return {name: _pinned(reference, found.get(name, {})) for name, reference in self.components.items()}
+
+
+def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:
+    commit = provenance.get("commit")
+    return f"{reference.partition('@')[0]}@{commit}" if commit else reference
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,8 @@ class Manifest:
             content["verified"] = origin.verified
         if origin.family != STABLE_DIFFUSION:
             content["family"] = origin.family
+        if origin.components:
+            content["components"] = dict(origin.components)
         return content
 
     def to_bytes(self) -> bytes:
@@ -244,6 +257,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         chains={name: _chain(each) for name, each in submodels.items() if "steps" in each},
         verified=_get_or(value, "verified", str, None) if "verified" in value else NOT_SAID,
         family=_get_or(value, "family", str, None) or STABLE_DIFFUSION,
+        components=_references(value, "components"),
     )
     files = _get(value, "files", list)
     if not all(isinstance(path, str) for path in files):
@@ -255,6 +269,11 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         copied=_get_or(value, "copied", bool, False),
         sdflow_version=str(value.get("sdflow_version", "")),
     )
+
+
+def _references(value: Mapping[str, Any], key: str) -> dict[str, str]:
+    found = _get_or(value, key, dict, None) or {}
+    return {name: _get(found, name, str) for name in found}
 
 
 def _lora(value: Mapping[str, Any]) -> MergedLora:

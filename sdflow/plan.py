@@ -21,6 +21,7 @@ from typing import Literal
 from sdflow import sources
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
+from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
 from sdflow.machine.packages import distribution_version
@@ -93,11 +94,11 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     Raises CheckpointError for a checkpoint or LoRA that cannot be used, UsageError for a pass whose packages are not
     installed.
     """
-    opened: dict[tuple[str, bool], sources.Checkpoint | None] = {}
+    opened: dict[str, sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
     plans = []
     for pipeline in workflow.pipelines:
-        key = (pipeline.model, pipeline.allow_pickle)
+        key = digest_json([pipeline.model, pipeline.allow_pickle, dict(pipeline.components)])
         if key not in opened:
             opened[key] = _open(pipeline, cache, download)
         for spec in pipeline.loras:
@@ -110,7 +111,11 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
 def _open(pipeline: Pipeline, cache: Cache, download: bool) -> sources.Checkpoint | None:
     try:
         return sources.open_checkpoint(
-            pipeline.model, digests=cache.stat, download=download, allow_pickle=pipeline.allow_pickle
+            pipeline.model,
+            digests=cache.stat,
+            download=download,
+            allow_pickle=pipeline.allow_pickle,
+            components=pipeline.components,
         )
     except sources.CheckpointNotLocal:
         if download:
@@ -129,7 +134,7 @@ def _plan_pipeline(
     if checkpoint is not None:
         _require_parts(pipeline, checkpoint)
         _require_sizes(pipeline, checkpoint)
-    notes = []
+    notes = list(checkpoint.notes) if checkpoint is not None else []
     loras = []
     for spec in pipeline.loras:
         lora = opened[spec.reference, spec.weight_name]

@@ -202,6 +202,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
             )
             for submodel, chain in steps.items()
         },
+        components=pipeline.components,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 

@@ -21,17 +21,10 @@ def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
     Raises UsageError when the manifest does not say what the pipeline was built from, or when that has changed since;
     CheckpointError when it cannot be read.
     """
-    from sdflow.sources import PlainDigests, load_module, open_checkpoint
+    from sdflow.sources import PlainDigests, load_module, reopen_checkpoint
 
     origin, where = read_manifest(folder).origin, str(folder / MANIFEST_FILE)
-    model = origin.pinned_model(where)
-    checkpoint = open_checkpoint(model, digests=PlainDigests(), download=False, allow_pickle=origin.allow_pickle)
-    if checkpoint.provenance != (origin.checkpoint or {}):
-        raise UsageError(
-            f"the checkpoint {model} is not the one that this pipeline was built from",
-            where=where,
-            remedy="Put back the files that it was built from, or run its workflow again.",
-        )
+    checkpoint = reopen_checkpoint(origin, where, digests=PlainDigests())
     family = checkpoint.family
     modules = {
         family.part(name).component: load_module(name, checkpoint.submodels[name].load) for name in family.drawing

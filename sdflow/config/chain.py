@@ -218,6 +218,11 @@ def is_off(node: Node) -> bool:
     return isinstance(node, YamlScalar) and (node.value is None or node.value is False)
 
 
+def is_null(node: Node) -> bool:
+    """Whether nothing is written there, or null."""
+    return isinstance(node, YamlScalar) and node.value is None
+
+
 def unknown_keys(node: YamlMap, known: Mapping[str, object], what: str, problems: Problems) -> None:
     """Reports the keys of the map that are not known."""
     for key in node.entries:

@@ -15,6 +15,7 @@ WORKFLOW: Mapping[str, str] = {
     "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
     "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
+    "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the UNet and the text encoder.",

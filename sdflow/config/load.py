@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo
-from sdflow.config.chain import Chains, unknown_keys
+from sdflow.config.chain import Chains, is_null, unknown_keys
 from sdflow.config.fields import (
     WORKFLOW,
     EvaluateFields,
@@ -29,7 +29,7 @@ from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, VerifySpec, Workflow
-from sdflow.families import DRAWING, WITH_LORAS
+from sdflow.families import DRAWING, EXCHANGEABLE, WITH_LORAS
 
 
 def load_workflow(
@@ -79,6 +79,7 @@ class _Loader:
         self.problems = problems
         self.allow_pickle = self._flag("allow_pickle")
         self.carry_weights = self._flag("carry_weights")
+        self.components = self._components(document.entries.get("components"))
         self._targets: dict[str, _ForTarget] = {}
         self._models: dict[int, str | None] = {}
         self._loras: dict[int, tuple[LoraSpec, ...]] = {}
@@ -122,6 +123,7 @@ class _Loader:
             verify=common.verify,
             allow_pickle=self.allow_pickle,
             carry_weights=self.carry_weights,
+            components=self.components,
         )
 
     def _flag(self, key: str) -> bool:
@@ -130,6 +132,22 @@ class _Loader:
             return node.value
         expect_kind(node, "true or false", f"`{key}`", self.problems)
         return False
+
+    def _components(self, node: Node | None) -> dict[str, str]:
+        if node is None or is_null(node):
+            return {}
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map like {vae: hf:owner/name}, or null", "`components`", self.problems)
+            return {}
+        unknown_keys(node, EXCHANGEABLE, "component", self.problems)
+        found = {
+            name: model_reference(
+                each, self.files.folder(each.mark), self.allow_pickle, self.problems, f"`components.{name}`"
+            )
+            for name, each in node.entries.items()
+            if name in EXCHANGEABLE and not is_null(each)
+        }
+        return {name: reference for name, reference in found.items() if reference is not None}
 
     def _for_target(self, target: str) -> _ForTarget:
         if target not in self._targets:
@@ -153,7 +171,7 @@ class _Loader:
     def _evaluate(self, node: Node | None) -> EvaluateSpec:
         if node is None:
             return EvaluateSpec()
-        if isinstance(node, YamlScalar) and node.value is None:
+        if is_null(node):
             return EvaluateSpec(latency=None, image=None)
         if not isinstance(node, YamlMap):
             expect_kind(node, "a map of latency, image and allow_fallback, or null", "`evaluate`", self.problems)
@@ -185,7 +203,7 @@ class _Loader:
         return self._models[id(node)]
 
     def _lora_specs(self, node: Node | None) -> tuple[LoraSpec, ...]:
-        if node is None or (isinstance(node, YamlScalar) and node.value is None):
+        if node is None or is_null(node):
             return ()
         if not isinstance(node, YamlList):
             expect_kind(node, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`", self.problems)

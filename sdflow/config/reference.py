@@ -22,10 +22,15 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 _SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
 
 
-def model_reference(node: Node, folder: Path, allow_pickle: bool, problems: Problems) -> str | None:
-    """The checked reference with its path made absolute, or None and a problem. folder: where the path starts."""
+def model_reference(
+    node: Node, folder: Path, allow_pickle: bool, problems: Problems, what: str = "`model`"
+) -> str | None:
+    """The checked reference with its path made absolute, or None and a problem.
+
+    folder: where the path starts. what: the key that it stands at, for messages.
+    """
     if not (isinstance(node, YamlScalar) and isinstance(node.value, str) and node.value):
-        expect_kind(node, "a reference to a checkpoint", "`model`", problems)
+        expect_kind(node, "a reference to a checkpoint", what, problems)
         return None
     text, mark = node.value, node.mark
     scheme = _SCHEME.fullmatch(text)

@@ -20,7 +20,7 @@ from sdflow.config.fields import (
     LoraFields,
     VerifyFields,
 )
-from sdflow.families import SUBMODELS
+from sdflow.families import EXCHANGEABLE, SUBMODELS
 from sdflow.targets import TARGETS
 
 Schema = dict[str, Any]
@@ -87,6 +87,17 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "extends": _one_or_list(_TEXT),
             "name": _TEXT,
             "model": _TEXT,
+            "components": {
+                "anyOf": [
+                    _object(
+                        {
+                            name: {"anyOf": [_TEXT, {"type": "null"}], "description": about}
+                            for name, about in EXCHANGEABLE.items()
+                        }
+                    ),
+                    {"type": "null"},
+                ]
+            },
             "target": _one_or_list(_ref("target")),
             "targets": _object({name: {**_ref("overlay"), "description": t.title} for name, t in TARGETS.items()}),
             "loras": {"anyOf": [_ref("loras"), {"type": "null"}]},

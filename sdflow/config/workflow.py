@@ -94,6 +94,7 @@ class VerifySpec:
 class Pipeline:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
+    components: those that are not the model's own, and the references that they come from.
     verify: None: the artifacts are not verified.
     """
 
@@ -107,6 +108,7 @@ class Pipeline:
     verify: VerifySpec | None = None
     allow_pickle: bool = False
     carry_weights: bool = False
+    components: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ DRAWING: tuple[str, ...] = tuple(
 OPTIONAL: tuple[str, ...] = tuple(part.name for family in FAMILIES.values() for part in family.parts if part.optional)
 """The submodels that a checkpoint may lack."""
 
+EXCHANGEABLE: Mapping[str, str] = {"vae": "The autoencoder, both halves: latents to pixels, and pixels to latents."}
+"""The components that a workflow may take from elsewhere, with what they are. Nothing lies beside them that would have to
+be exchanged too, as tokenizers do beside text encoders."""
+
 
 def find_family(name: str, where: str) -> Family:
     """The family of this name, which stands at `where`. Raises UsageError when there is none."""

@@ -7,7 +7,7 @@ passes, the cache or sessions. Tensors are torch's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Model, Original, halved
@@ -54,8 +54,8 @@ class Part:
     config: Config = field(default_factory=dict)
 
     def layout(self, prefix: str) -> Layout:
-        """The layout with this prefix."""
-        return next(layout for layout in self.layouts if layout.prefix == prefix)
+        """The layout with this prefix; the first with none of it for "": in a file that holds this part alone."""
+        return next((layout for layout in self.layouts if layout.prefix == prefix), replace(self.layouts[0], prefix=""))
 
 
 @dataclass(frozen=True)

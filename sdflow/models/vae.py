@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """diffusers before 0.18 named the layers of attention so."""
 
+_TRAINING = ("loss.", "model_ema.")
+"""How names of tensors begin that only the training of a VAE reads (CompVis's latent-diffusion, ldm/models/autoencoder.py)."""
+
 
 class _Half(Model):
     """Both halves are traced with diffusers' default attention, scaled_dot_product_attention. `fusion_attention_vae` of ONNX
@@ -48,6 +51,10 @@ class _Half(Model):
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return {key: Original(name) for key, name in ldm_vae_names(keys).items()}
+
+    def unused(self, name: str, keys: Iterable[str]) -> bool:
+        """Files of a VAE alone keep what its training needed besides."""
+        return name.startswith(_TRAINING)
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """The original layout and the oldest files hold attention as 1x1 convolutions: the same values."""

@@ -10,6 +10,7 @@ from sdflow.sources.checkpoint import (
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
 from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora
 from sdflow.sources.opening import open_checkpoint
+from sdflow.sources.reopening import reopen_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -25,5 +26,6 @@ __all__ = [
     "lora_submodels",
     "open_checkpoint",
     "read_lora",
+    "reopen_checkpoint",
     "submodel_config",
 ]

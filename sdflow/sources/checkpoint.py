@@ -118,8 +118,15 @@ def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:
 def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint from the configs of its components and of "scheduler".
 
-    Raises KeyError or TypeError for a config that lacks one.
+    Raises KeyError or TypeError for a config that lacks one, CheckpointError for a VAE that moves its latents.
     """
+    for name, config in configs.items():
+        if config.get("latents_mean") is not None:
+            raise CheckpointError(
+                f"the {name} moves its latents by latents_mean and latents_std; sdflow only scales them",
+                where=f"{name}/config.json",
+                remedy="Use a checkpoint or a VAE with a scaling_factor alone.",
+            )
     latents = family.latents({part.name: configs[part.component] for part in family.parts if not part.optional})
     return {
         "image_size": latents.image_size,

@@ -40,6 +40,47 @@ class Weights:
     pickled: bool
 
 
+@dataclass(frozen=True)
+class ComponentFiles:
+    """A component's folder as it was opened. stamps: of the weights. notes: choices that the user should hear of."""
+
+    config: dict[str, Any]
+    weights: Weights
+    stamps: list[dict[str, Any]]
+    notes: tuple[str, ...]
+
+    def digests(self, digests: FileDigests) -> dict[Path, str]:
+        """The digest of each file of the weights."""
+        files = self.weights.files
+        return dict(zip(files, side_by_side([partial(digests.digest, file) for file in files]), strict=True))
+
+    def submodel(
+        self,
+        part: Part,
+        config: Mapping[str, Any],
+        family: Family,
+        sum_of: Mapping[Path, str],
+        pinned: Mapping[str, Any],
+    ) -> SubmodelCheckpoint:
+        """A part that is made of it. config: with what the family sets in it. pinned: joins the identity."""
+        return SubmodelCheckpoint(
+            identity={
+                "kind": "files",
+                "class": part.model.class_name,
+                "config": config_digest(config),
+                "weights": sorted(sum_of[file] for file in self.weights.files),
+                **pinned,
+            },
+            load={
+                "kind": "files",
+                "family": family.name,
+                "config": config,
+                "files": self.stamps,
+                "pickled": self.weights.pickled,
+            },
+        )
+
+
 def open_folder(
     folder: Path,
     *,
@@ -54,49 +95,21 @@ def open_folder(
     Raises CheckpointError naming the file for whatever is missing, damaged or of a kind that is not supported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
-    pinned = {key: value for key, value in origin.items() if key == "commit"}
     family, index = _pipeline_index(folder)
-    notes: list[str] = []
-    found: dict[str, Weights] = {}
-    stamps: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, ComponentFiles] = {}
     configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json")}
     files: dict[str, str] = {}
     for component, parts in family.components.items():
         if parts[0].optional and index.get(component, [None])[0] is None:
             continue
-        configs[component] = component_config(folder, component, parts[0].model, family)
-        found[component] = weights = find_weights(folder / component, parts[0].model, allow_pickle=allow_pickle)
-        if weights.variant:
-            notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
-        if weights.pickled:
-            notes.append(f"{component}: the weights are pickled; they are loaded with weights_only=True.")
-        else:
-            for file in weights.files:
-                read_header(file)
-        # Before the digests: a file that changes in between is then refused when it is loaded.
-        stamps[component] = [file_stamp(file) for file in weights.files]
-    every = [file for weights in found.values() for file in weights.files]
+        found[component] = open_component(folder / component, component, parts[0].model, family, allow_pickle)
+        configs[component] = found[component].config
+    every = [file for component in found.values() for file in component.weights.files]
     sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
     files |= {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
-        weights = found[part.component]
-        return SubmodelCheckpoint(
-            identity={
-                "kind": "files",
-                "class": part.model.class_name,
-                "config": config_digest(config),
-                "weights": sorted(sum_of[file] for file in weights.files),
-                **pinned,
-            },
-            load={
-                "kind": "files",
-                "family": family.name,
-                "config": config,
-                "files": stamps[part.component],
-                "pickled": weights.pickled,
-            },
-        )
+        return found[part.component].submodel(part, config, family, sum_of, pinned(origin))
 
     submodels = submodels_of(family, {name: configs[name] for name in found}, build)
     companions = _companions(folder, family, submodels)
@@ -113,8 +126,32 @@ def open_folder(
             "requires_safety_checker": bool(index.get("requires_safety_checker", family.checker in submodels)),
         },
         options=read_options(family, index),
-        notes=tuple(notes),
+        notes=tuple(note for component in found.values() for note in component.notes),
     )
+
+
+def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an origin joins the identities: the hub's commit."""
+    return {key: value for key, value in origin.items() if key == "commit"}
+
+
+def open_component(folder: Path, component: str, model: Model, family: Family, allow_pickle: bool) -> ComponentFiles:
+    """A component in a folder of its own: config.json, checked to be of the model's class, and weights.
+
+    Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
+    """
+    config = _component_config(folder, model, family)
+    weights = find_weights(folder, model, allow_pickle=allow_pickle)
+    notes = []
+    if weights.variant:
+        notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
+    if weights.pickled:
+        notes.append(f"{component}: the weights are pickled; they are loaded with weights_only=True.")
+    else:
+        for file in weights.files:
+            read_header(file)
+    # Before the digests: a file that changes in between is then refused when it is loaded.
+    return ComponentFiles(config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -153,9 +190,8 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
     return family, index
 
 
-def component_config(folder: Path, component: str, model: Model, family: Family) -> dict[str, Any]:
-    """The component's config.json, checked to be of the class that sdflow loads it as."""
-    path = folder / component / "config.json"
+def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:
+    path = folder / "config.json"
     config = read_config(path)
     named = [config["_class_name"]] if "_class_name" in config else config.get("architectures") or []
     if model.class_name not in named:

@@ -6,13 +6,15 @@ The client honours HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLI
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
+from sdflow.models.base import Model
 from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
 from sdflow.sources.folder import choose_weights, open_folder
 from sdflow.sources.reference import HubReference
@@ -30,26 +32,50 @@ def open_hub(
     repository or revision that does not exist or is closed to this user, and when the hub cannot be reached.
     """
 
-    def opened(snapshot: Path) -> Checkpoint:
-        origin = {
-            "kind": "hub",
-            "repository": hub.repository,
-            "revision": hub.revision,
-            "commit": snapshot.name,
-        }
+    def opened(snapshot: Path, origin: Mapping[str, Any]) -> Checkpoint:
         return open_folder(snapshot, reference=reference, digests=digests, allow_pickle=allow_pickle, origin=origin)
+
+    return open_snapshot(hub, opened, needed_files, download=download)
+
+
+class Noted(Protocol):
+    """Something that was opened."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Choices that the user should hear of."""
+
+
+Opened = TypeVar("Opened", bound=Noted)
+
+
+def open_snapshot(
+    hub: HubReference,
+    opened: Callable[[Path, Mapping[str, Any]], Opened],
+    wanted: Callable[[Collection[str]], list[str]],
+    *,
+    download: bool,
+) -> Opened:
+    """What `opened` makes of the snapshot's folder and its origin, JSON for the provenance.
+
+    wanted: of the names in a repository, those to fetch. Raises as `open_hub` does.
+    """
+
+    def with_origin(snapshot: Path) -> Opened:
+        origin = {"kind": "hub", "repository": hub.repository, "revision": hub.revision, "commit": snapshot.name}
+        return opened(snapshot, origin)
 
     download = download and not _offline()
     if not download or _COMMIT.fullmatch(hub.revision):
         local = _local_snapshot(hub)
         if local is not None:
-            checkpoint = _if_complete(local, opened)
+            found = _if_complete(local, with_origin)
             # Second choices (variants, pickles) may only mean that another program fetched a part of the repository.
-            if checkpoint is not None and (not download or len(checkpoint.notes) == 0):
-                return checkpoint
+            if found is not None and (not download or len(found.notes) == 0):
+                return found
     if not download:
         raise _not_local(hub)
-    return opened(_fetch(hub, needed_files))
+    return with_origin(_fetch(hub, wanted))
 
 
 def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> Path:
@@ -102,16 +128,22 @@ def needed_files(names: Collection[str]) -> list[str]:
     wanted = [name for name in names if name == "model_index.json"]
     components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
     for component, model in components.items():
-        inside = {name.removeprefix(f"{component}/"): name for name in names if name.startswith(f"{component}/")}
-        chosen = choose_weights(inside, model)
-        if chosen is not None:
-            wanted.append(inside[chosen[0]])
-            if chosen[0].endswith(".json"):
-                wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
-        wanted += [name for short, name in inside.items() if short == "config.json"]
+        wanted += component_files(names, f"{component}/", model)
     for companion in dict.fromkeys(name for family in FAMILIES.values() for name in family.companions):
         wanted += [name for name in names if name.startswith(f"{companion}/") and name.endswith(_TEXT_SUFFIXES)]
     return sorted(wanted)
+
+
+def component_files(names: Collection[str], folder: str, model: Model) -> list[str]:
+    """The files of a component that `open_component` reads. folder: "vae/"; "" where the repository is the component."""
+    inside = {name.removeprefix(folder): name for name in names if name.startswith(folder)}
+    wanted = [name for short, name in inside.items() if short == "config.json"]
+    chosen = choose_weights(inside, model)
+    if chosen is not None:
+        wanted.append(inside[chosen[0]])
+        if chosen[0].endswith(".json"):
+            wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
+    return wanted
 
 
 def _is_shard(name: str, index: str, variant: str) -> bool:
@@ -146,7 +178,7 @@ def _local_snapshot(hub: HubReference) -> Path | None:
     return snapshot if commit and snapshot.is_dir() else None
 
 
-def _if_complete(snapshot: Path, opened: Callable[[Path], Checkpoint]) -> Checkpoint | None:
+def _if_complete(snapshot: Path, opened: Callable[[Path], Opened]) -> Opened | None:
     try:
         return opened(snapshot)
     except MissingFile:

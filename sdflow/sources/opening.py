@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
+from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
 from sdflow.sources.hub import open_hub
 from sdflow.sources.reference import HubReference, SampleReference, SyntheticReference, parse_reference
@@ -14,13 +16,30 @@ from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
 
 
-def open_checkpoint(reference: str, *, digests: FileDigests, download: bool, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(
+    reference: str,
+    *,
+    digests: FileDigests,
+    download: bool,
+    allow_pickle: bool = False,
+    components: Mapping[str, str] | None = None,
+) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
-    download: whether the hub may be asked; without it, only what the local hub cache holds is found.
+    components: component -> where it comes from in place of the checkpoint's own. download: whether the hub may be asked;
+        without it, only what the local hub cache holds is found.
     Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
     everything else that is missing, damaged or not supported.
     """
+    checkpoint = _open(reference, digests, download, allow_pickle)
+    for component, source in (components or {}).items():
+        checkpoint = with_component(
+            checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
+        )
+    return checkpoint
+
+
+def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bool) -> Checkpoint:
     parsed = parse_reference(reference)
     if isinstance(parsed, SyntheticReference):
         return open_synthetic(reference, parsed.architecture, parsed.seed)

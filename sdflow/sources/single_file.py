@@ -74,7 +74,7 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
     family = family_of_architecture(architecture)
     layouts = _layouts(family, names)
     prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
-    entries = {} if pickled else {component: _under(header, prefix) for component, prefix in prefix_of.items()}
+    entries = {} if pickled else {component: under(header, prefix) for component, prefix in prefix_of.items()}
     whole, *sums = side_by_side([
         partial(digests.digest, path),
         *(
@@ -86,22 +86,7 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
         content = {"file": whole} if pickled else {"tensors": tensors[part.component]}
-        return SubmodelCheckpoint(
-            identity={
-                "kind": "single_file",
-                "class": part.model.class_name,
-                "config": config_digest(config),
-                **content,
-            },
-            load={
-                "kind": "files",
-                "family": family.name,
-                "config": config,
-                "files": [stamp],
-                "pickled": pickled,
-                "prefix": prefix_of[part.component],
-            },
-        )
+        return part_of_file(part, config, family, content, stamp, prefix_of[part.component])
 
     configs = {component: architecture_config(architecture, component) for component in prefix_of}
     lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of)
@@ -133,6 +118,34 @@ def open_single_file(path: Path, *, reference: str, digests: FileDigests, allow_
     )
 
 
+def part_of_file(
+    part: Part,
+    config: Mapping[str, Any],
+    family: Family,
+    content: Mapping[str, str],
+    stamp: Mapping[str, Any],
+    prefix: str | None,
+) -> SubmodelCheckpoint:
+    """A part in one file. content: the digest of its tensors (`tensors`), or of the whole pickle (`file`). stamp: of the
+    file. prefix: of its names in the original layout; None: they are the module's own."""
+    return SubmodelCheckpoint(
+        identity={
+            "kind": "single_file",
+            "class": part.model.class_name,
+            "config": config_digest(config),
+            **content,
+        },
+        load={
+            "kind": "files",
+            "family": family.name,
+            "config": config,
+            "files": [stamp],
+            "pickled": "file" in content,
+            "prefix": prefix,
+        },
+    )
+
+
 def _layouts(family: Family, names: Iterable[str]) -> dict[str, Layout]:
     """Part -> how it lies in a file with tensors of these names; the parts that are not in it are left out."""
     names = list(names)
@@ -144,18 +157,20 @@ def _layouts(family: Family, names: Iterable[str]) -> dict[str, Layout]:
     return found
 
 
-def _under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
+def under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
+    """The tensors whose names begin with the prefix."""
     return {name: entry for name, entry in header.items() if name.startswith(prefix)}
 
 
-def _pickle_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def pickle_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a pickle's tensors by name. It loads torch."""
     from sdflow.sources.load import load_pickle
 
     return {name: tuple(tensor.shape) for name, tensor in load_pickle(path, "meta").items()}
 
 
 def _describe_pickle(path: Path) -> str:
-    shapes = _pickle_shapes(path)
+    shapes = pickle_shapes(path)
     architecture = _find(path, shapes)
     return json.dumps(
         [architecture, *(layout.prefix for layout in _layouts(family_of_architecture(architecture), shapes).values())]

@@ -9,7 +9,7 @@ from pathlib import Path
 from sdflow.config.workflow import ImageSpec
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.sources import Checkpoint, find_lora, lora_submodels, open_checkpoint
+from sdflow.sources import Checkpoint, find_lora, lora_submodels, reopen_checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.targets import find_target
@@ -37,17 +37,18 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
     Raises UsageError when the folder is no pipeline of sdflow, or the checkpoint or a LoRA is not what it was.
     """
     origin = read_manifest(folder).origin
-    where, again = str(folder / MANIFEST_FILE), "Put back what it was built from, or run its workflow again."
+    where = str(folder / MANIFEST_FILE)
     found = find_target(target, "--target") if target else find_target(origin.target, where)
-    model = origin.pinned_model(where)
-    checkpoint = open_checkpoint(model, digests=cache.stat, download=False, allow_pickle=origin.allow_pickle)
-    if checkpoint.provenance != origin.checkpoint:
-        raise UsageError(f"the checkpoint {origin.model} is not the one it was built from", where=where, remedy=again)
+    checkpoint = reopen_checkpoint(origin, where, digests=cache.stat)
     loras = []
     for lora in origin.loras:
         path = find_lora(lora.reference, lora.weight_name, download=False)
         if cache.stat.digest(path) != lora.sha256:
-            raise UsageError(f"the LoRA {path} is not the one it was built with", where=where, remedy=again)
+            raise UsageError(
+                f"the LoRA {path} is not the one it was built with",
+                where=where,
+                remedy="Put back what it was built from, or run its workflow again.",
+            )
         loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path)))
     return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)))
 

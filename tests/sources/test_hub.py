@@ -26,7 +26,12 @@ try:
         found = s.find_lora(request["lora"], request.get("name"), download=request["download"])
         print(json.dumps({"path": str(found)}))
     else:
-        c = s.open_checkpoint(request["model"], digests=s.PlainDigests(), download=request["download"])
+        c = s.open_checkpoint(
+            request["model"],
+            digests=s.PlainDigests(),
+            download=request["download"],
+            components=request.get("components"),
+        )
         print(json.dumps({
             "provenance": dict(c.provenance),
             "identities": {k: dict(v.identity) for k, v in c.submodels.items()},
@@ -173,6 +178,38 @@ def test_a_repository_without_a_pipeline_is_an_error(client: Client) -> None:
     client.hub.repositories["owner/other"] = {FIRST: {"README.md": b"x", "config.json": b"{}"}}
     found = client("hf:owner/other")
     assert "model_index.json: no such file" in found["message"]
+
+
+def test_a_vae_is_fetched_from_a_repository_that_is_one_and_from_one_that_has_one(
+    client: Client, tiny_folder: Path
+) -> None:
+    name = "diffusion_pytorch_model.safetensors"
+    weights = (tiny_folder / "vae" / name).read_bytes()
+    config = (tiny_folder / "vae/config.json").read_bytes()
+    alone = {"config.json": config, name: weights, "sdxl_vae.safetensors": b"x", "diffusion_pytorch_model.bin": b"y"}
+    client.hub.repositories["owner/vae"] = {FIRST: alone}
+    client.hub.repositories["owner/file"] = {FIRST: {"sdxl_vae.safetensors": b"x"}}
+
+    def opened(vae: str, **options: Any) -> dict[str, Any]:
+        return client("synthetic:sd15-tiny", components={"vae": vae}, **options)
+
+    for vae, place in (("hf:owner/vae", name), ("hf:owner/tiny@main", f"vae/{name}")):
+        assert opened(vae, download=False)["error"] == "CheckpointNotLocal" and client.hub.requests == []
+        found = opened(vae)
+        assert found["provenance"]["components"]["vae"]["commit"] == FIRST
+        assert list(found["provenance"]["components"]["vae"]["files"]) == [place]
+        assert not found["torch"]
+        assert opened(vae, download=False) == found and client.hub.requests == []
+        repository = client.home / f"hub/models--{vae[3:].partition('@')[0].replace('/', '--')}/snapshots/{FIRST}"
+        fetched = {path.relative_to(repository).as_posix() for path in repository.rglob("*.*") if path.is_file()}
+        assert fetched == {place, place.replace(name, "config.json")}
+        assert (repository / place).read_bytes() == weights
+    # a pipeline of which only the VAE is there is not there as a checkpoint, and is completed
+    assert client("hf:owner/tiny", download=False)["error"] == "CheckpointNotLocal"
+    assert "error" not in client("hf:owner/tiny")
+    refused = opened("hf:owner/file")
+    assert "hf:owner/file@main: holds neither vae/config.json nor config.json" in refused["message"]
+    assert "download it, and name the file" in refused["message"]
 
 
 def test_a_lora_is_fetched_from_the_hub(client: Client) -> None:

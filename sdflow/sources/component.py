@@ -1,0 +1,288 @@
+"""A component of a checkpoint from elsewhere: another VAE in place of its own.
+
+Where it may come from: a folder or repository that is the component, as save_pretrained writes it; one that is a pipeline
+and has it; a synthetic checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file
+holds no configuration: the checkpoint's own is taken, and the shapes must fit it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import EXCHANGEABLE
+from sdflow.families.base import Part
+from sdflow.models.base import Port
+from sdflow.sources.checkpoint import (
+    Checkpoint,
+    FileDigests,
+    MissingFile,
+    SubmodelCheckpoint,
+    file_stamp,
+    pipeline_facts,
+    side_by_side,
+)
+from sdflow.sources.folder import open_component, pinned, refuse_pickle
+from sdflow.sources.hub import component_files, open_snapshot
+from sdflow.sources.reference import (
+    PICKLE_SUFFIXES,
+    HubReference,
+    SampleReference,
+    SyntheticReference,
+    parse_reference,
+)
+from sdflow.sources.safetensors_file import digest_tensors, read_header
+from sdflow.sources.sample import sample_folder
+from sdflow.sources.single_file import part_of_file, pickle_shapes, under
+from sdflow.sources.synthetic import open_synthetic
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A component that was opened: its parts by name, and JSON for the manifest. notes: what the user should hear of."""
+
+    submodels: Mapping[str, SubmodelCheckpoint]
+    provenance: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def with_component(
+    checkpoint: Checkpoint,
+    component: str,
+    reference: str,
+    *,
+    digests: FileDigests,
+    download: bool,
+    allow_pickle: bool = False,
+) -> Checkpoint:
+    """The checkpoint with the parts that are made of this component taken from elsewhere, and the facts that follow.
+
+    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
+    or damaged, or whose inputs and outputs are not those of the checkpoint's own.
+    """
+    if component not in EXCHANGEABLE or checkpoint.family.components[component][0].name not in checkpoint.submodels:
+        raise CheckpointError(
+            f"{checkpoint.reference} has no component {component!r} that can be exchanged",
+            where=reference,
+            remedy=f"Known: {', '.join(EXCHANGEABLE)}.",
+        )
+    source = _Source(checkpoint, component, reference, digests, allow_pickle)
+    found = source.open(download)
+    _require_equal_ports(checkpoint, source.parts, found, reference)
+    changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
+    facts = _facts(changed, reference)
+    notes = [f"{component}: {reference} in place of the checkpoint's own.", *found.notes]
+    if facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:
+        notes.append(
+            f"{component}: latents are scaled by {facts['scaling_factor']}, by its configuration; the checkpoint's own by "
+            f"{checkpoint.facts['scaling_factor']}. It may be of another family."
+        )
+    others = checkpoint.provenance.get("components", {})
+    return replace(
+        changed,
+        provenance={**checkpoint.provenance, "components": {**others, component: found.provenance}},
+        facts=facts,
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a component comes from, and the checkpoint that it is for."""
+
+    checkpoint: Checkpoint
+    component: str
+    reference: str
+    digests: FileDigests
+    allow_pickle: bool
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self.checkpoint.family.components[self.component]
+
+    def open(self, download: bool) -> Found:
+        parsed = parse_reference(self.reference)
+        if isinstance(parsed, SyntheticReference):
+            return self._synthetic(parsed)
+        if isinstance(parsed, SampleReference):
+            return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
+        if isinstance(parsed, HubReference):
+            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=download)
+        path = parsed.path
+        if path.is_dir():
+            return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
+        if path.suffix in (".safetensors", *PICKLE_SUFFIXES) and path.is_file():
+            return self._file(path)
+        raise CheckpointError(
+            f"a file of the unknown kind {path.suffix!r}" if path.is_file() else "no such file or folder",
+            where=str(path),
+            remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+        )
+
+    def _synthetic(self, parsed: SyntheticReference) -> Found:
+        other = open_synthetic(self.reference, parsed.architecture, parsed.seed)
+        family = self.checkpoint.family.name
+        submodels = {
+            part.name: replace(found, load={**found.load, "family": family})
+            for part in self.parts
+            if (found := other.submodels.get(part.name)) is not None
+        }
+        if len(submodels) < len(self.parts):
+            raise CheckpointError(f"has no {self.component}", where=self.reference, remedy="Name one that has it.")
+        return Found(submodels, other.provenance)
+
+    def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
+        """From a folder that is the component, or a pipeline's that has it."""
+        inner = folder / self.component
+        place = inner if (inner / "config.json").is_file() else folder
+        if not (place / "config.json").is_file():
+            raise MissingFile(
+                f"holds neither {self.component}/config.json nor config.json", where=str(folder), remedy=self._as_saved
+            )
+        family = self.checkpoint.family
+        opened = open_component(place, self.component, self.parts[0].model, family, self.allow_pickle)
+        sum_of = opened.digests(self.digests)
+        return Found(
+            {
+                part.name: opened.submodel(part, {**opened.config, **part.config}, family, sum_of, pinned(origin))
+                for part in self.parts
+            },
+            {**origin, "files": {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}},
+            opened.notes,
+        )
+
+    def _needed(self, hub: HubReference, names: Collection[str]) -> list[str]:
+        inner = f"{self.component}/"
+        wanted = component_files(names, inner if f"{inner}config.json" in names else "", self.parts[0].model)
+        if not any(name.endswith("config.json") for name in wanted):
+            raise CheckpointError(
+                f"holds neither {inner}config.json nor config.json",
+                where=f"hf:{hub.repository}@{hub.revision}",
+                remedy=f"{self._as_saved} A single file of a repository: download it, and name the file.",
+            )
+        return wanted
+
+    @property
+    def _as_saved(self) -> str:
+        return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
+
+    def _file(self, path: Path) -> Found:
+        pickled = path.suffix in PICKLE_SUFFIXES
+        stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+        if pickled:
+            refuse_pickle(path, self.allow_pickle)
+            known = json.loads(self.digests.value(path, "pickled-shapes-1", _shapes_as_json))
+            shapes: Shapes = {name: tuple(shape) for name, shape in known.items()}
+        else:
+            header = read_header(path)
+            shapes = {name: entry.shape for name, entry in header.items()}
+        prefix = self._prefix(shapes)
+        self._require_shapes(path, shapes, prefix or "")
+        work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
+        if not pickled:
+            what, entries = f"tensors-1/{self.component}", under(header, prefix or "")
+            work.append(partial(self.digests.value, path, what, partial(digest_tensors, entries=entries)))
+        whole, *tensors = side_by_side(work)
+        content = {"tensors": tensors[0]} if tensors else {"file": whole}
+        return Found(
+            {
+                part.name: part_of_file(part, self._own_config(part), self.checkpoint.family, content, stamp, prefix)
+                for part in self.parts
+            },
+            {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
+            (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
+        )
+
+    def _own_config(self, part: Part) -> dict[str, Any]:
+        return dict(self.checkpoint.submodels[part.name].load["config"])
+
+    def _prefix(self, names: Iterable[str]) -> str | None:
+        """How the component's names begin in a file in the original layout; None: the names are diffusers'."""
+        names = list(names)
+        for layout in self.parts[0].layouts:
+            if any(name.startswith(layout.prefix) for name in names):
+                return layout.prefix
+        # diffusers' blocks are `down_blocks.0`, the original ones `down.0`.
+        return None if any("_blocks." in name for name in names) else ""
+
+    def _require_shapes(self, path: Path, shapes: Shapes, prefix: str) -> None:
+        """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
+
+        These are the first convolutions, which both layouts name alike. That every tensor fits is seen when it is loaded.
+        """
+        family, begins = self.checkpoint.family, self.parts[0].layouts[0].prefix
+        configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts
+                   if part.name in self.checkpoint.submodels}  # fmt: skip
+        for name, wanted in family.fingerprint(configs).items():
+            if not name.startswith(begins):
+                continue
+            stored = f"{prefix}{name.removeprefix(begins)}"
+            if stored not in shapes:
+                raise CheckpointError(
+                    f"it holds no tensor {stored}: this is no {self.component}",
+                    where=str(path),
+                    remedy=f"Name a file with the tensors of a {self.component}, or with a whole checkpoint's.",
+                )
+            if shapes[stored] != wanted:
+                raise CheckpointError(
+                    f"{stored} is {list(shapes[stored])}, and that of {self.checkpoint.reference} is {list(wanted)}",
+                    where=str(path),
+                    remedy=f"Name a {self.component} that was made for {family.title}.",
+                )
+
+
+def _shapes_as_json(path: Path) -> str:
+    return json.dumps(pickle_shapes(path))
+
+
+def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
+    """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
+    pictures fit."""
+    for part in parts:
+        own = _ports(part, checkpoint.submodels[part.name], checkpoint.reference)
+        other = _ports(part, found.submodels[part.name], reference)
+        for wanted, port in zip(own, other, strict=True):
+            if port != wanted:
+                raise CheckpointError(
+                    f"{port.name} of its {part.name} is ({_axes(port)}), and that of {checkpoint.reference} is "
+                    f"({_axes(wanted)})",
+                    where=reference,
+                    remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
+                )
+
+
+def _ports(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
+    try:
+        ports = part.model.ports(submodel.load["config"])
+    except KeyError as error:
+        raise _lacking(error, where) from error
+    return (*ports.inputs, *ports.outputs)
+
+
+def _axes(port: Port) -> str:
+    return ", ".join(map(str, port.axes))
+
+
+def _facts(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
+    configs: dict[str, Mapping[str, Any]] = {
+        checkpoint.family.part(name).component: submodel.load["config"]
+        for name, submodel in checkpoint.submodels.items()
+    }
+    scheduler = {"_class_name": checkpoint.facts["scheduler"]}
+    try:
+        return {**checkpoint.facts, **pipeline_facts(checkpoint.family, {**configs, "scheduler": scheduler})}
+    except (KeyError, TypeError) as error:
+        raise _lacking(error, where) from error
+
+
+def _lacking(error: Exception, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"its configuration lacks something: {error}", where=where, remedy="Save it again with a current diffusers."
+    )

@@ -1,0 +1,42 @@
+"""The checkpoint that a pipeline was built from, opened again by what its manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.manifest import Origin
+from sdflow.sources.checkpoint import Checkpoint, FileDigests
+from sdflow.sources.opening import open_checkpoint
+
+
+def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, download: bool = False) -> Checkpoint:
+    """The checkpoint with its exchanged components; those of the hub at the commits that were used.
+
+    where: of the manifest, for messages. Raises UsageError when the manifest does not name it, or when its content is no
+    longer what it was; CheckpointError when it cannot be opened.
+    """
+    model = origin.pinned_model(where)
+    checkpoint = open_checkpoint(
+        model,
+        digests=digests,
+        download=download,
+        allow_pickle=origin.allow_pickle,
+        components=origin.pinned_components(),
+    )
+    if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
+        others = "".join(f", {name} {reference}" for name, reference in origin.components.items())
+        raise UsageError(
+            f"the checkpoint {model}{others} is not the one that this pipeline was built from",
+            where=where,
+            remedy="Put back the files that it was built from, or run its workflow again.",
+        )
+    return checkpoint
+
+
+def _content(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance without names that may mean something else today: a branch of the hub stands beside its commit."""
+    components = {name: _content(each) for name, each in provenance.get("components", {}).items()}
+    kept = {key: value for key, value in provenance.items() if key not in ("revision", "components")}
+    return {**kept, "components": components}
