@@ -128,6 +128,16 @@ def test_a_family_is_written_when_it_is_another_than_stable_diffusion(folder: Pa
     assert read_manifest(folder) == other
 
 
+def test_components_are_written_where_there_are_any(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest.origin.components == {}
+    assert "components" not in manifest.to_json()
+    other = replace(manifest, origin=replace(manifest.origin, components={"vae": "hf:a/b@main"}))
+    (folder / MANIFEST_FILE).write_bytes(other.to_bytes())
+    assert json.loads(other.to_bytes())["components"] == {"vae": "hf:a/b@main"}
+    assert read_manifest(folder) == other
+
+
 def test_what_the_first_versions_did_not_write_yet_is_read_as_not_said(folder: Path) -> None:
     def first(content: dict[str, Any]) -> None:
         for key in ("verified", "allow_pickle", "carry_weights"):
@@ -195,6 +205,8 @@ def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
         (lambda content: content["submodels"]["unet"]["steps"][0].pop("pass"), "'pass' is missing"),
         (lambda content: content.pop("loras"), "'loras' is missing"),
         (lambda content: content["loras"][0].update(scale="much"), "'scale' is 'much', which is no number"),
+        (lambda content: content.update(components=[1]), r"'components' is \[1\], which is no object"),
+        (lambda content: content.update(components={"vae": 1}), "'vae' is 1, which is no text"),
         (lambda content: content.update(files=[1]), "'files' is no list of paths"),
         (lambda content: content.update(allow_pickle="no"), "'allow_pickle' is 'no', which is no truth value"),
     ],

@@ -52,6 +52,19 @@ def test_a_step_is_named_by_its_index_in_the_chain_or_by_its_pass(tmp_path: Path
     }
 
 
+def test_a_component_is_relative_to_its_file_is_set_and_taken_back(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/vae.safetensors").touch()
+    (tmp_path / "base/base.yaml").write_text("components: {vae: vae.safetensors}")
+    text = "extends: base/base.yaml" + BASE
+    assert load(tmp_path, text=text).components == {"vae": str(tmp_path / "base/vae.safetensors")}
+    assert load(tmp_path, "components.vae=hf:a/b", text=text).components == {"vae": "hf:a/b"}
+    assert load(tmp_path, "components={vae: synthetic:sd15}", text=text).components == {"vae": "synthetic:sd15"}
+    assert load(tmp_path, "components.vae=hf:a/b").components == {"vae": "hf:a/b"}
+    for override in ("components.vae=null", "components=null"):
+        assert load(tmp_path, override, text=text).components == {}
+
+
 def test_a_set_wins_over_the_targets_changes(tmp_path: Path) -> None:
     pipeline = load(tmp_path, "unet.passes.2.opt_level=0", "evaluate.image.steps=7", "evaluate.latency.runs=3")
     assert pipeline.submodels["unet"][1].options["opt_level"] == 0

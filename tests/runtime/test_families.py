@@ -13,7 +13,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from original_layout import vae_tensors
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
@@ -22,7 +24,7 @@ from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1]
 SIZE = 64
@@ -51,8 +53,10 @@ SIZES: dict[str, dict[str, Any]] = {
 class Built:
     """A small pipeline of an architecture: our folder on ONNX Runtime, and diffusers' modules."""
 
-    def __init__(self, architecture: str, root: Path) -> None:
-        checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+    def __init__(self, architecture: str, root: Path, **components: str) -> None:
+        checkpoint = open_checkpoint(
+            f"synthetic:{architecture}", digests=PlainDigests(), download=False, components=components
+        )
         family = checkpoint.family
         for name, submodel in checkpoint.submodels.items():
             (root / "parts" / name).mkdir(parents=True)
@@ -122,6 +126,24 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
 
 
 @pytest.mark.parametrize("words", SIZES)
+def test_with_another_vae_the_image_equals_diffusers_with_that_vae(built: Built, tmp_path: Path) -> None:
+    """The VAE comes in one file, by the original names without a prefix; diffusers gets the module that it was made of."""
+    if built.architecture != "sdxl-tiny":
+        pytest.skip("one family is enough: the VAE is exchanged in the same way")
+    other = open_checkpoint("synthetic:sdxl-tiny?seed=1", digests=PlainDigests(), download=False)
+    vae = load_module("vae_decoder", other.submodels["vae_decoder"].load)
+    save_file({name: each.contiguous() for name, each in vae_tensors(vae).items()}, tmp_path / "sdxl_vae.safetensors")
+    changed = Built(built.architecture, tmp_path / "changed", vae=str(tmp_path / "sdxl_vae.safetensors"))
+    theirs = built.theirs(0)
+    theirs.vae = vae
+    settings = {**SETTINGS, "height": SIZE, "width": 2 * SIZE}
+    latents = torch.randn(built.ours.latents_shape(1, SIZE, 2 * SIZE), generator=generator())
+    drawn = changed.ours(PROMPT, latents=latents, **settings).images
+    assert_equal(drawn, theirs(PROMPT, latents=latents, **settings).images)
+    plain = built.ours(PROMPT, latents=latents, **settings).images
+    assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the VAE changes nothing"
+
+
 def test_a_second_prompt_and_sizes_equal_diffusers_or_are_refused(built: Built, words: str) -> None:
     settings = {**SETTINGS, "height": SIZE, "width": SIZE}
     if not built.ours.family.arguments:
