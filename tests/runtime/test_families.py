@@ -125,7 +125,6 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
-@pytest.mark.parametrize("words", SIZES)
 def test_with_another_vae_the_image_equals_diffusers_with_that_vae(built: Built, tmp_path: Path) -> None:
     """The VAE comes in one file, by the original names without a prefix; diffusers gets the module that it was made of."""
     if built.architecture != "sdxl-tiny":
@@ -144,6 +143,7 @@ def test_with_another_vae_the_image_equals_diffusers_with_that_vae(built: Built,
     assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the VAE changes nothing"
 
 
+@pytest.mark.parametrize("words", SIZES)
 def test_a_second_prompt_and_sizes_equal_diffusers_or_are_refused(built: Built, words: str) -> None:
     settings = {**SETTINGS, "height": SIZE, "width": SIZE}
     if not built.ours.family.arguments:
