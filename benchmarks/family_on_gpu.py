@@ -60,6 +60,71 @@ def psnr(drawn: Any, expected: Any) -> float:
     return float(-10 * np.log10(((drawn - expected) ** 2).mean()))
 
 
+def compare_submodels(family: Any, submodels: Any, modules: Any, sizes: Any, others: Any) -> None:
+    """Each submodel by itself on made-up inputs of its real sizes: distance to float32 PyTorch, beside float16 PyTorch's and
+    that of sessions made otherwise."""
+    import numpy as np
+
+    for name, submodel in submodels.items():
+        part = family.part(name)
+        module = modules[part.component]
+        inputs = part.model.dummy(submodel.config, sizes(name))
+        given = {key: torch.from_numpy(value).to(next(module.parameters()).device) for key, value in inputs.items()}
+        expected = {key: value.float().cpu().numpy() for key, value in part.model.reference(module, given).items()}
+        ports = {port.name: port for port in part.model.ports(submodel.config).inputs}
+        module.half()
+        half = {k: v.half() if v.is_floating_point() and not ports[k].exact else v for k, v in given.items()}
+        plain = {key: value.float().cpu().numpy() for key, value in part.model.reference(module, half).items()}
+        module.float()
+        variants = {"sdflow": submodel, **{label: make(name) for label, make in others.items()}}
+        for label, each in variants.items():
+            try:
+                found = each(**inputs)
+            except Exception as error:  # noqa: BLE001  the others are compared all the same
+                say(f"{name} {label}: {str(error)[:200]}")
+                continue
+            for key, value in found.items():
+                error, own = (distance(np.float32(x[key]), expected[key]) for x in (found, plain))
+                say(f"{name} {key} {label}: {error:.5f}, float16 PyTorch {own:.5f}, finite {np.isfinite(value).all()}")
+
+
+def compare_variants(
+    family: Any, folder: Path, companions: Any, options: Any, arguments: Any, draw: Any, expected: Any
+) -> None:
+    """The same picture with sessions made otherwise: which choice moves it."""
+    from dataclasses import replace
+
+    from sdflow.runtime.folder import load_submodel
+    from sdflow.runtime.pipeline import Pipeline
+    from sdflow.runtime.sessions import LoadOptions
+    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.targets import TARGETS
+
+    choices: dict[str, tuple[bool, dict[str, Any]]] = {
+        "in parts": (True, {}),
+        "whole": (False, {}),
+        "in parts, sdpa_kernel 8": (True, {"provider": {"sdpa_kernel": "8"}}),
+        "in parts, sdpa_kernel 2": (True, {"provider": {"sdpa_kernel": "2"}}),
+        "in parts, without own kernels": (True, {"own_kernels": False}),
+        "in parts, without CUDA graphs": (True, {"cuda_graphs": False}),
+    }
+    for label, (split, changes) in choices.items():
+        load = LoadOptions(tuning=replace(UNTUNED, **changes) if arguments.target == "cuda" else UNTUNED)
+        try:
+            submodels = {
+                name: load_submodel(folder, name, TARGETS[arguments.target], family=family, lazy=True, options=load)
+                for name in family.drawing
+            }
+            made = Pipeline(family, submodels, companions, options, split=split)
+            drawn = draw(made)
+            again = draw(made)
+        except Exception as error:  # noqa: BLE001  the others are compared all the same
+            say(f"{label}: {str(error)[:300]}")
+            continue
+        took = milliseconds(lambda made=made: draw(made), 2) if arguments.target == "cuda" else 0.0
+        say(f"{label}: {distance(drawn, expected):.4f}, again {distance(again, expected):.4f}, {took:.0f} ms")
+
+
 def milliseconds(run: Any, rounds: int) -> float:
     times = []
     for _ in range(rounds):
@@ -87,6 +152,8 @@ def main() -> None:
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--size", type=int, help="pixels along each side; default: the model's own")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--parts", action="store_true", help="only compare each submodel by itself")
+    parser.add_argument("--variants", action="store_true", help="draw with sessions made otherwise, too")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     family, device = FAMILIES[arguments.family], "cuda" if arguments.target == "cuda" else "cpu"
@@ -118,6 +185,10 @@ def main() -> None:
     start = torch.stack([rows, columns, -rows])[None]
     settings = {"num_inference_steps": arguments.steps, "guidance_scale": 5.0, "output_type": "np"}
 
+    with torch.no_grad():  # float16 PyTorch gets float32's, as it would from a VAE that is kept in float32
+        vae = modules[family.part(family.decoder).component]
+        encoded = vae.encode(start.to(device)).latent_dist.mode() * what.factor
+
     def diffusers_pipelines(parts: dict[str, Any]) -> tuple[Any, Any]:
         import diffusers
 
@@ -129,9 +200,6 @@ def main() -> None:
 
     def torch_images(parts: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         text, image = diffusers_pipelines(parts)
-        vae = parts[family.part(family.decoder).component]
-        with torch.no_grad():
-            encoded = vae.encode(start.to(device, vae.dtype)).latent_dist.mode() * what.factor
         drawn = {
             "text to image": text(PROMPT, height=size, width=size, latents=first.to(device, dtype), **settings).images
         }
@@ -156,16 +224,43 @@ def main() -> None:
         bind(arguments.graphs / name, states[family.part(name).component], folder / name)
         say(f"[{time.perf_counter() - begun:.1f} s] weights of {name}")
         submodels[name] = load_submodel(folder, name, TARGETS[arguments.target], family=family, lazy=True)
+    if arguments.parts:
+        from dataclasses import replace
+
+        from sdflow.models.base import Sizes
+        from sdflow.runtime.sessions import LoadOptions
+        from sdflow.runtime.tuning import UNTUNED
+
+        own = Sizes(height=size, width=size, vae_scale=what.scale)
+
+        def other(**changes: Any) -> Any:
+            tuning = replace(UNTUNED, **changes) if arguments.target == "cuda" else UNTUNED
+            return lambda name: load_submodel(
+                folder, name, TARGETS[arguments.target], family=family, lazy=True, options=LoadOptions(tuning=tuning)
+            )
+
+        others = {
+            "without own kernels": other(own_kernels=False),
+            "without TF32": other(provider={"use_tf32": "0"}),
+            "without bias fusion": other(provider={"fuse_conv_bias": "0"}),
+        }
+        compare_submodels(
+            family,
+            submodels,
+            modules,
+            lambda name: replace(own, batch=1 if name in (family.decoder, family.encoder) else 2),
+            others,
+        )
+        return
     pipeline = Pipeline(family, submodels, companions, options)
 
     def ours() -> dict[str, Any]:
-        drawn = {
+        return {
             "text to image": pipeline(PROMPT, height=size, width=size, latents=first, **settings).images,
             "image to image": pipeline(
                 PROMPT, start / 2 + 0.5, strength=0.6, generator=torch.Generator().manual_seed(3), **settings
             ).images,
         }
-        return drawn
 
     half = {component: copy.deepcopy(module).half() for component, module in modules.items()}
     for component, parts in family.components.items():
@@ -186,6 +281,16 @@ def main() -> None:
         if hasattr(denoiser, attribute):
             found = placement(getattr(denoiser, attribute).session, (folder / family.denoiser / "model.onnx").resolve())
             say(f"{family.denoiser} {attribute}: {found}")
+    if arguments.variants:
+        compare_variants(
+            family,
+            folder,
+            companions,
+            options,
+            arguments,
+            lambda made: made(PROMPT, height=size, width=size, latents=first, **settings).images,
+            reference["text to image"],
+        )
     plain = torch_images(half, torch.float16)
     for kind, expected in reference.items():
         say(
