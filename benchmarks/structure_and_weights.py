@@ -91,7 +91,7 @@ def structure(model: str, submodel: str, target: str, out: Path) -> None:
         folder = out if index == len(steps) - 1 else Path(tempfile.mkdtemp(dir=out.parent))
         request = {
             "pass": step.implementation.name,
-            "base": ".",
+            "folder": ".",
             "submodel": submodel,
             "model": str(source) if source else None,
             "symbolic": True,

@@ -19,7 +19,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from sdflow.samples.prompts import Case, evaluation_set, first_latents, validation_set
+from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents, validation_set
 from sdflow.samples.score import Generate, Score, tally
 from sdflow.samples.sheet import sheet
 
@@ -31,7 +31,7 @@ SHEET_COLUMNS = 8
 def generator(pipeline: StableDiffusionPipeline, steps: int, guidance: float, batch: int = 24) -> Generate:
     """A diffusers pipeline as a function from cases to pictures."""
 
-    def generate(cases: Sequence[Case]) -> list[Image.Image]:
+    def generate(cases: Sequence[ScenePrompt]) -> list[Image.Image]:
         pictures: list[Image.Image] = []
         for start in range(0, len(cases), batch):
             part = cases[start : start + batch]
@@ -99,7 +99,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     scores: dict[str, Score] = {}
 
-    def keep(name: str, pictures: Sequence[Image.Image], of: Sequence[Case] = cases) -> None:
+    def keep(name: str, pictures: Sequence[Image.Image], of: Sequence[ScenePrompt] = cases) -> None:
         scores[name] = tally(of, pictures)
         print(f"{name}: {scores[name]}", flush=True)
 

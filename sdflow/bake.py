@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, Pipeline, StepSpec, VerifySpec, Workflow
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
 from sdflow.families import SUBMODELS, WITH_LORAS
@@ -122,7 +122,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
             )
         steps = (StepSpec(each.name, each.options, {}, mark, path.parent.absolute()) for each in chain.written)
         submodels[submodel] = _with_merge(submodel, tuple(steps))
-    pipeline = Pipeline(
+    pipeline = PipelineSpec(
         name=name,
         model=origin.pinned_model(str(path)),
         model_mark=mark,
@@ -141,7 +141,7 @@ def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, .
     """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
     if submodel not in WITH_LORAS:
         return chain
-    if any(registry.find_pass(step.pass_name, step.base).takes_loras for step in chain):
+    if any(registry.find_pass(step.pass_name, step.folder).takes_loras for step in chain):
         return chain
     first = chain[0]
     if first.pass_name != "OnnxConversion":
@@ -150,4 +150,4 @@ def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, .
             where=str(first.mark),
             remedy="Put a pass that takes LoRAs into the chain in the pipeline's workflow, and run that.",
         )
-    return (first, StepSpec("LoraMerge", {}, {}, first.mark, first.base), *chain[1:])
+    return (first, StepSpec("LoraMerge", {}, {}, first.mark, first.folder), *chain[1:])

@@ -36,7 +36,7 @@ CORE = ("torch", "diffusers", "transformers", "peft", "onnx", "onnx-ir", "onnxsc
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One thing that was looked at."""
 
     level: Level
@@ -45,73 +45,75 @@ class Finding:
     remedy: str | None = None
 
 
-def diagnose(cache: Cache) -> tuple[Finding, ...]:
+def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
     """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, disk, cache."""
     return (*_packages(), *_onnxruntime(), _memory(), _disk(cache.root), _cache(cache))
 
 
-def _packages() -> list[Finding]:
-    findings = [Finding("ok", "python", sys.version.split()[0])]
+def _packages() -> list[Diagnosis]:
+    diagnoses = [Diagnosis("ok", "python", sys.version.split()[0])]
     for name in CORE:
         try:
             version = distribution_version(name)
         except SdflowError as error:
-            findings.append(Finding("error", name, error.what, error.remedy))
+            diagnoses.append(Diagnosis("error", name, error.what, error.remedy))
             continue
         broken = [row for row in KNOWN_BREAKS if row[0] == name and version in SpecifierSet(row[1], prereleases=True)]
-        findings += [Finding(level, name, f"{version}: {what}", remedy) for _, _, level, what, remedy in broken]
+        diagnoses += [Diagnosis(level, name, f"{version}: {what}", remedy) for _, _, level, what, remedy in broken]
         if not broken:
-            findings.append(Finding("ok", name, version))
-    return findings
+            diagnoses.append(Diagnosis("ok", name, version))
+    return diagnoses
 
 
-def _onnxruntime() -> list[Finding]:
+def _onnxruntime() -> list[Diagnosis]:
     installed = onnxruntime_packages()
     found = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
-        return [Finding("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]', or [cuda], [directml], …")]
+        return [
+            Diagnosis("error", "onnxruntime", "not installed", "pip install 'sdflow[cpu]', or [cuda], [directml], …")
+        ]
     if len(installed) > 1:
         return [
-            Finding(
+            Diagnosis(
                 "error",
                 "onnxruntime",
                 f"{found} are installed together: they overwrite each other's files",
                 f"pip uninstall {' '.join(installed)}, then install the one for your target",
             )
         ]
-    return [Finding("ok", "onnxruntime", found)]
+    return [Diagnosis("ok", "onnxruntime", found)]
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnosis:
     total = psutil.virtual_memory().total
     what = f"{total / GIB:.0f} GiB"
     if total < BUILD_MEMORY:
-        return Finding(
+        return Diagnosis(
             "warning",
             "memory",
             f"{what}: fusing a full SD1.5 UNet takes up to {BUILD_MEMORY / GIB:.0f} GiB",
             "build on a larger machine and copy the pipeline folder (--copy), or build smaller architectures",
         )
-    return Finding("ok", "memory", what)
+    return Diagnosis("ok", "memory", what)
 
 
-def _disk(root: Path) -> Finding:
-    place = root if root.exists() else root.absolute().parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+def _disk(root: Path) -> Diagnosis:
+    nearest = root if root.exists() else root.absolute().parent
+    while not nearest.exists():
+        nearest = nearest.parent
+    free = shutil.disk_usage(nearest).free
     what = f"{free / GIB:.0f} GiB free for {root}"
     if free < BUILD_DISK:
-        return Finding(
+        return Diagnosis(
             "warning", "disk", f"{what}: one SD1.5 target takes about {BUILD_DISK / GIB:.0f} GiB",
             "sdflow cache gc --max-size 10GB, or --cache on another disk",
         )  # fmt: skip
-    return Finding("ok", "disk", what)
+    return Diagnosis("ok", "disk", what)
 
 
-def _cache(cache: Cache) -> Finding:
+def _cache(cache: Cache) -> Diagnosis:
     try:
         entries = list(cache.entries())
     except SdflowError as error:
-        return Finding("error", "cache", str(error), error.remedy)
-    return Finding("ok", "cache", f"{len(entries)} entries in {cache.root}; `sdflow cache verify` reads them all")
+        return Diagnosis("error", "cache", str(error), error.remedy)
+    return Diagnosis("ok", "cache", f"{len(entries)} entries in {cache.root}; `sdflow cache verify` reads them all")

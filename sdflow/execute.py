@@ -274,7 +274,7 @@ class _ChainRun:
     def _run_worker(self, step: Step, before: Record | None, base: Record | None, staging: Staging) -> WorkerResult:
         request = {
             "pass": step.spec.pass_name,
-            "base": str(step.base.absolute()),
+            "folder": str(step.folder.absolute()),
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
             "base_model": str(base.artifact.path.absolute()) if base else None,

@@ -20,7 +20,7 @@ from typing import Literal
 
 from sdflow import sources
 from sdflow.artifact import Action, Record
-from sdflow.config.workflow import LoraSpec, Pipeline, StepSpec, Workflow
+from sdflow.config.workflow import LoraSpec, PipelineSpec, StepSpec, Workflow
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
@@ -62,7 +62,7 @@ class Chain:
 class PipelinePlan:
     """One pipeline: its chains, where its checkpoint comes from, and what was left out and why."""
 
-    pipeline: Pipeline
+    pipeline: PipelineSpec
     checkpoint: sources.Checkpoint | None
     loras: tuple[LoraFile, ...]
     chains: tuple[Chain, ...]
@@ -108,7 +108,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     return Plan(workflow, tuple(plans))
 
 
-def _open(pipeline: Pipeline, cache: Cache, download: bool) -> sources.Checkpoint | None:
+def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Checkpoint | None:
     try:
         return sources.open_checkpoint(
             pipeline.model,
@@ -126,7 +126,7 @@ def _open(pipeline: Pipeline, cache: Cache, download: bool) -> sources.Checkpoin
 
 
 def _plan_pipeline(
-    pipeline: Pipeline,
+    pipeline: PipelineSpec,
     checkpoint: sources.Checkpoint | None,
     opened: Mapping[tuple[str, str | None], LoraFile | None],
     cache: Cache,
@@ -141,7 +141,7 @@ def _plan_pipeline(
         if lora is None:
             notes.append(f"LoRA {spec.reference} is not downloaded yet")
         else:
-            _require_place(lora, spec, pipeline)
+            _require_merge(lora, spec, pipeline)
             loras.append(replace(lora, scale=spec.scale))
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
@@ -169,7 +169,7 @@ def _plan_pipeline(
 
 
 def _chain(
-    pipeline: Pipeline,
+    pipeline: PipelineSpec,
     submodel: str,
     specs: Sequence[StepSpec],
     source: sources.SubmodelCheckpoint | None,
@@ -191,13 +191,13 @@ def _chain(
     kept = [step for step in carried if not step.implementation.takes_loras]
     symbolic = [replace(step, index=index, weights="symbolic") for index, step in enumerate(kept)]
     last = specs[-1]
-    bind = make(len(symbolic), StepSpec(BIND_PASS, options={}, expect={}, mark=last.mark, base=last.base))
+    bind = make(len(symbolic), StepSpec(BIND_PASS, options={}, expect={}, mark=last.mark, folder=last.folder))
     merges = len(kept) < len(carried)
     steps = (*symbolic, replace(bind, weights="bound", loras=bind.loras if merges else ()))
     return Chain(submodel, ready, steps, carried), None
 
 
-def _require_parts(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
+def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
     """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
     family = checkpoint.family
     missing = [name for name in family.drawing if name not in pipeline.submodels]
@@ -210,7 +210,7 @@ def _require_parts(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
         )
 
 
-def _require_sizes(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
+def _require_sizes(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
     """Raises UsageError for a size of a picture that the model's graphs cannot have."""
     multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
     for key, spec in (("evaluate.image", pipeline.evaluate.image), ("verify", pipeline.verify)):
@@ -224,12 +224,12 @@ def _require_sizes(pipeline: Pipeline, checkpoint: sources.Checkpoint) -> None:
                 )
 
 
-def _require_place(lora: LoraFile, spec: LoraSpec, pipeline: Pipeline) -> None:
+def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> None:
     """A LoRA's tensors must not be left out in silence because a chain has no step for them."""
     for submodel in lora.submodels:
         steps = pipeline.submodels.get(submodel, ())
         if submodel in pipeline.submodels and not any(
-            registry.find_pass(step.pass_name, step.base).takes_loras for step in steps
+            registry.find_pass(step.pass_name, step.folder).takes_loras for step in steps
         ):
             mark = spec.mark
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
@@ -251,7 +251,7 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
 
 
 def _step(
-    pipeline: Pipeline,
+    pipeline: PipelineSpec,
     submodel: str,
     index: int,
     spec: StepSpec,
@@ -259,9 +259,8 @@ def _step(
     loras: Sequence[LoraFile],
     cache: Cache,
 ) -> Step:
-    base = spec.base
-    implementation = registry.find_pass(spec.pass_name, base)
-    scripts = user_script_files(spec.pass_name, base) if is_user_pass(spec.pass_name) else ()
+    implementation = registry.find_pass(spec.pass_name, spec.folder)
+    scripts = user_script_files(spec.pass_name, spec.folder) if is_user_pass(spec.pass_name) else ()
     return Step(
         pipeline=pipeline.name,
         submodel=submodel,

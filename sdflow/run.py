@@ -209,7 +209,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
 
 def _as_written(spec: StepSpec) -> WrittenPass:
     """A step as the workflow has it, for `sdflow.bake`; the path of a user's pass made absolute."""
-    name = str((spec.base / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
+    name = str((spec.folder / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
     return WrittenPass(name, dict(spec.options))
 
 

@@ -54,9 +54,9 @@ class Step:
         return f"{self.pipeline}/{self.submodel}/{self.index}"
 
     @property
-    def base(self) -> Path:
+    def folder(self) -> Path:
         """The folder that a pass given by path is looked up from."""
-        return self.spec.base
+        return self.spec.folder
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.engines import Engine
+from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.families.base import Family
 from sdflow.runtime.folder import folder_family, folder_latents, load_companions, read_options
 from sdflow.runtime.schedule import named_scheduler
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Mark = Callable[[], None]
 """Called when the text is encoded, and after every step."""
 
-Draw = Callable[[Case, Mark | None], "np.ndarray"]
+Draw = Callable[[SweepPoint, Mark | None], "np.ndarray"]
 """Pictures of a case, float32 (batch, height, width, 3) in [0, 1]."""
 
 
@@ -48,7 +48,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         tuning=recorded.tuning,
     )
 
-    def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
+    def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
         noise = latents(case, settings.seed, pipeline.latents)
         drawn = pipeline(
             [settings.prompt] * case.batch,
@@ -105,7 +105,7 @@ def torch_drawer(
     pipeline.encode_prompt = encode_and_mark
     what = folder_latents(folder)
 
-    def draw(case: Case, mark: Mark | None = None) -> np.ndarray:
+    def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
         marks[0] = mark or ignore
 
         def on_step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

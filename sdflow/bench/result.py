@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sdflow.bench.case import Case
 from sdflow.bench.device import Memory
 from sdflow.bench.engines import BASELINES
+from sdflow.bench.sweep import SweepPoint
 from sdflow.errors import UsageError
 from sdflow.evaluate.statistics import Latency
 
@@ -97,7 +97,7 @@ class BenchResult:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
-    cases: tuple[Case, ...]
+    cases: tuple[SweepPoint, ...]
     engines: tuple[EngineResult, ...]
     time: str
     notes: tuple[str, ...] = field(default_factory=tuple)
@@ -117,8 +117,8 @@ class BenchResult:
 
     def ratio(self, engine: EngineResult, index: int) -> float | None:
         """Its median latency over the baseline's; below 1 is faster."""
-        base, own = self.baseline(index), engine.cases[index]
-        against = base.cases[index] if base is not None else None
+        baseline, own = self.baseline(index), engine.cases[index]
+        against = baseline.cases[index] if baseline is not None else None
         return own.image.median_ms / against.image.median_ms if own is not None and against is not None else None
 
     @property

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.bench.case import Case, Settings
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
+from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
@@ -54,7 +54,7 @@ class BenchRequest:
     """
 
     folder: Path
-    cases: Sequence[Case]
+    cases: Sequence[SweepPoint]
     settings: Settings = field(default_factory=Settings)
     engines: Sequence[str] = ()
     check: bool = True
@@ -135,8 +135,8 @@ class _Runner:
         self.request, self.device, self.say = request, device, say
         self.notes: list[str] = []
         self.modules: Mapping[str, torch.nn.Module] = {}
-        self.references: dict[Case, np.ndarray] = {}
-        self.tolerances: dict[tuple[str, Case], tuple[float, str]] = {}
+        self.references: dict[SweepPoint, np.ndarray] = {}
+        self.tolerances: dict[tuple[str, SweepPoint], tuple[float, str]] = {}
 
     def load_references(self, active: Sequence[_Running]) -> None:
         """PyTorch's pictures in float32, and how far its own float16 is from them."""
@@ -158,7 +158,7 @@ class _Runner:
                 source = f"{FLOAT16_RATIO} x the distance of PyTorch's float16, {found:.2e}"
                 self.tolerances["float16", case] = tolerance, source
 
-    def _drawn(self, dtype: str) -> dict[Case, np.ndarray]:
+    def _drawn(self, dtype: str) -> dict[SweepPoint, np.ndarray]:
         draw = torch_drawer(
             self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype
         )
@@ -197,7 +197,7 @@ class _Runner:
             self.device.wait()
             running.result = replace(running.result, load_seconds=time.perf_counter() - begun, note=note)
 
-    def measure(self, index: int, case: Case, active: Sequence[_Running]) -> None:
+    def measure(self, index: int, case: SweepPoint, active: Sequence[_Running]) -> None:
         """One case with everyone who can: first pictures, warm-up, then turns. In the first case engines are loaded, each
         right before its first picture, so that what it adds to the memory in use is its own."""
         turns: list[tuple[_Running, Turns]] = []

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sdflow.bench.case import Case
 from sdflow.bench.device import Device, Memory
 from sdflow.bench.drawers import Draw
 from sdflow.bench.result import Check, Measurement
+from sdflow.bench.sweep import SweepPoint
 from sdflow.distance import psnr, relative_l2
 from sdflow.evaluate.statistics import Latency, summarize
 
@@ -39,7 +39,7 @@ class Turns:
     def __init__(
         self,
         draw: Draw,
-        case: Case,
+        case: SweepPoint,
         device: Device,
         reference: np.ndarray | None,
         tolerance: tuple[float, str],

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.bench.case import Case, Settings, latents
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
 from sdflow.bench.run import dtype_of
+from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
@@ -134,7 +134,7 @@ def tune(
     say: Say,
     *,
     target: str | None = None,
-    case: Case | None = None,
+    case: SweepPoint | None = None,
     rounds: int = 5,
     only: Sequence[str] = (),
     tried: Sequence[Candidate] | None = None,
@@ -189,7 +189,7 @@ def tune(
 class _Tuner:
     """Loads, measures and checks pipelines of one folder on one target."""
 
-    def __init__(self, folder: Path, target: Target, case: Case | None, rounds: int) -> None:
+    def __init__(self, folder: Path, target: Target, case: SweepPoint | None, rounds: int) -> None:
         self.folder, self.target, self.rounds = folder, target, rounds
         self.device = Device("cuda" if target.session.needs_cuda else "cpu")
         self.tolerance = SESSIONS_APART[dtype_of(folder, Engine("", "", target=target.name), self.device)]
@@ -197,7 +197,7 @@ class _Tuner:
         self._case = case
 
     @property
-    def case(self) -> Case:
+    def case(self) -> SweepPoint:
         assert self._case is not None, "set when the first pipeline is loaded"
         return self._case
 
@@ -207,7 +207,7 @@ class _Tuner:
         pipeline = Pipeline.load(self.folder, self.target, safety_checker=False, tuning=tuning)
         if self._case is None:
             own = pipeline.latents.image_size
-            self._case = Case(1, own, own, 4)
+            self._case = SweepPoint(1, own, own, 4)
         self.draw(pipeline)
         return pipeline
 

@@ -279,11 +279,11 @@ def targets(json: AsJson = False) -> None:
 def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
     from sdflow.doctor import diagnose
-    from sdflow.report import print_findings
+    from sdflow.report import print_diagnoses
 
-    findings = diagnose(_cache(cache))
-    print_findings(findings, as_json=json)
-    if any(finding.level == "error" for finding in findings):
+    diagnoses = diagnose(_cache(cache))
+    print_diagnoses(diagnoses, as_json=json)
+    if any(each.level == "error" for each in diagnoses):
         sys.exit(1)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from sdflow.bench.case import Case
+    from sdflow.bench.sweep import SweepPoint
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
@@ -76,7 +76,7 @@ def bench(
     if pipeline is None:
         raise UsageError("there is no pipeline to measure", where="sdflow bench", remedy="Give its folder, or --list.")
     cases = _cases(pipeline, batch, size, steps, scheduler)
-    from sdflow.bench.case import Settings
+    from sdflow.bench.sweep import Settings
 
     settings = Settings(prompt, negative_prompt, guidance_scale, seed, scheduler, warmup, rounds, threads, tuning)
     result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit), _say)
@@ -102,7 +102,7 @@ def tune(
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
     _quiet()
-    from sdflow.bench.case import Case
+    from sdflow.bench.sweep import SweepPoint
     from sdflow.bench.tune import tune as search
     from sdflow.errors import UsageError
     from sdflow.report.bench import print_tune
@@ -111,13 +111,13 @@ def tune(
     if target is not None and target not in TARGETS:
         raise UsageError(f"no target is named {target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}.")
     pixels = size or _own_size(pipeline)
-    case = Case(batch, pixels, pixels, steps)
+    case = SweepPoint(batch, pixels, pixels, steps)
     result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
 
 
-def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: str | None) -> list[Case]:
-    from sdflow.bench.case import sweep
+def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: str | None) -> list[SweepPoint]:
+    from sdflow.bench.sweep import sweep
     from sdflow.errors import UsageError
     from sdflow.runtime.schedule import require_known
 

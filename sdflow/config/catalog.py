@@ -36,9 +36,9 @@ class PassCatalog(Protocol):
         """Every name that `find` knows without a path, for suggestions and for the schema."""
         ...
 
-    def find(self, name: str, base: Path) -> PassInfo:
+    def find(self, name: str, folder: Path) -> PassInfo:
         """The pass called `name`, or written at a path like `user_scripts/foo.py:ClassName`.
 
-        base: the folder of the file that names the pass; paths are looked up from there. Raises PassNotFound.
+        folder: of the file that names the pass; paths are looked up from there. Raises PassNotFound.
         """
         ...

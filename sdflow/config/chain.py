@@ -139,8 +139,8 @@ class Chains:
         options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect")}
         tree = YamlMap(options, node.keys, mark)
         check(info.options, tree, info.name, self.problems, known=("expect",), partial=partial)
-        base = self._base(info.name, named.mark if named else mark)
-        return StepSpec(info.name, to_data(tree), self._expect(node), mark, base)
+        folder = self._folder_of(info.name, named.mark if named else mark)
+        return StepSpec(info.name, to_data(tree), self._expect(node), mark, folder)
 
     def _expect(self, node: YamlMap) -> dict[str, int]:
         expect = node.entries.get("expect")
@@ -183,7 +183,7 @@ class Chains:
             )
 
     def _find(self, name: str, mark: Mark) -> PassInfo | None:
-        folder = self._base(name, mark)
+        folder = self._folder_of(name, mark)
         key = (name, str(folder))
         if key not in self._passes:
             try:
@@ -197,7 +197,7 @@ class Chains:
         self.problems.add(mark, reason, None if "did you mean" in reason else nearest(name, self.catalog.names()))
         return None
 
-    def _base(self, name: str, mark: Mark) -> Path:
+    def _folder_of(self, name: str, mark: Mark) -> Path:
         """The folder from which a pass is looked up: for one at a path, the nearest that has its file.
 
         That is the folder of the YAML file that names it, those above, or the current one. A path written in

@@ -28,7 +28,7 @@ from sdflow.config.options import check
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import lora_spec, model_reference
-from sdflow.config.workflow import EvaluateSpec, LoraSpec, Pipeline, StepSpec, VerifySpec, Workflow
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.families import DRAWING, EXCHANGEABLE, WITH_LORAS
 
 
@@ -90,7 +90,7 @@ class _Loader:
         if "targets" in self.document.entries:
             self.chains.overlays(self.document.entries["targets"])
 
-    def pipeline(self, cell: Cell) -> Pipeline | None:
+    def pipeline(self, cell: Cell) -> PipelineSpec | None:
         common = self._for_target(cell.target)
         loras = self._lora_specs(cell.loras)
         if loras and not any(
@@ -108,7 +108,7 @@ class _Loader:
         model = self._model(cell.model)
         if model is None:
             return None
-        return Pipeline(
+        return PipelineSpec(
             name=cell.name,
             model=model,
             model_mark=cell.model.mark,

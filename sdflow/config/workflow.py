@@ -25,14 +25,14 @@ class StepSpec:
     """One step of a chain: a pass and its options as written (defaults are filled in when the plan is made).
 
     expect: operator type -> count that the output must have. Not part of the cache key: it changes nothing.
-    base: the folder from which a pass at a path (`user_scripts/foo.py:ClassName`) is looked up.
+    folder: where a pass at a path (`user_scripts/foo.py:ClassName`) is looked up from.
     """
 
     pass_name: str
     options: Mapping[str, Any]
     expect: Mapping[str, int]
     mark: Mark
-    base: Path = Path()
+    folder: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class VerifySpec:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
     components: those that are not the model's own, and the references that they come from.
@@ -117,4 +117,4 @@ class Workflow:
 
     path: Path
     files: tuple[Path, ...]
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[PipelineSpec, ...]

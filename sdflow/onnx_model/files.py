@@ -39,8 +39,8 @@ def store_model(model_path: Path, out: Path) -> None:
         store_proto(model, model_path.parent, out)
 
 
-def store_proto(model: Any, base: Path, out: Path) -> None:
-    """Write a ModelProto to `out`; tensors that are external are read from the directory `base`. Changes `model`."""
+def store_proto(model: Any, folder: Path, out: Path) -> None:
+    """Write a ModelProto to `out`; tensors that are external are read from the directory `folder`. Changes `model`."""
     weights = out / WEIGHTS_FILE
     offset = 0
     with weights.open("wb") as stream:
@@ -51,11 +51,11 @@ def store_proto(model: Any, base: Path, out: Path) -> None:
                 _use_raw_data(tensor)
             length = tensor_bytes(tensor)
             if movable and length >= INLINE_BELOW:
-                _copy_values(tensor, base, stream, length)
+                _copy_values(tensor, folder, stream, length)
                 set_external(tensor, WEIGHTS_FILE, offset, length)
                 offset += length
             elif is_external(tensor):
-                inline_values(tensor, base, length)
+                inline_values(tensor, folder, length)
     if offset == 0:
         weights.unlink()
     write_graph(model, out)
@@ -93,11 +93,11 @@ def strip_metadata(model: Any) -> None:
         graph.value_info.extend(known)
 
 
-def read_values(tensor: Any, base: Path) -> Any:
-    """The values of a TensorProto as a numpy array; external ones are read from the directory `base`."""
+def read_values(tensor: Any, folder: Path) -> Any:
+    """The values of a TensorProto as a numpy array; external ones are read from the directory `folder`."""
     import onnx
 
-    return onnx.numpy_helper.to_array(tensor, str(base))
+    return onnx.numpy_helper.to_array(tensor, str(folder))
 
 
 def _clear(item: Any) -> None:
@@ -125,7 +125,7 @@ def is_external(tensor: Any) -> bool:
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
-def place(tensor: Any) -> tuple[str, int, int | None]:
+def data_span(tensor: Any) -> tuple[str, int, int | None]:
     """File name, offset and length of a tensor's external data, in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     length = entries.get("length")
@@ -137,7 +137,7 @@ def missing_data(model: Any, folder: Path) -> str | None:
     sizes: dict[str, int] = {}
     for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
-            location, offset, length = place(tensor)
+            location, offset, length = data_span(tensor)
             if location not in sizes:
                 if not (folder / location).is_file():
                     return f"its data file {location} is missing"
@@ -148,7 +148,7 @@ def missing_data(model: Any, folder: Path) -> str | None:
     return None
 
 
-def _data_file_in_order(model: Any, base: Path) -> Path | None:
+def _data_file_in_order(model: Any, folder: Path) -> Path | None:
     """The data file of a model that needs no rewriting: one file, tensors in graph order, no gaps, none inline."""
     end = 0
     locations = set()
@@ -157,7 +157,7 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
         if is_stub(tensor):
             return None
         if is_external(tensor):
-            location, offset, stored = place(tensor)
+            location, offset, stored = data_span(tensor)
             if (
                 Path(location).is_absolute()
                 or not movable
@@ -172,14 +172,14 @@ def _data_file_in_order(model: Any, base: Path) -> Path | None:
             return None
     if len(locations) != 1:
         return None
-    data_file = base / locations.pop()
+    data_file = folder / locations.pop()
     return data_file if data_file.is_file() and data_file.stat().st_size == end else None
 
 
 def _set_location(model: Any) -> None:
     for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
-            _, offset, length = place(tensor)
+            _, offset, length = data_span(tensor)
             set_external(tensor, WEIGHTS_FILE, offset, length or 0)
 
 
@@ -208,12 +208,12 @@ def _use_raw_data(tensor: Any) -> None:
     tensor.CopyFrom(fresh)
 
 
-def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> None:
+def _copy_values(tensor: Any, folder: Path, stream: IO[bytes], length: int) -> None:
     if not is_external(tensor):
         stream.write(tensor.raw_data)
         return
-    location, offset, _ = place(tensor)
-    with (base / location).open("rb") as source:
+    location, offset, _ = data_span(tensor)
+    with (folder / location).open("rb") as source:
         source.seek(offset)
         left = length
         while left:
@@ -224,18 +224,18 @@ def _copy_values(tensor: Any, base: Path, stream: IO[bytes], length: int) -> Non
             left -= len(block)
 
 
-def raw_values(tensor: Any, base: Path) -> bytes:
+def raw_values(tensor: Any, folder: Path) -> bytes:
     """The raw bytes of a TensorProto, wherever they are. Raises PassError when a file is too short."""
     if is_external(tensor):
-        inline_values(tensor, base, tensor_bytes(tensor))
+        inline_values(tensor, folder, tensor_bytes(tensor))
     _use_raw_data(tensor)
     return bytes(tensor.raw_data)
 
 
-def inline_values(tensor: Any, base: Path, length: int) -> None:
+def inline_values(tensor: Any, folder: Path, length: int) -> None:
     """Read the `length` bytes of an external TensorProto into it. Raises PassError when the file is too short."""
-    location, offset, _ = place(tensor)
-    with (base / location).open("rb") as source:
+    location, offset, _ = data_span(tensor)
+    with (folder / location).open("rb") as source:
         source.seek(offset)
         values = source.read(length)
     if len(values) != length:

@@ -94,9 +94,9 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
         return {**graph_facts(out / MODEL_FILE), "folded": dict(folded), "kept": _with_bias(model.graph)}
 
 
-def fold_conv_biases(model: Any, base: Path, config: ConvBiasFusionConfig) -> Counter[str]:
-    """Rewrite a ModelProto whose external data lies in `base`. Returns operator -> biases that it took."""
-    edit = GraphEdit(model.graph, base)
+def fold_conv_biases(model: Any, folder: Path, config: ConvBiasFusionConfig) -> Counter[str]:
+    """Rewrite a ModelProto whose external data lies in `folder`. Returns operator -> biases that it took."""
+    edit = GraphEdit(model.graph, folder)
     folded: Counter[str] = Counter()
     for node in list(model.graph.node):
         if node.op_type == "SkipGroupNorm" and config.skip_group_norm:

@@ -14,14 +14,14 @@ from sdflow.weights.stubs import make_stub, stub_recipe
 
 
 class GraphEdit:
-    """A graph while it is rewritten. Nodes are changed in place; `clean` drops what nothing reads any more.
+    """A graph while it is rewritten. Nodes are changed in index; `clean` drops what nothing reads any more.
 
-    base: the directory of the model's external data.
+    folder: the directory of the model's external data.
     """
 
-    def __init__(self, graph: Any, base: Path) -> None:
+    def __init__(self, graph: Any, folder: Path) -> None:
         self.graph = graph
-        self.base = base
+        self.folder = folder
         self.weights: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
         self.refresh()
 
@@ -42,9 +42,9 @@ class GraphEdit:
 
     def insert_before(self, node: Any, nodes: Sequence[Any]) -> None:
         """Put nodes in front of `node`, in their order."""
-        place = next(index for index, other in enumerate(self.graph.node) if other is node)
+        index = next(index for index, other in enumerate(self.graph.node) if other is node)
         for offset, new in enumerate(nodes):
-            self.graph.node.insert(place + offset, new)
+            self.graph.node.insert(index + offset, new)
         self.refresh()
 
     def sum_of(self, names: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ class GraphEdit:
             if any(map(is_stub, parts)):
                 make_stub(tensor, Sum(tuple(map(self._recipe, parts))))
             else:
-                tensor = onnx.numpy_helper.from_array(add_up([read_values(part, self.base) for part in parts]), name)
+                tensor = onnx.numpy_helper.from_array(add_up([read_values(part, self.folder) for part in parts]), name)
             self.graph.initializer.append(tensor)
             self.weights[name] = tensor
         return name
@@ -89,7 +89,7 @@ class GraphEdit:
                 recipe = stub_recipe(old)
                 make_stub(tensor, of_recipe(recipe) if of_recipe else recipe_of(move(Symbol(recipe, []))))
             else:
-                tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(move(read_values(old, self.base))), result)
+                tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(move(read_values(old, self.folder))), result)
             self.graph.initializer.append(tensor)
             self.weights[result] = tensor
         return result
@@ -97,7 +97,7 @@ class GraphEdit:
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of
 
-        return stub_recipe(tensor) if is_stub(tensor) else recipe_of(read_values(tensor, self.base))
+        return stub_recipe(tensor) if is_stub(tensor) else recipe_of(read_values(tensor, self.folder))
 
     def constant(self, name: str, values: Any) -> str:
         """The name of an initializer with these values, an array; made once."""

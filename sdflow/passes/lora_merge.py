@@ -19,7 +19,7 @@ from sdflow.onnx_model.facts import graph_facts
 from sdflow.onnx_model.files import write_graph
 from sdflow.passes.base import EDITS_GRAPH, InputKind, Pass, PassConfig, PassInputs
 from sdflow.passes.olive import copy_companions
-from sdflow.passes.weight_names import WeightName, read_weight_names, weight_place
+from sdflow.passes.weight_names import WeightName, read_weight_names, weight_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +78,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
         touched = {key for layers, scale in loras if scale for key in layers}
         weights = [_Weight(tensor, names[tensor.name]) for tensor in model.graph.initializer if tensor.name in names]
         targets = [weight for weight in weights if weight.name.key in touched]
-        _require_places(targets, touched)
+        _require_unchanged(targets, touched)
         inputs.progress(f"merging into {len(targets)} weights")
         _merge(model, targets, loras, inputs.model, out)
         copy_companions(inputs.model, out)
@@ -98,7 +98,7 @@ class _Weight:
     name: WeightName
 
 
-def _require_places(targets: Sequence[_Weight], touched: Set[str]) -> None:
+def _require_unchanged(targets: Sequence[_Weight], touched: Set[str]) -> None:
     """Raise PassError unless every touched parameter is an initializer of the graph, as OnnxConversion left it."""
     import onnx
 
@@ -127,11 +127,11 @@ def _merge(model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], sourc
 
     external = []
     for target in targets:
-        place = weight_place(target.tensor)
-        if place is None:
+        span = weight_span(target.tensor)
+        if span is None:
             target.tensor.raw_data = merged(target, target.tensor.raw_data).tobytes()
         else:
-            external.append((*place, target))
+            external.append((*span, target))
     if len(external) < len(targets):
         write_graph(model, out)
     else:

@@ -61,9 +61,9 @@ class NhwcResize(Pass[NhwcResizeConfig]):
         return {**graph_facts(out / MODEL_FILE), "replaced": replaced}
 
 
-def replace_resizes(model: Any, base: Path) -> int:
-    """Rewrite a ModelProto whose external data lies in `base`. Returns how many Resize were replaced."""
-    edit = GraphEdit(model.graph, base)
+def replace_resizes(model: Any, folder: Path) -> int:
+    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many Resize were replaced."""
+    edit = GraphEdit(model.graph, folder)
     replaced = sum(_replace(edit, node) for node in list(model.graph.node) if node.op_type == "Resize")
     edit.clean()
     return replaced

@@ -60,10 +60,10 @@ class _Catalog:
 
         return [*OWN, *(name for name in olive_names() if name not in OWN)]
 
-    def find(self, name: str, base: Path) -> PassInfo:
+    def find(self, name: str, folder: Path) -> PassInfo:
         if name in APPENDED:
             raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
-        found = find_pass(name, base)
+        found = find_pass(name, folder)
         return PassInfo(name=name, accepts=found.accepts, takes_loras=found.takes_loras, options=found.Config)
 
 
@@ -72,8 +72,8 @@ def catalog() -> PassCatalog:
     return _Catalog()
 
 
-def find_pass(name: str, base: Path) -> type[Pass[Any]]:
-    """The class of the pass `name`; for a script, paths start at the folder `base`.
+def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
+    """The class of the pass `name`; for a script, paths start at `folder`.
 
     Raises PassNotFound with the reason: unknown (and the nearest name), not usable in a chain, or a faulty script.
     """
@@ -81,7 +81,7 @@ def find_pass(name: str, base: Path) -> type[Pass[Any]]:
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
     if is_user_pass(name):
         try:
-            return load_user_pass(name, base)
+            return load_user_pass(name, folder)
         except PassError as cause:
             raise PassNotFound(str(cause)) from cause
     from sdflow.passes.olive_pass import Unusable, olive_pass  # only where a workflow names one of Olive's
@@ -97,9 +97,9 @@ def find_pass(name: str, base: Path) -> type[Pass[Any]]:
         raise PassNotFound(f"there is no pass {name!r}{hint}") from None
 
 
-def describe(name: str, base: Path) -> PassDescription:
+def describe(name: str, folder: Path) -> PassDescription:
     """What `sdflow passes` shows of a pass. Raises PassNotFound."""
-    found = find_pass(name, base)
+    found = find_pass(name, folder)
     summary = (found.__doc__ or "").strip().split("\n")[0]
     origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
     options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())

@@ -63,9 +63,9 @@ class SeparateQkv(Pass[SeparateQkvConfig]):
         return {**graph_facts(out / MODEL_FILE), "separated": separated}
 
 
-def separate_qkv(model: Any, base: Path, widest: int) -> int:
-    """Rewrite a ModelProto whose external data lies in `base`. Returns how many attentions were taken apart."""
-    edit = GraphEdit(model.graph, base)
+def separate_qkv(model: Any, folder: Path, widest: int) -> int:
+    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many attentions were taken apart."""
+    edit = GraphEdit(model.graph, folder)
     nodes = [node for node in model.graph.node if node.op_type == "MultiHeadAttention"]
     separated = sum(_separate(edit, node, widest) for node in nodes)
     edit.clean()

@@ -27,21 +27,21 @@ def is_user_pass(name: str) -> bool:
     return name.split(":")[0].endswith(".py") or "/" in name
 
 
-def user_script_files(name: str, base: Path) -> tuple[Path, ...]:
+def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
     """The script of `name` and the files beside it that it imports, sorted. Raises PassError when it is missing."""
-    script = _script(name, base)
+    script = _script(name, folder)
     found = [script]
     for path in found:  # grows while it is walked
         found.extend(other for other in _imports_beside(path) if other not in found)
     return tuple(sorted(found))
 
 
-def load_user_pass(name: str, base: Path) -> AnyPass:
-    """The pass class of a script. `base`: the folder that relative paths start from.
+def load_user_pass(name: str, folder: Path) -> AnyPass:
+    """The pass class of a script. folder: where relative paths start from.
 
     Raises PassError with the script's line when it cannot be loaded or has not the one pass that was asked for.
     """
-    script = _script(name, base)
+    script = _script(name, folder)
     _, _, wanted = name.partition(":")
     module = _load(script)
     passes = {
@@ -64,15 +64,15 @@ def load_user_pass(name: str, base: Path) -> AnyPass:
     return found
 
 
-def _script(name: str, base: Path) -> Path:
+def _script(name: str, folder: Path) -> Path:
     written = name.partition(":")[0]
-    for folder in (base, *base.absolute().parents):
-        path = (folder / written).resolve()
+    for above in (folder, *folder.absolute().parents):
+        path = (above / written).resolve()
         if path.is_file():
             return path
     raise PassError(
         "there is no such script",
-        where=str(base / written),
+        where=str(folder / written),
         remedy="Paths start at the folder of the workflow or at one of the folders that it lies in.",
     )
 

@@ -124,18 +124,18 @@ def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, We
     return names
 
 
-def weight_place(tensor: Any) -> tuple[int, int] | None:
+def weight_span(tensor: Any) -> tuple[int, int] | None:
     """Where an initializer's values lie in the data file, (offset, length) in bytes; None if in the graph file."""
     import onnx
 
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    if place["location"] != WEIGHTS_FILE:
+    span = {entry.key: entry.value for entry in tensor.external_data}
+    if span["location"] != WEIGHTS_FILE:
         raise PassError(
-            f"the weights of {tensor.name} lie in {place['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE
+            f"the weights of {tensor.name} lie in {span['location']}, not in {WEIGHTS_FILE}", where=MODEL_FILE
         )
-    return int(place["offset"]), int(place["length"])
+    return int(span["offset"]), int(span["length"])
 
 
 def _users(graph: Any) -> dict[str, list[Any]]:
@@ -193,12 +193,12 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
         make_stub(tensor, recipe_of(step.apply(values)))
         return
     moved = np.ascontiguousarray(step.apply(values))
-    place = weight_place(tensor)
-    if place is None:
+    span = weight_span(tensor)
+    if span is None:
         tensor.raw_data = moved.tobytes()
     elif step.kind == "transpose":
         with (folder / WEIGHTS_FILE).open("r+b") as data:
-            data.seek(place[0])
+            data.seek(span[0])
             data.write(moved.data)
     tensor.dims[:] = moved.shape
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.onnx_model.facts import dtype_name, subgraphs, tensor_bytes
-from sdflow.onnx_model.files import INLINE_BELOW, inline_values, is_external, place, set_external
+from sdflow.onnx_model.files import INLINE_BELOW, data_span, inline_values, is_external, set_external
 
 BLOCK = 1 << 20
 """Elements that are converted at a time."""
@@ -35,7 +35,7 @@ def load_with_references(model_path: Path) -> Any:
                 continue
             length = tensor_bytes(tensor)
             if dtype_name(tensor.data_type) in MOVABLE:
-                location, offset, _ = place(tensor)
+                location, offset, _ = data_span(tensor)
                 set_external(tensor, str(model_path.parent / location), offset, length)
             else:
                 inline_values(tensor, model_path.parent, length)
@@ -122,7 +122,7 @@ class _Files:
         import numpy as np
         import onnx
 
-        location, offset, _ = place(tensor)
+        location, offset, _ = data_span(tensor)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         return np.memmap(location, dtype=dtype, mode="r", offset=offset, shape=tuple(tensor.dims))
 
@@ -137,7 +137,7 @@ class _Files:
 
 
 def _is_reference(tensor: Any) -> bool:
-    return is_external(tensor) and Path(place(tensor)[0]).is_absolute()
+    return is_external(tensor) and Path(data_span(tensor)[0]).is_absolute()
 
 
 @contextlib.contextmanager

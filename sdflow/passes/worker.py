@@ -31,7 +31,7 @@ def run_pass(
 
     symbolic: the pass runs without weights and leaves a structure. Raises WeightValueRead when it looked at one.
     """
-    implementation = registry.find_pass(request["pass"], Path(request["base"]))
+    implementation = registry.find_pass(request["pass"], Path(request["folder"]))
     inputs = PassInputs(
         submodel=request["submodel"],
         model=Path(request["model"]) if request["model"] else None,

@@ -2,7 +2,7 @@
 
 from sdflow.report.build import print_bake, print_explanation, print_plan, print_run
 from sdflow.report.cache import print_cache_verification, print_collection, print_entries
-from sdflow.report.machine import print_findings, print_passes, print_targets
+from sdflow.report.machine import print_diagnoses, print_passes, print_targets
 from sdflow.report.verify import print_verifications
 from sdflow.units import parse_size
 
@@ -11,9 +11,9 @@ __all__ = [
     "print_bake",
     "print_cache_verification",
     "print_collection",
+    "print_diagnoses",
     "print_entries",
     "print_explanation",
-    "print_findings",
     "print_passes",
     "print_plan",
     "print_run",

@@ -14,19 +14,19 @@ from sdflow.report.output import print_json, print_table
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
-    from sdflow.doctor import Finding
+    from sdflow.doctor import Diagnosis
     from sdflow.runtime.availability import Availability
 
 
-def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+def print_diagnoses(diagnoses: Sequence[Diagnosis], *, as_json: bool) -> None:
     """What the doctor found, the remedies below the table."""
     if as_json:
-        print_json("doctor", {"findings": [asdict(finding) for finding in findings]})
+        print_json("doctor", {"findings": [asdict(each) for each in diagnoses]})
         return
-    print_table("", ("", "subject", "what"), [(each.level, each.subject, each.what) for each in findings])
-    for finding in findings:
-        if finding.level != "ok":
-            print(f"{finding.level}: {finding.subject}: {finding.what}\n  {finding.remedy}")
+    print_table("", ("", "subject", "what"), [(each.level, each.subject, each.what) for each in diagnoses])
+    for each in diagnoses:
+        if each.level != "ok":
+            print(f"{each.level}: {each.subject}: {each.what}\n  {each.remedy}")
 
 
 def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:

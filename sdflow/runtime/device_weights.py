@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.onnx_model.facts import tensor_bytes
-from sdflow.onnx_model.files import is_external
-from sdflow.onnx_model.files import place as external_place
+from sdflow.onnx_model.files import data_span, is_external
 from sdflow.runtime.sessions import read_graph
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class DeviceWeights:
     def __init__(self, model: Path, device: str) -> None:
         self._model, self._device = model, device
         self._lock = threading.Lock()
-        self._values: dict[_Place, Any] | None = None
+        self._values: dict[_Span, Any] | None = None
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Initializer name -> its value on the device, for a graph whose initializers lie in the model's data file.
@@ -47,40 +46,38 @@ class DeviceWeights:
             if self._values is None:
                 self._values = self._copied()
             values = self._values
-        wanted = {tensor.name: _place(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
-        return {
-            name: onnxruntime.OrtValue.from_dlpack(values[place]) for name, place in wanted.items() if place in values
-        }
+        wanted = {tensor.name: _span(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
+        return {name: onnxruntime.OrtValue.from_dlpack(values[span]) for name, span in wanted.items() if span in values}
 
     def release(self) -> None:
         """Let go of the memory; it is free when the sessions that were given it are gone too."""
         with self._lock:
             self._values = None
 
-    def _copied(self) -> dict[_Place, Any]:
+    def _copied(self) -> dict[_Span, Any]:
         import numpy as np
         import torch
         from onnx.helper import tensor_dtype_to_np_dtype
 
         tensors = read_graph(self._model).graph.initializer
-        found = {_place(tensor): tensor for tensor in tensors if is_external(tensor) and _place(tensor)[2]}
-        sizes = {place: -(-place[2] // ALIGNMENT) * ALIGNMENT for place in found}
+        found = {_span(tensor): tensor for tensor in tensors if is_external(tensor) and _span(tensor)[2]}
+        sizes = {span: -(-span[2] // ALIGNMENT) * ALIGNMENT for span in found}
         memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._device)
         values = {}
-        for place, slot in zip(found, memory.split(list(sizes.values())), strict=True):
-            location, offset, length = place
+        for span, slot in zip(found, memory.split(list(sizes.values())), strict=True):
+            location, offset, length = span
             # Copy on write: torch wants memory that it may write to.
             data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
             slot[:length].copy_(torch.from_numpy(data))
-            dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(found[place].data_type))))
-            values[place] = slot[:length].view(dtype).view(tuple(found[place].dims))
+            dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(found[span].data_type))))
+            values[span] = slot[:length].view(dtype).view(tuple(found[span].dims))
         return values
 
 
-_Place = tuple[str, int, int]
+_Span = tuple[str, int, int]
 """File name, offset and length in bytes."""
 
 
-def _place(tensor: onnx.TensorProto) -> _Place:
-    location, offset, length = external_place(tensor)
+def _span(tensor: onnx.TensorProto) -> _Span:
+    location, offset, length = data_span(tensor)
     return location, offset, tensor_bytes(tensor) if length is None else length

@@ -31,7 +31,7 @@ VALIDATION_FIRST_LATENTS = 100_000
 
 
 @dataclass(frozen=True)
-class Case:
+class ScenePrompt:
     """One prompt of the evaluation set, the seed of its first latents and the scene that it asks for."""
 
     prompt: str
@@ -74,22 +74,22 @@ def _fill(wording: str, scene: Scene, rng: random.Random) -> str:
     return ", ".join(part for part in parts if part).replace("a orange", "an orange")
 
 
-def evaluation_set() -> list[Case]:
+def evaluation_set() -> list[ScenePrompt]:
     """The 240 fixed cases: 180 of combinations seen in training, 60 of combinations held out."""
     return _cases(EVALUATION_SEED, EVALUATION_SEEN, EVALUATION_HELD_OUT, first=0)
 
 
-def validation_set() -> list[Case]:
+def validation_set() -> list[ScenePrompt]:
     """480 other cases, to choose settings on: what is chosen on the evaluation set is not measured by it."""
     return _cases(VALIDATION_SEED, 2 * EVALUATION_SEEN, 2 * EVALUATION_HELD_OUT, first=VALIDATION_FIRST_LATENTS)
 
 
-def _cases(seed: int, seen: int, held_out: int, first: int) -> list[Case]:
+def _cases(seed: int, seen: int, held_out: int, first: int) -> list[ScenePrompt]:
     rng = random.Random(seed)
     scenes = all_scenes()
     chosen = rng.sample([s for s in scenes if not is_held_out(s)], seen)
     chosen += rng.sample([s for s in scenes if is_held_out(s)], held_out)
-    return [Case(full_caption(scene, rng), first + index, scene) for index, scene in enumerate(chosen)]
+    return [ScenePrompt(full_caption(scene, rng), first + index, scene) for index, scene in enumerate(chosen)]
 
 
 def first_latents(seed: int) -> NDArray[np.float32]:

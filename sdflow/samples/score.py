@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from sdflow.samples.prompts import Case
+from sdflow.samples.prompts import ScenePrompt
 from sdflow.samples.scene import (
     BACKGROUNDS,
     BLACK,
@@ -29,7 +29,7 @@ from sdflow.samples.scene import (
 )
 
 Mask = NDArray[np.bool_]  # [PIXELS, PIXELS]
-Generate = Callable[[Sequence[Case]], Sequence[Image.Image]]
+Generate = Callable[[Sequence[ScenePrompt]], Sequence[Image.Image]]
 """A pipeline seen from here: cases (prompt, seed) to one picture each."""
 
 COLOUR_REACH = 75.0  # furthest RGB distance at which a pixel still counts as a palette colour
@@ -169,7 +169,7 @@ def _most_common(names: NDArray[np.int64], count: int) -> tuple[int, float]:
     return int(counts.argmax()), float(counts.max() / names.size)
 
 
-def tally(cases: Sequence[Case], pictures: Sequence[Image.Image]) -> Score:
+def tally(cases: Sequence[ScenePrompt], pictures: Sequence[Image.Image]) -> Score:
     """How often the pictures show what their cases ask for. Raises ValueError where the two differ in number."""
     readings = [(case.scene, read(picture)) for case, picture in zip(cases, pictures, strict=True)]
 
@@ -189,6 +189,6 @@ def tally(cases: Sequence[Case], pictures: Sequence[Image.Image]) -> Score:
     )
 
 
-def score(generate: Generate, cases: Sequence[Case]) -> Score:
+def score(generate: Generate, cases: Sequence[ScenePrompt]) -> Score:
     """Make a picture of every case and tally them."""
     return tally(cases, generate(cases))

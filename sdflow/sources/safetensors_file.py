@@ -47,9 +47,9 @@ def _invalid(path: Path, what: str) -> CheckpointError:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file by name. Raises CheckpointError unless header and length agree exactly."""
-    header, base, size = _read_json(path)
-    entries = {name: _entry(path, name, value, base) for name, value in header.items() if name != "__metadata__"}
-    position = base
+    header, data_start, size = _read_json(path)
+    entries = {name: _entry(path, name, value, data_start) for name, value in header.items() if name != "__metadata__"}
+    position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             raise _invalid(path, f"tensor {name} does not begin where the one before it ends")
@@ -88,7 +88,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
+def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = [*shape, begin, end]
@@ -100,7 +100,7 @@ def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
         raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r}")
     if end - begin != prod(shape) * _ITEM_BYTES[dtype]:
         raise _invalid(path, f"tensor {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
-    return TensorEntry(dtype, shape, base + begin, base + end)
+    return TensorEntry(dtype, shape, data_start + begin, data_start + end)
 
 
 def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:

@@ -11,12 +11,12 @@ from sdflow.errors import CheckpointError
 def sample_folder(name: str) -> Path:
     """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
     package = Path(sdflow.__file__).parent
-    places = [package / "data" / "samples" / name, package.parent / "samples" / name]
-    for place in places:
-        if (place / "model_index.json").is_file():
-            return place
+    folders = [package / "data" / "samples" / name, package.parent / "samples" / name]
+    for folder in folders:
+        if (folder / "model_index.json").is_file():
+            return folder
     raise CheckpointError(
         f"no sample of the name {name!r} is installed",
         where=f"sample:{name}",
-        remedy=f"Looked in {' and '.join(str(place) for place in places)}. Use a checkout of the repository.",
+        remedy=f"Looked in {' and '.join(str(folder) for folder in folders)}. Use a checkout of the repository.",
     )

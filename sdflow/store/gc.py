@@ -196,7 +196,7 @@ def clean(layout: Layout) -> None:
     if not layout.root.exists():
         return
     if not layout.is_ours():
-        if not layout.foreign() and not layout.base.exists():
+        if not layout.foreign() and not layout.own.exists():
             return
         raise CacheError(
             "this is not a cache of sdflow: its CACHEDIR.TAG is missing or another program's",

@@ -37,17 +37,17 @@ class Layout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.tag = root / "CACHEDIR.TAG"
-        self.base = root / "v1"
-        self.objects = self.base / "objects"
-        self.actions = self.base / "actions"
-        self.steps = self.base / "steps"
-        self.staging = self.base / "staging"
-        self.quarantine = self.base / "quarantine"
-        self.trash = self.base / "trash"
-        self.locks = self.base / "locks"
-        self.leases = self.base / "leases"
-        self.pins = self.base / "pins"
-        self.stat = self.base / "stat.sqlite"
+        self.own = root / "v1"
+        self.objects = self.own / "objects"
+        self.actions = self.own / "actions"
+        self.steps = self.own / "steps"
+        self.staging = self.own / "staging"
+        self.quarantine = self.own / "quarantine"
+        self.trash = self.own / "trash"
+        self.locks = self.own / "locks"
+        self.leases = self.own / "leases"
+        self.pins = self.own / "pins"
+        self.stat = self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
         return self.objects / digest[:2] / digest
@@ -87,7 +87,7 @@ class Layout:
     def foreign(self) -> list[str]:
         """What lies in the root that is neither ours nor a dot file."""
         names = (entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
-        return sorted(name for name in names if name not in (self.base.name, "lost+found"))
+        return sorted(name for name in names if name not in (self.own.name, "lost+found"))
 
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)

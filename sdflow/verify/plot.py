@@ -24,22 +24,22 @@ def plot_steps(steps: Sequence[CaseDistance], ratio: float | None) -> str:
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
 
-    def place(index: int, value: float) -> tuple[float, float]:
+    def point(index: int, value: float) -> tuple[float, float]:
         x = LEFT + (WIDTH - LEFT - 20) * index / max(1, len(steps) - 1)
         return x, TOP + (HEIGHT - TOP - BOTTOM) * (high - math.log10(value)) / (high - low)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" font-size="12" font-family="sans-serif">']
     for power in range(low, high + 1):
-        _, y = place(0, 10.0**power)
+        _, y = point(0, 10.0**power)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
     for index, case in enumerate(steps):
-        x, _ = place(index, 10.0**low)
+        x, _ = point(index, 10.0**low)
         label = f"{case.timestep:g}" if case.timestep is not None else str(index + 1)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">timestep</text>')
     for number, (name, (colour, line)) in enumerate(lines.items()):
-        points = [place(index, value) for index, value in enumerate(line) if 0 < value < math.inf]
+        points = [point(index, value) for index, value in enumerate(line) if 0 < value < math.inf]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = ' stroke-dasharray="5 4"' if number == 2 else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')

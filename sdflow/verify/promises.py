@@ -170,7 +170,7 @@ def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
 def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
     """Every external tensor inside its file, none over another, and every byte of the files used."""
     from sdflow.onnx_model.facts import tensor_bytes
-    from sdflow.onnx_model.files import initializers_and_constants, is_external, place
+    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
     from sdflow.onnx_model.stub import is_stub
 
     def error(name: str, what: str) -> Finding:
@@ -181,7 +181,7 @@ def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]
         if is_stub(tensor):
             yield error(tensor.name, "has a recipe and no values: this is a structure, no weights were bound to it")
         elif is_external(tensor):
-            location, offset, length = place(tensor)
+            location, offset, length = data_span(tensor)
             wanted = tensor_bytes(tensor)
             if length not in (None, wanted):
                 yield error(tensor.name, f"has {length:,} bytes of external data; its shape and type need {wanted:,}")

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from small_lora import write_lora
 
-from sdflow.bench.case import Case, Settings
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.compare import compare
 from sdflow.bench.device import Device
@@ -27,13 +26,14 @@ from sdflow.bench.engines import ENGINES, choose
 from sdflow.bench.files import COLUMNS, THEIR_COLUMNS
 from sdflow.bench.result import BenchResult
 from sdflow.bench.run import BenchRequest, bench
+from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.timing import distance
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 QUICK = Settings(rounds=2, threads=1)
-CASE = Case(1, 64, 64, 2)
+CASE = SweepPoint(1, 64, 64, 2)
 
 # Of onnxruntime 1.31, transformers/models/stable_diffusion/benchmark.py.
 ONNXRUNTIME_COLUMNS = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sdflow.bench.case import Case, Settings
 from sdflow.bench.run import BenchRequest, bench
+from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.tune import Candidate, candidates, tune
 from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
@@ -25,7 +25,7 @@ from sdflow.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 CPU = TARGETS["cpu"]
-CASE = Case(1, 64, 64, 1)
+CASE = SweepPoint(1, 64, 64, 1)
 CHOICE = Tuning(
     session={"session.intra_op.allow_spinning": "0"},
     threads=1,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdflow.config import load_workflow
-from sdflow.config.workflow import Pipeline
+from sdflow.config.workflow import PipelineSpec
 
 from .workflow_catalog import SmallCatalog
 
@@ -20,7 +20,7 @@ CHAINS = {
 }
 
 
-def load(folder: Path, workflow: dict[str, Any], stem: str = "w", **given: Any) -> tuple[Pipeline, ...]:
+def load(folder: Path, workflow: dict[str, Any], stem: str = "w", **given: Any) -> tuple[PipelineSpec, ...]:
     path = folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump({**CHAINS, **workflow}, sort_keys=False))
     return load_workflow(path, catalog=SmallCatalog(), **given).pipelines

@@ -14,7 +14,7 @@ from sdflow.config import load_workflow
 from sdflow.config.merge import merge, merge_documents, patch_chain
 from sdflow.config.nodes import Node, YamlList, YamlMap, parse, to_data
 from sdflow.config.problems import Problems
-from sdflow.config.workflow import Pipeline
+from sdflow.config.workflow import PipelineSpec
 from sdflow.errors import WorkflowError
 
 from .workflow_catalog import SmallCatalog
@@ -117,7 +117,7 @@ def test_a_change_to_a_step_that_is_not_there_is_a_problem_unless_lenient(
     assert len(problems) == len(set(changes) - {step["pass"] for step in steps})
 
 
-def load(folder: Path, files: dict[str, str], **given: Any) -> dict[str, Pipeline]:
+def load(folder: Path, files: dict[str, str], **given: Any) -> dict[str, PipelineSpec]:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -241,7 +241,7 @@ def test_a_pass_at_a_path_is_looked_up_from_the_file_that_names_it(tmp_path: Pat
     )
     text = "extends: shared/b.yaml\ntarget: cpu\nmodel: synthetic:sd15"
     step = load(tmp_path, {"shared/b.yaml": chains, "w.yaml": text})["cpu"].submodels["unet"][1]
-    assert (step.pass_name, step.base, step.options) == ("mine.py:Mine", tmp_path / "shared", {"strength": 2})
+    assert (step.pass_name, step.folder, step.options) == ("mine.py:Mine", tmp_path / "shared", {"strength": 2})
     with pytest.raises(WorkflowError, match=r"w\.yaml:1:60: no file 'mine.py'"):
         load(tmp_path, {"w.yaml": chains + "\ntarget: cpu\nmodel: synthetic:sd15"})
 
@@ -259,7 +259,7 @@ def test_a_pass_at_a_path_is_found_above_its_file_and_in_the_current_folder(
     text = "submodels: {unet: {passes: [{pass: OnnxConversion}, {pass: 'scripts/mine.py:Mine'}]}}\nevaluate: null\n"
     (tmp_path / "flows" / "w.yaml").write_text(text + "target: cpu\nmodel: synthetic:sd15")
     (pipeline,) = load_workflow(tmp_path / "flows" / "w.yaml", catalog=SmallCatalog()).pipelines
-    assert pipeline.submodels["unet"][1].base.resolve() == (tmp_path / place).resolve()
+    assert pipeline.submodels["unet"][1].folder.resolve() == (tmp_path / place).resolve()
 
 
 def test_a_step_that_merges_loras_is_left_out_where_there_are_none(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sdflow.config import load_workflow
 from sdflow.config.nodes import to_data
 from sdflow.config.override import parse_overrides
 from sdflow.config.problems import Problems
-from sdflow.config.workflow import Pipeline
+from sdflow.config.workflow import PipelineSpec
 
 from .workflow_catalog import SmallCatalog
 
@@ -34,7 +34,7 @@ evaluate: {latency: null}
 """
 
 
-def load(folder: Path, *overrides: str, text: str = BASE) -> Pipeline:
+def load(folder: Path, *overrides: str, text: str = BASE) -> PipelineSpec:
     (folder / "own").mkdir(exist_ok=True)
     (folder / "own" / "a.b.py").touch()
     (folder / "w.yaml").write_text(text)

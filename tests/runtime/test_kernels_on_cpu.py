@@ -28,7 +28,7 @@ from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import (
     EPSILON,
     INPUTS,
-    Case,
+    GroupNormCase,
     gelu_expected,
     gelu_feeds,
     group_norm_expected,
@@ -49,7 +49,7 @@ def program(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return link(objects.values(), tmp_path_factory.mktemp("program") / "operators")
 
 
-def group_norm(program: Path, folder: Path, gpu: Gpu, case: Case) -> str:
+def group_norm(program: Path, folder: Path, gpu: Gpu, case: GroupNormCase) -> str:
     """Runs and checks it. Returns the plan: the kernel, and the cluster or the blocks for an image."""
     feeds = group_norm_feeds(case)
     inputs = [feeds.get(name) for name in INPUTS]
@@ -76,55 +76,67 @@ def check(found: np.ndarray, expected: np.ndarray) -> None:
     assert not found.size or relative_l2(found, expected) <= KERNEL_LIMIT
 
 
-WHOLE_ROWS = Case((1, 1, 1636, 80), groups=8)
+WHOLE_ROWS = GroupNormCase((1, 1, 1636, 80), groups=8)
 """1636 rows of five vectors: 1020 threads with eight each hold 1632."""
 
 GROUP_NORMS = [
-    ("held_4, clusters of 1", Gpu(4), Case((1, 5, 7, 320), silu=False)),  # groups of 10, across vectors
-    ("held_4, clusters of 8", Gpu(132), Case((2, 8, 9, 320), silu=False)),
-    ("held_4, clusters of 1", Gpu(4), Case((1, 9, 5, 128), skip="full", bias=True, kept=True)),  # of 4, two in a vector
-    ("held_4, clusters of 4", Gpu(132), Case((2, 9, 5, 128), skip="row")),
-    ("held_4, clusters of 4", Gpu(40), Case((1, 6, 7, 256), bias=True, kept=True)),  # of 8
-    ("held_4, clusters of 8", Gpu(132), Case((1, 4, 5, 640), skip="row", bias=True, kept=True)),  # of 20
-    ("held_4, clusters of 1", Gpu(30), Case((2, 3, 3, 640), skip="full", silu=False)),
-    ("held_4, clusters of 4", Gpu(132), Case((1, 1, 7, 960), skip="full", bias=True)),  # of 30; eight have no row each
-    ("held_4, clusters of 1", Gpu(4), Case((1, 1, 1, 960), skip="row")),
-    ("held_4, clusters of 1", Gpu(132), Case((3, 5, 3, 1280), skip="full", bias=True, kept=True)),  # of 40
-    ("held_4, clusters of 4", Gpu(60), Case((1, 5, 3, 1920), skip="row")),  # of 60
-    ("held_4, clusters of 2", Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)),  # of 80
-    ("held_8, clusters of 1", Gpu(4), Case((1, 33, 32, 256), skip="full", bias=True, kept=True)),
-    ("held_8, clusters of 1", Gpu(4), Case((1, 31, 40, 128), skip="row", silu=False)),
-    ("held_8, clusters of 2", Gpu(4), Case((2, 1, 2050, 64), groups=8)),
-    ("held_8, clusters of 4", Gpu(4), Case((1, 1, 4100, 32), groups=4, bias=True)),
-    ("held_8, clusters of 8", Gpu(4), Case((1, 89, 97, 32), groups=4, skip="full", kept=True)),
-    ("held_8, clusters of 8", Gpu(4), Case((1, 128, 128, 32), groups=4)),  # just held
-    ("sums 4, apply 4", Gpu(4), Case((1, 113, 145, 32), groups=4)),  # a position more
+    ("held_4, clusters of 1", Gpu(4), GroupNormCase((1, 5, 7, 320), silu=False)),  # groups of 10, across vectors
+    ("held_4, clusters of 8", Gpu(132), GroupNormCase((2, 8, 9, 320), silu=False)),
+    (
+        "held_4, clusters of 1",
+        Gpu(4),
+        GroupNormCase((1, 9, 5, 128), skip="full", bias=True, kept=True),
+    ),  # of 4, two in a vector
+    ("held_4, clusters of 4", Gpu(132), GroupNormCase((2, 9, 5, 128), skip="row")),
+    ("held_4, clusters of 4", Gpu(40), GroupNormCase((1, 6, 7, 256), bias=True, kept=True)),  # of 8
+    ("held_4, clusters of 8", Gpu(132), GroupNormCase((1, 4, 5, 640), skip="row", bias=True, kept=True)),  # of 20
+    ("held_4, clusters of 1", Gpu(30), GroupNormCase((2, 3, 3, 640), skip="full", silu=False)),
+    (
+        "held_4, clusters of 4",
+        Gpu(132),
+        GroupNormCase((1, 1, 7, 960), skip="full", bias=True),
+    ),  # of 30; eight have no row each
+    ("held_4, clusters of 1", Gpu(4), GroupNormCase((1, 1, 1, 960), skip="row")),
+    ("held_4, clusters of 1", Gpu(132), GroupNormCase((3, 5, 3, 1280), skip="full", bias=True, kept=True)),  # of 40
+    ("held_4, clusters of 4", Gpu(60), GroupNormCase((1, 5, 3, 1920), skip="row")),  # of 60
+    ("held_4, clusters of 2", Gpu(132), GroupNormCase((2, 3, 3, 2560), skip="full", kept=True)),  # of 80
+    ("held_8, clusters of 1", Gpu(4), GroupNormCase((1, 33, 32, 256), skip="full", bias=True, kept=True)),
+    ("held_8, clusters of 1", Gpu(4), GroupNormCase((1, 31, 40, 128), skip="row", silu=False)),
+    ("held_8, clusters of 2", Gpu(4), GroupNormCase((2, 1, 2050, 64), groups=8)),
+    ("held_8, clusters of 4", Gpu(4), GroupNormCase((1, 1, 4100, 32), groups=4, bias=True)),
+    ("held_8, clusters of 8", Gpu(4), GroupNormCase((1, 89, 97, 32), groups=4, skip="full", kept=True)),
+    ("held_8, clusters of 8", Gpu(4), GroupNormCase((1, 128, 128, 32), groups=4)),  # just held
+    ("sums 4, apply 4", Gpu(4), GroupNormCase((1, 113, 145, 32), groups=4)),  # a position more
     ("held_8, clusters of 2", Gpu(1), WHOLE_ROWS),
-    ("held_4, clusters of 4", Gpu(132), Case((1, 2, 7, 288))),  # of 9: slices of eight groups
-    ("held_4, clusters of 8", Gpu(132), Case((1, 2, 7, 384), skip="full")),  # of 12
-    ("sums 3, apply 3", Gpu(132), Case((1, 3, 3, 2240), groups=8)),  # of 35 vectors: no whole warps of whole rows
-    ("sums 2, apply 2", Gpu(4, 80), Case((1, 5, 7, 320), silu=False)),
-    ("sums 13, apply 13", Gpu(132, 80), Case((2, 17, 19, 320), skip="row", bias=True)),
-    ("sums 1, apply 1", Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)),
-    ("sums 30, apply 30", Gpu(132, 80), Case((1, 31, 30, 256), skip="full", silu=False)),
-    ("sums 1, apply 1", Gpu(1, 80), Case((2, 7, 9, 640), bias=True, kept=True)),
-    ("sums 4, apply 4", Gpu(4, 80), Case((1, 7, 11, 960), skip="row", kept=True)),
-    ("sums 4, apply 4", Gpu(7, 80), Case((2, 5, 7, 1280), skip="full", bias=True, silu=False)),
-    ("sums 6, apply 6", Gpu(132, 80), Case((1, 7, 3, 1920), skip="row")),
-    ("sums 1, apply 1", Gpu(1, 80), Case((1, 5, 5, 2560), skip="full", kept=True)),
-    ("sums 1, apply 1", Gpu(132, 80), Case((1, 1, 1, 4096), bias=True)),
-    ("sums 3, apply 3", Gpu(132, 80), Case((1, 3, 1, 8192), skip="full", bias=True)),  # a row for a block
-    ("sums 40, apply 40", Gpu(132, 80), Case((1, 10, 12, 2560))),  # more parts than threads for a group
-    ("sums 5, apply 5", Gpu(132, 80), Case((1, 9, 9, 480), groups=12, skip="full")),
-    ("sums 1, apply 1", Gpu(132, 80), Case((2, 9, 9, 48), groups=1)),
-    ("", Gpu(132), Case((0, 4, 4, 320))),
-    ("", Gpu(132), Case((2, 0, 4, 320), kept=True)),
+    ("held_4, clusters of 4", Gpu(132), GroupNormCase((1, 2, 7, 288))),  # of 9: slices of eight groups
+    ("held_4, clusters of 8", Gpu(132), GroupNormCase((1, 2, 7, 384), skip="full")),  # of 12
+    (
+        "sums 3, apply 3",
+        Gpu(132),
+        GroupNormCase((1, 3, 3, 2240), groups=8),
+    ),  # of 35 vectors: no whole warps of whole rows
+    ("sums 2, apply 2", Gpu(4, 80), GroupNormCase((1, 5, 7, 320), silu=False)),
+    ("sums 13, apply 13", Gpu(132, 80), GroupNormCase((2, 17, 19, 320), skip="row", bias=True)),
+    ("sums 1, apply 1", Gpu(2, 80), GroupNormCase((3, 21, 20, 128), skip="full", bias=True, kept=True)),
+    ("sums 30, apply 30", Gpu(132, 80), GroupNormCase((1, 31, 30, 256), skip="full", silu=False)),
+    ("sums 1, apply 1", Gpu(1, 80), GroupNormCase((2, 7, 9, 640), bias=True, kept=True)),
+    ("sums 4, apply 4", Gpu(4, 80), GroupNormCase((1, 7, 11, 960), skip="row", kept=True)),
+    ("sums 4, apply 4", Gpu(7, 80), GroupNormCase((2, 5, 7, 1280), skip="full", bias=True, silu=False)),
+    ("sums 6, apply 6", Gpu(132, 80), GroupNormCase((1, 7, 3, 1920), skip="row")),
+    ("sums 1, apply 1", Gpu(1, 80), GroupNormCase((1, 5, 5, 2560), skip="full", kept=True)),
+    ("sums 1, apply 1", Gpu(132, 80), GroupNormCase((1, 1, 1, 4096), bias=True)),
+    ("sums 3, apply 3", Gpu(132, 80), GroupNormCase((1, 3, 1, 8192), skip="full", bias=True)),  # a row for a block
+    ("sums 40, apply 40", Gpu(132, 80), GroupNormCase((1, 10, 12, 2560))),  # more parts than threads for a group
+    ("sums 5, apply 5", Gpu(132, 80), GroupNormCase((1, 9, 9, 480), groups=12, skip="full")),
+    ("sums 1, apply 1", Gpu(132, 80), GroupNormCase((2, 9, 9, 48), groups=1)),
+    ("", Gpu(132), GroupNormCase((0, 4, 4, 320))),
+    ("", Gpu(132), GroupNormCase((2, 0, 4, 320), kept=True)),
 ]
 """Plan: what is to be launched, and on clusters of how many blocks or on how many blocks for an image."""
 
 
 def name(value: object) -> str | None:
-    if isinstance(value, Case):
+    if isinstance(value, GroupNormCase):
         parts = [value.skip, *(word for word in ("bias", "kept", "silu") if getattr(value, word)), f"{value.groups}g"]
         return "-".join(["x".join(map(str, value.shape)), *parts])
     return f"{value.processors}mp-sm{value.capability}" if isinstance(value, Gpu) else None
@@ -132,7 +144,7 @@ def name(value: object) -> str | None:
 
 @pytest.mark.parametrize(("plan", "gpu", "case"), GROUP_NORMS, ids=name)
 def test_group_norm_is_right_however_it_is_planned(
-    plan: str, gpu: Gpu, case: Case, program: Path, tmp_path: Path
+    plan: str, gpu: Gpu, case: GroupNormCase, program: Path, tmp_path: Path
 ) -> None:
     assert group_norm(program, tmp_path, gpu, case) == plan
 
@@ -182,17 +194,17 @@ def test_bias_split_gelu_is_right_however_it_is_planned(
 def test_group_norm_refuses_what_it_cannot_do(
     message: str, shape: tuple[int, int, int, int], skip: tuple[int, ...], groups: int, program: Path, tmp_path: Path
 ) -> None:
-    feeds = group_norm_feeds(Case(shape))
+    feeds = group_norm_feeds(GroupNormCase(shape))
     attributes = {"groups": groups, "epsilon": EPSILON, "activation": 0}
     with pytest.raises(AssertionError, match=message):
         run(program, tmp_path, Gpu(4), "GroupNorm", [*feeds.values(), np.zeros(skip, np.float16)], 2, attributes)
 
 
-HELD = Gpu(132), Case((1, 4, 5, 640), skip="row", bias=True, kept=True)
-HELD_8 = Gpu(4), Case((1, 33, 32, 256), skip="full", bias=True, kept=True)
-UNBIASED = Gpu(132), Case((2, 3, 3, 2560), skip="full", kept=True)
-TWICE = Gpu(2, 80), Case((3, 21, 20, 128), skip="full", bias=True, kept=True)
-ACROSS = Gpu(4, 80), Case((1, 5, 7, 320), silu=False)
+HELD = Gpu(132), GroupNormCase((1, 4, 5, 640), skip="row", bias=True, kept=True)
+HELD_8 = Gpu(4), GroupNormCase((1, 33, 32, 256), skip="full", bias=True, kept=True)
+UNBIASED = Gpu(132), GroupNormCase((2, 3, 3, 2560), skip="full", kept=True)
+TWICE = Gpu(2, 80), GroupNormCase((3, 21, 20, 128), skip="full", bias=True, kept=True)
+ACROSS = Gpu(4, 80), GroupNormCase((1, 5, 7, 320), silu=False)
 OUT_OF_BOUNDS = "AddressSanitizer: (heap|global)-buffer-overflow"
 NOT_WRITTEN = "nan location mismatch"
 WRONG = "Mismatched elements"
@@ -263,4 +275,6 @@ def test_a_planted_fault_is_found(fault: str, objects: dict[str, Path], tmp_path
         made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
     program = link((objects | made).values(), tmp_path / "operators")
     with pytest.raises(AssertionError, match=message):
-        group_norm(program, tmp_path, gpu, case) if isinstance(case, Case) else gelu(program, tmp_path, gpu, case)
+        group_norm(program, tmp_path, gpu, case) if isinstance(case, GroupNormCase) else gelu(
+            program, tmp_path, gpu, case
+        )

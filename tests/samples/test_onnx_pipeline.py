@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sdflow.samples.prompts import Case, evaluation_set, first_latents
+from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
 from sdflow.samples.score import Score, tally
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: Pipeline.load(path, "cpu") for name, path in found.items() if name != "scale_0.5"}
 
 
-def draw(pipeline: Any, cases: Sequence[Case], **options: Any) -> list[Image.Image]:
+def draw(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:
     """The pictures of the cases, each from its own latents; `pipeline`: PyTorch's or a built one."""
     import torch
 

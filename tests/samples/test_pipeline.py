@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sdflow.samples.prompts import Case, evaluation_set, first_latents
+from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
 from sdflow.samples.score import tally
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -29,7 +29,7 @@ def pipeline() -> Any:
     return loaded
 
 
-def pictures(pipeline: Any, cases: Sequence[Case], **options: Any) -> list[Image.Image]:
+def pictures(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:
     import torch
 
     latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))

@@ -16,7 +16,7 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, Origin
-from sdflow.onnx_model.files import place, set_external
+from sdflow.onnx_model.files import data_span, set_external
 from sdflow.onnx_model.stub import is_stub
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
@@ -241,21 +241,21 @@ def test_external_data_that_nothing_uses(folder: Path) -> None:
 def test_external_data_with_a_hole(folder: Path) -> None:
     def skip(model: Any) -> None:
         tensor = external(model)[0]
-        tensor.raw_data = bytes(place(tensor)[2] or 0)
+        tensor.raw_data = bytes(data_span(tensor)[2] or 0)
         tensor.ClearField("data_location")
         del tensor.external_data[:]
 
     model = onnx.load(folder / "unet" / "model.onnx", load_external_data=False)
     first, second = external(model)[:2]
     build(folder, "unet", skip)
-    told = broken("external-data", *UNET_DATA, f"{place(first)[2]:,} bytes before {second.name}")
+    told = broken("external-data", *UNET_DATA, f"{data_span(first)[2]:,} bytes before {second.name}")
     assert_told(check_promises(folder), told)
 
 
 def test_external_data_that_overlaps(folder: Path) -> None:
     model = onnx.load(folder / "unet" / "model.onnx", load_external_data=False)
     *_, before, last = external(model)
-    _, offset, length = place(last)
+    _, offset, length = data_span(last)
 
     def move(model: Any) -> None:
         set_external(external(model)[-1], "model.onnx.data", offset - 4, length or 0)

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from sdflow.manifest import Chain, FinishedPass
-from sdflow.onnx_model.files import is_external, place
+from sdflow.onnx_model.files import data_span, is_external
 from sdflow.onnx_model.stub import is_stub
 from sdflow.store import Cache
 from sdflow.verify.recipes import BoundModel, check_recipes, structure_of
@@ -131,7 +131,7 @@ def test_a_weight_that_was_changed_after_it_was_bound(structure: Path, bound: Bo
     content[0] ^= 1
     path.write_bytes(content)
     graph = onnx.load(bound.folder / "model.onnx", load_external_data=False).graph
-    (first,) = [tensor.name for tensor in graph.initializer if is_external(tensor) and place(tensor)[1] == 0]
+    (first,) = [tensor.name for tensor in graph.initializer if is_external(tensor) and data_span(tensor)[1] == 0]
     assert_told(check_recipes(structure, SUBMODEL, bound, sample=None), wrong(first, "other values"))
 
 

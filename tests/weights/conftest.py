@@ -85,7 +85,7 @@ def structure_request(
     """The worker's request to run a pass without weights."""
     return {
         "pass": step.implementation.name,
-        "base": ".",
+        "folder": ".",
         "submodel": submodel,
         "model": str(model) if model else None,
         "symbolic": True,

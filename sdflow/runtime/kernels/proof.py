@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupNormCase:
     """A group normalization.
 
     shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too. groups: of
@@ -34,17 +34,17 @@ class Case:
 
 
 CASES = (
-    Case((2, 32, 32, 320), silu=False),  # groups of 10, across vectors
-    Case((2, 16, 17, 640), skip="row", bias=True),
-    Case((3, 5, 3, 1280), skip="full", bias=True, kept=True),
-    Case((2, 8, 8, 2560), skip="full", kept=True),
-    Case((1, 1, 7, 960), skip="full", bias=True),
-    Case((1, 129, 127, 256), skip="row", bias=True, kept=True),  # just held
-    Case((1, 128, 130, 128)),  # groups of 4; from here on read twice
-    Case((1, 160, 161, 256), skip="full", bias=True, kept=True),
-    Case((2, 160, 160, 128), skip="full", silu=False),
-    Case((1, 130, 128, 320), skip="row", bias=True),
-    Case((2, 96, 161, 320), skip="row", kept=True),
+    GroupNormCase((2, 32, 32, 320), silu=False),  # groups of 10, across vectors
+    GroupNormCase((2, 16, 17, 640), skip="row", bias=True),
+    GroupNormCase((3, 5, 3, 1280), skip="full", bias=True, kept=True),
+    GroupNormCase((2, 8, 8, 2560), skip="full", kept=True),
+    GroupNormCase((1, 1, 7, 960), skip="full", bias=True),
+    GroupNormCase((1, 129, 127, 256), skip="row", bias=True, kept=True),  # just held
+    GroupNormCase((1, 128, 130, 128)),  # groups of 4; from here on read twice
+    GroupNormCase((1, 160, 161, 256), skip="full", bias=True, kept=True),
+    GroupNormCase((2, 160, 160, 128), skip="full", silu=False),
+    GroupNormCase((1, 130, 128, 320), skip="row", bias=True),
+    GroupNormCase((2, 96, 161, 320), skip="row", kept=True),
 )
 
 
@@ -96,7 +96,7 @@ def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     return result
 
 
-def differences(library: Path, case: Case) -> dict[str, float]:
+def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
     """Output -> relative L2 distance to numpy's."""
     from onnx import helper
 
@@ -124,7 +124,7 @@ INPUTS = ("x", "gamma", "beta", "skip", "bias")
 """Of GroupNorm, in order."""
 
 
-def group_norm_feeds(case: Case) -> dict[str, np.ndarray]:
+def group_norm_feeds(case: GroupNormCase) -> dict[str, np.ndarray]:
     """Random values with a mean and a spread of their own per channel; the inputs that the case has."""
     import numpy as np
 
@@ -145,7 +145,7 @@ def group_norm_feeds(case: Case) -> dict[str, np.ndarray]:
     return feeds
 
 
-def group_norm_expected(feeds: dict[str, np.ndarray], case: Case) -> dict[str, np.ndarray]:
+def group_norm_expected(feeds: dict[str, np.ndarray], case: GroupNormCase) -> dict[str, np.ndarray]:
     """y, and the sum, by their definition."""
     import numpy as np
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Case:
+class SweepPoint:
     """One point of the sweep. batch: pictures drawn at once. height, width: pixels."""
 
     batch: int
@@ -45,13 +45,13 @@ class Settings:
     tuning: bool = True
 
 
-def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Iterator[Case]:
+def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Iterator[SweepPoint]:
     """Every combination; a size is of both sides."""
     for batch, size, count in product(batches, sizes, steps):
-        yield Case(batch, size, size, count)
+        yield SweepPoint(batch, size, size, count)
 
 
-def latents(case: Case, seed: int, what: Latents) -> torch.Tensor:
+def latents(case: SweepPoint, seed: int, what: Latents) -> torch.Tensor:
     """Standard normal float32 (batch, channels, height / scale, width / scale), drawn on the CPU."""
     import torch
 
