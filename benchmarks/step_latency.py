@@ -37,9 +37,7 @@ class Variant:
         from sdflow.runtime.tuning import Tuning
 
         self.name = f"{folder.name}, {kernels}"
-        self.pipeline = Pipeline.load(
-            folder, "cuda", safety_checker=False, tuning=Tuning(own_kernels=kernels == "ours")
-        )
+        self.pipeline = Pipeline.load(folder, "cuda", checker=False, tuning=Tuning(own_kernels=kernels == "ours"))
         with self.pipeline.place.current(), torch.no_grad():
             noise = torch.randn(self.pipeline.latents_shape(1, None, None), generator=torch.Generator().manual_seed(7))
             noise = noise.to(self.pipeline.place.device)

@@ -13,8 +13,6 @@ MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model_index.json"
-ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
-"""What model_index.json calls a folder with an ONNX graph."""
 
 Facts = Mapping[str, Any]
 """Small JSON that a pass measured on its output: `nodes`, `operators` (type -> count), `dtypes`, `bytes`, ..."""

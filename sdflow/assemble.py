@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import INDEX_FILE, ONNX_COMPONENT, Artifact
+from sdflow.artifact import INDEX_FILE, Artifact
 from sdflow.errors import CacheError, UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family
+from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
 from sdflow.replace_folder import remove_stale, staging_beside, swap

@@ -1,4 +1,7 @@
-"""The targets: which ONNX Runtime execution provider runs each, from which package, and with which session options."""
+"""The targets: which ONNX Runtime execution provider runs each, from which package, and with which session options.
+
+What is built for a target, its fusions above all, is for workflows to say: `targets` in `workflows/base/`.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
     from sdflow.runtime.kernels.library import kernel_library
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.runtime.tuned import Recorded, recorded_tuning
+    from sdflow.runtime.recorded_tuning import Recorded, recorded_tuning
     from sdflow.runtime.tuning import UNTUNED
 
     target = TARGETS[engine.target]
@@ -43,7 +43,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         folder,
         target,
         scheduler=settings.scheduler,
-        safety_checker=False,
+        checker=False,
         threads=settings.threads,
         tuning=recorded.tuning,
     )
@@ -181,8 +181,8 @@ def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
         options = {**list_mode_options(engine.compile_mode), **known}
         compiled = {"fullgraph": True, "dynamic": False, "options": options}
         setattr(pipeline, denoiser, torch.compile(getattr(pipeline, denoiser), **compiled))
-        vae = getattr(pipeline, decoder)
-        vae.decode = torch.compile(vae.decode, **compiled)
+        module = getattr(pipeline, decoder)
+        module.decode = torch.compile(module.decode, **compiled)
 
 
 # The linear layers that gain nothing: https://github.com/huggingface/diffusion-fast, utils/pipeline_utils.py

@@ -26,7 +26,7 @@ from sdflow.evaluate.statistics import percentile
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.tuned import record_tuning
+from sdflow.runtime.recorded_tuning import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
 from sdflow.yardstick import SESSIONS_APART
@@ -204,7 +204,7 @@ class _Tuner:
     def load(self, tuning: Tuning) -> Pipeline:
         from sdflow.runtime.pipeline import Pipeline
 
-        pipeline = Pipeline.load(self.folder, self.target, safety_checker=False, tuning=tuning)
+        pipeline = Pipeline.load(self.folder, self.target, checker=False, tuning=tuning)
         if self._case is None:
             own = pipeline.latents.image_size
             self._case = SweepPoint(1, own, own, 4)

@@ -67,7 +67,7 @@ def generate(
     scheduler: Annotated[
         str | None, typer.Option(help="ddim, euler, euler_a, dpm++_2m, unipc, lcm, pndm. Default: the pipeline's.")
     ] = None,
-    safety_checker: Annotated[
+    checker: Annotated[
         bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
     ] = True,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.", metavar="DIR")] = Path("images"),
@@ -109,7 +109,7 @@ def generate(
         image=image,
         mask=mask,
         scheduler=scheduler,
-        safety_checker=safety_checker,
+        checker=checker,
         target=target,
         batch=batch,
         sheet=sheet,

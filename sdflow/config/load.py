@@ -137,7 +137,8 @@ class _Loader:
         if node is None or is_null(node):
             return {}
         if not isinstance(node, YamlMap):
-            expect_kind(node, "a map like {vae: hf:owner/name}, or null", "`components`", self.problems)
+            example = f"a map like {{{next(iter(EXCHANGEABLE))}: hf:owner/name}}, or null"
+            expect_kind(node, example, "`components`", self.problems)
             return {}
         unknown_keys(node, EXCHANGEABLE, "component", self.problems)
         found = {

@@ -35,6 +35,13 @@ EXCHANGEABLE: Mapping[str, str] = {"vae": "The autoencoder, both halves: latents
 """The components that a workflow may take from elsewhere, with what they are. Nothing lies beside them that would have to
 be exchanged too, as tokenizers do beside text encoders."""
 
+LIBRARY_MODULES: tuple[str, ...] = tuple(
+    dict.fromkeys(
+        part.model.library_module for family in FAMILIES.values() for part in family.parts if part.model.library_module
+    )
+)
+"""The modules of diffusers and transformers that hold the models' classes."""
+
 
 def find_family(name: str, where: str) -> Family:
     """The family of this name, which stands at `where`. Raises UsageError when there is none."""

@@ -15,6 +15,9 @@ from sdflow.models.base import Config, Model, Original, halved
 if TYPE_CHECKING:
     import torch
 
+ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
+"""What model_index.json calls a folder with an ONNX graph, in every family."""
+
 Tensors = Mapping[str, "torch.Tensor"]
 Run = Callable[[str, Tensors], Tensors]
 """Runs a submodel, by its name, on inputs by name; gives its outputs by name."""

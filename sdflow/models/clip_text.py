@@ -28,6 +28,7 @@ class ClipText(Model):
 
     class_name: ClassVar[str] = "CLIPTextModel"
     weights_stem: ClassVar[str] = "model"
+    library_module: ClassVar[str | None] = "transformers.models.clip.modeling_clip"
     pooled: ClassVar[tuple[str, str]] = ("pooler_output", "hidden_size")
     """Name of the output for the whole text, and the entry of the config with its width."""
 

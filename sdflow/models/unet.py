@@ -31,6 +31,7 @@ class UNet(Model):
 
     class_name: ClassVar[str] = "UNet2DConditionModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.unets.unet_2d_condition"
 
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import UNet2DConditionModel

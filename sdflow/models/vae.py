@@ -22,6 +22,13 @@ _TRAINING = ("loss.", "model_ema.")
 """How names of tensors begin that only the training of a VAE reads (CompVis's latent-diffusion, ldm/models/autoencoder.py)."""
 
 
+def picture_reader(multiple: int, **options: bool) -> Any:
+    """diffusers' reader of pictures for a VAE: PIL images and arrays to pixels in [-1, 1], their sizes multiples of this."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    return VaeImageProcessor(vae_scale_factor=multiple, **options)
+
+
 class _Half(Model):
     """Both halves are traced with diffusers' default attention, scaled_dot_product_attention. `fusion_attention_vae` of ONNX
     Runtime 1.31 does *not* match it: the older form fuses, but that fusion writes zeros in place of the biases of q, k
@@ -29,6 +36,7 @@ class _Half(Model):
 
     class_name: ClassVar[str] = "AutoencoderKL"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_kl"
 
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import AutoencoderKL

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from sdflow.artifact import Facts
-from sdflow.families import DEFAULT
+from sdflow.families import DEFAULT, LIBRARY_MODULES
 from sdflow.weights.lora import LoraInput
 
 InputKind = Literal["checkpoint", "onnx"]
@@ -30,12 +30,7 @@ GRAPH_LAYER = (
     "olive.package_config",
     "onnxruntime.transformers.optimizer",
 )
-MODULE_LAYER = (
-    "sdflow.sources.load",
-    "diffusers.models.autoencoders.autoencoder_kl",
-    "diffusers.models.unets.unet_2d_condition",
-    "transformers.models.clip.modeling_clip",
-)
+MODULE_LAYER = ("sdflow.sources.load", *LIBRARY_MODULES)
 BINDS = (WEIGHTS_LAYER,)
 EDITS_GRAPH = (WEIGHTS_LAYER, GRAPH_LAYER)
 TRACES = (WEIGHTS_LAYER, GRAPH_LAYER, MODULE_LAYER)

@@ -14,7 +14,7 @@ from sdflow.weights.stubs import make_stub, stub_recipe
 
 
 class GraphEdit:
-    """A graph while it is rewritten. Nodes are changed in index; `clean` drops what nothing reads any more.
+    """A graph while it is rewritten. Nodes are changed in place; `clean` drops what nothing reads any more.
 
     folder: the directory of the model's external data.
     """

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, ONNX_COMPONENT
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family, Latents
+from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Submodel, place

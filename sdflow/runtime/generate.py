@@ -16,10 +16,10 @@ from sdflow.errors import UsageError
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.folder import folder_latents
-from sdflow.runtime.inputs import require_size
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.schedule import require_known
-from sdflow.runtime.tuned import recorded_tuning
+from sdflow.runtime.start import require_size
 from sdflow.runtime.tuning import Tuning
 from sdflow.targets import Target, find_target
 
@@ -53,7 +53,7 @@ class GenerateRequest:
     image: Path | None = None
     mask: Path | None = None
     scheduler: str | None = None
-    safety_checker: bool = True
+    checker: bool = True
     target: str | None = None
     batch: int = 1
     sheet: bool = True
@@ -208,7 +208,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning) -> Pipeline:
         request.folder,
         target,
         scheduler=request.scheduler,
-        safety_checker=request.safety_checker,
+        checker=request.checker,
         low_memory=request.low_memory,
         threads=request.threads,
         tuning=tuning,
@@ -250,10 +250,11 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
 
 def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target) -> dict[str, Any]:
     """What all pictures of a run share, as their files tell it: enough to draw them again."""
-    names = ("negative_prompt", "steps", "strength", "safety_checker")
+    names = ("negative_prompt", "steps", "strength")
     given = {"image": request.image, "mask": request.mask}
     return {
         **{name: getattr(request, name) for name in names},
+        "safety_checker": request.checker,
         "guidance_scale": pipeline.family.guidance_scale if request.guidance_scale is None else request.guidance_scale,
         **request.more,
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},

@@ -28,7 +28,10 @@ from sdflow.runtime.folder import (
     onnx_submodels,
     read_options,
 )
-from sdflow.runtime.inputs import (
+from sdflow.runtime.pictures import to_pil
+from sdflow.runtime.schedule import Schedule, named_scheduler, trace
+from sdflow.runtime.sessions import LoadOptions
+from sdflow.runtime.start import (
     draw_noises,
     make_start,
     per_image,
@@ -37,9 +40,6 @@ from sdflow.runtime.inputs import (
     read_mask,
     require_size,
 )
-from sdflow.runtime.pictures import to_pil
-from sdflow.runtime.schedule import Schedule, named_scheduler, trace
-from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.vae import decode, encode
@@ -103,7 +103,7 @@ class Pipeline:
         target: str | Target,
         *,
         scheduler: str | None = None,
-        safety_checker: bool = True,
+        checker: bool = True,
         low_memory: bool = False,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
@@ -112,15 +112,16 @@ class Pipeline:
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
-        scheduler: one of `schedule.SCHEDULERS` instead of the folder's. cuda_graphs: the submodels that may be captured,
-        None: all.         tuning: what `sdflow tune` chose for this machine: `tuned.recorded_tuning(folder, target).tuning`.
+        scheduler: one of `schedule.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if it is
+        there, sees the pictures. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose
+        for this machine: `recorded_tuning(folder, target).tuning`.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
         onnxruntime_for(target)
         folder = Path(folder)
         family = folder_family(folder)
-        names = [name for name in onnx_submodels(folder) if safety_checker or name != family.checker]
+        names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
 
         def load(name: str) -> Submodel:
             # The encoder is for images to start from: loaded when the first one comes. The denoiser is taken apart then.

@@ -121,7 +121,7 @@ def _add_initializer(original: Any) -> Any:
             return original(self, name, data_type, dims, vals, raw)
         wanted = onnx.helper.tensor_dtype_to_np_dtype(data_type)
         if not raw or wanted != vals.dtype:
-            vals._refuse(f"storing it as {wanted.name}")
+            vals.refuse(f"storing it as {wanted.name}")
         tensor = onnx.TensorProto(name=name)
         make_stub(tensor, vals.reshape([int(size) for size in dims]).recipe)
         self.model.add_initializer(tensor, self.this_graph_name)

@@ -92,13 +92,13 @@ class Symbol:
 
     def astype(self, dtype: Any, **_options: Any) -> Symbol:
         if np.dtype(dtype) != self.dtype:
-            self._refuse(f"astype({np.dtype(dtype).name})")
+            self.refuse(f"astype({np.dtype(dtype).name})")
         return self._moved(self.recipe)
 
     def _moved(self, recipe: Recipe) -> Symbol:
         return Symbol(recipe, self._reads)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
         keys = ", ".join(dict.fromkeys(param.key for param in params(self.recipe)))
         error = WeightValueRead(
             f"{what} looks at the values of {keys}",
@@ -110,26 +110,26 @@ class Symbol:
         raise error
 
     def __array__(self, *_args: Any, **_options: Any) -> NoReturn:
-        self._refuse("a conversion to a numpy array")
+        self.refuse("a conversion to a numpy array")
 
     def __array_ufunc__(self, ufunc: Any, *_args: Any, **_options: Any) -> NoReturn:
-        self._refuse(f"numpy.{ufunc.__name__}")
+        self.refuse(f"numpy.{ufunc.__name__}")
 
     def __array_function__(self, function: Any, _types: Any, args: Any, options: Any) -> Any:
         known = _FUNCTIONS.get(function)
         if known is None:
-            self._refuse(f"numpy.{function.__name__}")
+            self.refuse(f"numpy.{function.__name__}")
         return known(*args, **options)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # protocols that Python asks for; the ones that matter are below
             raise AttributeError(name)
-        self._refuse(f".{name}")
+        self.refuse(f".{name}")
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def method(self: Symbol, *_args: object) -> NoReturn:
-        self._refuse(name)
+        self.refuse(name)
 
     return method
 
@@ -156,7 +156,7 @@ def join(arrays: Sequence[Any], axis: int = 0) -> Symbol:
     parts = tuple(recipe_of(array) for array in arrays)
     axis %= symbol.ndim
     if len({part.dtype for part in parts}) > 1:
-        symbol._refuse("a join of different types")
+        symbol.refuse("a join of different types")
     if len({(len(part.shape), part.shape[:axis], part.shape[axis + 1 :]) for part in parts}) > 1:
         raise ValueError(f"arrays of shapes {[part.shape for part in parts]} do not fit along axis {axis}")
     return symbol._moved(Join(axis, parts))

@@ -19,7 +19,7 @@ from sdflow.bench.tune import Candidate, candidates, tune
 from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.tuned import record_tuning, recorded_tuning, tuning_file
+from sdflow.runtime.recorded_tuning import record_tuning, recorded_tuning, tuning_file
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import TARGETS
 
@@ -89,13 +89,13 @@ def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
 
 
 def test_every_option_of_a_choice_reaches_the_session(built: Path) -> None:
-    pipeline = Pipeline.load(built, "cpu", safety_checker=False, tuning=CHOICE)
+    pipeline = Pipeline.load(built, "cpu", checker=False, tuning=CHOICE)
     options = pipeline.submodels["vae_decoder"].session.get_session_options()
     assert options.intra_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert str(options.graph_optimization_level).endswith("ORT_ENABLE_EXTENDED")
     assert (options.enable_cpu_mem_arena, options.enable_mem_pattern) == (False, False)
-    threads = Pipeline.load(built, "cpu", safety_checker=False, tuning=CHOICE, threads=2)
+    threads = Pipeline.load(built, "cpu", checker=False, tuning=CHOICE, threads=2)
     assert threads.submodels["vae_decoder"].session.get_session_options().intra_op_num_threads == 2
 
 

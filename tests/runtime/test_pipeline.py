@@ -184,4 +184,4 @@ def test_a_damaged_submodel_is_told_in_words(
     shutil.copytree(tiny_pipeline, tmp_path / "copy")
     damage(tmp_path / "copy" / submodel / "model.onnx")
     with pytest.raises(VerificationError, match=said):
-        Pipeline.load(tmp_path / "copy", "cpu", safety_checker=False, threads=1)("a horse", num_inference_steps=1)
+        Pipeline.load(tmp_path / "copy", "cpu", checker=False, threads=1)("a horse", num_inference_steps=1)

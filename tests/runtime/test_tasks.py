@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {"num_inference_steps": 5, "negative_prompt": "blurry
 def pipeline(tiny_pipeline: Path) -> Iterator[Pipeline]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Pipeline.load(tiny_pipeline, "cpu", threads=1, safety_checker=False)
+    yield Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
     torch.set_num_threads(threads)
 
 
@@ -152,7 +152,7 @@ def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
     given = {"image": picture, "mask_image": mask}
     expected = theirs(PROMPT, **given, generator=generator(), **settings).images
     assert_equal_pictures(ours(PROMPT, **given, generator=generator(), **settings).images, expected)
-    with pytest.raises(UsageError, match="this UNet is for inpainting"):
+    with pytest.raises(UsageError, match="this model is for inpainting"):
         ours(PROMPT, **settings)
 
 
@@ -206,7 +206,7 @@ def test_with_little_memory_the_picture_is_the_one_that_diffusers_decodes_in_til
     tiny_pipeline: Path, tiny_torch: Any
 ) -> None:
     """Larger than the VAE's own size, so that there are tiles; one submodel is loaded at a time."""
-    frugal = Pipeline.load(tiny_pipeline, "cpu", threads=1, safety_checker=False, low_memory=True)
+    frugal = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, low_memory=True)
     size = int(frugal.submodels["vae_decoder"].config["sample_size"])
     latents = torch.randn(frugal.latents_shape(1, size + 64, size + 128), generator=generator())
     drawn = frugal.decode(latents)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.models.vae import picture_reader
 from sdflow.runtime.denoise import Start
 
 if TYPE_CHECKING:
@@ -42,22 +43,18 @@ def per_image(value: Any, images: int) -> Any:
 
 def read_image(image: Any, height: int | None, width: int | None, multiple: int) -> torch.Tensor:
     """(images, 3, height, width) in [-1, 1], resized to these pixels and to a multiple; latents stay as they are."""
-    from diffusers.image_processor import VaeImageProcessor
-
-    return _preprocess(VaeImageProcessor(vae_scale_factor=multiple, do_convert_rgb=True), image, height, width)
+    return _preprocess(picture_reader(multiple, do_convert_rgb=True), image, height, width)
 
 
 def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
     """(masks, 1, height, width), 1 where it is white."""
-    from diffusers.image_processor import VaeImageProcessor
-
-    processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
-    return _preprocess(processor, mask, height, width)
+    reader = picture_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    return _preprocess(reader, mask, height, width)
 
 
-def _preprocess(processor: Any, image: Any, height: int | None, width: int | None) -> torch.Tensor:
+def _preprocess(reader: Any, image: Any, height: int | None, width: int | None) -> torch.Tensor:
     try:
-        pixels: torch.Tensor = processor.preprocess(image, height=height, width=width)
+        pixels: torch.Tensor = reader.preprocess(image, height=height, width=width)
     except ValueError as error:
         raise UsageError(str(error), where="image") from error
     return pixels
@@ -91,7 +88,7 @@ def make_start(
     noise, *drawn = noises
     for_inpainting = channels != noise.shape[1]
     if for_inpainting and mask is None:
-        raise UsageError("this UNet is for inpainting", remedy="Give it an image and a mask.")
+        raise UsageError("this model is for inpainting", remedy="Give it an image and a mask.")
     if image is None:
         return Start(noise, drawn)
     if len(noise) % len(image):
@@ -108,6 +105,6 @@ def make_start(
     if not for_inpainting:
         return Start(noise, drawn, encoded(image), small > 0.5)
     if image.shape[1] != 3:
-        raise UsageError("a UNet for inpainting needs the image itself, not its latents", where="image")
+        raise UsageError("a model for inpainting needs the image itself, not its latents", where="image")
     context = torch.cat([small.expand(len(noise), -1, -1, -1), encoded(image * (mask < 0.5))], dim=1)
     return Start(noise, drawn, encoded(image), context=context)
