@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from earlier_folder import as_an_earlier_sdflow
 from PIL import Image
+from shell import Shell
 from small_lora import write_lora
 
 from sdflow.config import load_workflow
@@ -23,44 +22,6 @@ from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "workflows/tiny_cpu.yaml"
-
-# Python imports this in every process: it records each host name that is looked up, and each connection.
-RECORDER = """
-import os, sys
-def record(event, arguments):
-    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-        what = str(arguments[0])
-    elif event == "socket.connect" and isinstance(arguments[1], tuple):
-        what = str(arguments[1])
-    else:
-        return
-    with open(os.path.join(os.path.dirname(__file__), "reached"), "a") as log:
-        log.write(what + "\\n")
-sys.addaudithook(record)
-"""
-
-
-@dataclass
-class Shell:
-    """A folder, a home directory and an environment of their own; sdflow is run there as a command."""
-
-    folder: Path
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
-        recorder = self.folder / "recorder"
-        recorder.mkdir(exist_ok=True)
-        (recorder / "sitecustomize.py").write_text(RECORDER)
-        home = self.folder / "home"
-        home.mkdir(exist_ok=True)
-        environment = {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join([str(recorder), str(ROOT)])}
-        command = [sys.executable, "-m", "sdflow", *arguments]
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
-
-    def json(self, *arguments: str) -> Any:
-        done = self.run(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ARCHITECTURES
-from sdflow.sources.reference import PICKLE_SUFFIXES
+from sdflow.sources.reference import PICKLE_SUFFIXES, split_architecture
 
 SAMPLES = ("shapes",)
 _SCHEMES = ("hf", "synthetic", "sample")
@@ -102,10 +102,19 @@ def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | 
 
 
 def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problems: Problems) -> str | None:
+    text, architecture = split_architecture(text)
+    if architecture is not None and architecture not in ARCHITECTURES:
+        problems.add(
+            mark, f"unknown architecture {shortened(architecture)!r} behind #", nearest(architecture, ARCHITECTURES)
+        )
+        return None
     path = _resolve(text, folder, mark, problems)
     if path is None:
         return None
     suffix = path.suffix.lower()
+    if path.is_dir() and architecture is not None:
+        problems.add(mark, f"{path.name!r} is a folder, which says itself what it is", f"leave out #{architecture}")
+        return None
     if path.is_dir():
         return str(path)
     if suffix in PICKLE_SUFFIXES and not allow_pickle:
@@ -119,7 +128,7 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
         known = f"a folder, or a file: .safetensors, or pickled {', '.join(PICKLE_SUFFIXES)}"
         problems.add(mark, f"{path.name!r} is not a checkpoint", known)
         return None
-    return str(path)
+    return str(path) if architecture is None else f"{path}#{architecture}"
 
 
 def _lora_path(fields: LoraFields, folder: Path, mark: Mark, problems: Problems) -> str | None:

@@ -38,7 +38,7 @@ from sdflow.sources.reference import (
 )
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.sample import sample_folder
-from sdflow.sources.single_file import part_of_file, pickle_shapes, under
+from sdflow.sources.single_file import part_of_file, under
 from sdflow.sources.synthetic import open_synthetic
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -116,6 +116,12 @@ class _Source:
         if isinstance(parsed, HubReference):
             return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=download)
         path = parsed.path
+        if parsed.architecture is not None:
+            raise CheckpointError(
+                f"a {self.component} has the architecture of the checkpoint that it is for",
+                where=self.reference,
+                remedy=f"Leave out #{parsed.architecture}.",
+            )
         if path.is_dir():
             return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
         if path.suffix in (".safetensors", *PICKLE_SUFFIXES) and path.is_file():
@@ -239,7 +245,9 @@ class _Source:
 
 
 def _shapes_as_json(path: Path) -> str:
-    return json.dumps(pickle_shapes(path))
+    from sdflow.sources.load import pickled_shapes
+
+    return json.dumps(pickled_shapes(path)[0])
 
 
 def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:

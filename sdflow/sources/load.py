@@ -178,6 +178,21 @@ def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
     device: "cpu", or "meta" for names and shapes alone. Values are read as they are used, but from files of the oldest
     format (torch before 1.6), which are read whole. Raises CheckpointError for anything else.
     """
+    return _weights(file, _unpickled(file, device))
+
+
+def pickled_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], int | None]:
+    """The shapes of a pickle's tensors, and for how many steps the model was trained, if it says so beside them.
+
+    Raises CheckpointError as `load_pickle` does.
+    """
+    value = _unpickled(file, "meta")
+    step = value.get("global_step") if isinstance(value, dict) and "state_dict" in value else None
+    shapes = {name: tuple(tensor.shape) for name, tensor in _weights(file, value).items()}
+    return shapes, step if isinstance(step, int) else None
+
+
+def _unpickled(file: Path, device: str) -> Any:
     import pickle
     import zipfile
 
@@ -185,13 +200,18 @@ def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
 
     try:
         in_parts = device == "cpu" and zipfile.is_zipfile(file)
-        value = torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
+        return torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
     except (pickle.UnpicklingError, EOFError, *_REJECTIONS) as error:
         raise CheckpointError(
             f"not a pickle of weights alone: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             where=str(file),
             remedy="It may be damaged, or run code when loaded. Use a .safetensors file of these weights.",
         ) from error
+
+
+def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
+    import torch
+
     value = value.get("state_dict", value) if isinstance(value, dict) else value
     if not isinstance(value, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
         raise CheckpointError("not a pickled dict of tensors", where=str(file), remedy="Use a .safetensors file.")

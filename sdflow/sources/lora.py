@@ -48,7 +48,7 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     if isinstance(parsed, HubReference):
         _refuse_pickle(weight_name or "", reference)
         return hub_file(parsed, weight_name, download=download)
-    if not isinstance(parsed, LocalReference):
+    if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
         raise CheckpointError("not a LoRA", where=reference, remedy="Write a file, a folder or hf:owner/name.")
     path = parsed.path
     if path.is_dir():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
 from sdflow.sources.hub import open_hub
-from sdflow.sources.reference import HubReference, SampleReference, SyntheticReference, parse_reference
+from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
@@ -53,14 +52,23 @@ def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bo
         )
     if isinstance(parsed, HubReference):
         return open_hub(parsed, reference=reference, digests=digests, download=download, allow_pickle=allow_pickle)
-    return _open_local(parsed.path, reference, digests, allow_pickle)
+    return _open_local(parsed, reference, digests, allow_pickle)
 
 
-def _open_local(path: Path, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
+def _open_local(local: LocalReference, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
+    path = local.path
+    if path.is_dir() and local.architecture is not None:
+        raise CheckpointError(
+            "is a folder, which says itself what it is",
+            where=str(path),
+            remedy=f"Leave out #{local.architecture}.",
+        )
     if path.is_dir():
         return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
     if path.is_file():
-        return open_single_file(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
+        return open_single_file(
+            path, architecture=local.architecture, reference=reference, digests=digests, allow_pickle=allow_pickle
+        )
     raise CheckpointError(
         "no such file or folder",
         where=str(path),

@@ -1,4 +1,5 @@
-"""The spellings of a checkpoint: a path, `hf:owner/name@revision`, `synthetic:sd15?seed=1`, `sample:shapes`."""
+"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `synthetic:sd15?seed=1`,
+`sample:shapes`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+# A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
+_WITH_ARCHITECTURE = re.compile(
+    rf"(.+(?:\.safetensors|{'|'.join(map(re.escape, PICKLE_SUFFIXES))}))#([^./\\#]*)", re.DOTALL
+)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -39,9 +44,10 @@ class SampleReference:
 
 @dataclass(frozen=True)
 class LocalReference:
-    """A folder or a file of this machine."""
+    """A folder or a file of this machine. architecture: which the file has, where the user says so."""
 
     path: Path
+    architecture: str | None = None
 
 
 Reference = HubReference | SyntheticReference | SampleReference | LocalReference
@@ -62,7 +68,17 @@ def parse_reference(text: str) -> Reference:
         return SampleReference(rest)
     if not text or (separator and re.fullmatch(r"[a-z][a-z+]+", scheme)):
         raise CheckpointError("not a reference to a checkpoint", where=text or "''", remedy=_SPELLINGS)
-    return LocalReference(Path(text).expanduser())
+    path, architecture = split_architecture(text)
+    if architecture is not None and architecture not in ARCHITECTURES:
+        known = ", ".join(name for name in ARCHITECTURES)
+        raise CheckpointError(f"unknown architecture {architecture!r}", where=text, remedy=f"Known ones: {known}.")
+    return LocalReference(Path(path).expanduser(), architecture)
+
+
+def split_architecture(text: str) -> tuple[str, str | None]:
+    """`FILE#ARCHITECTURE` in two, the second None where it is not there. The second may be the name of none."""
+    found = _WITH_ARCHITECTURE.fullmatch(text)
+    return (found[1], found[2]) if found else (text, None)
 
 
 def _hub(text: str, rest: str) -> HubReference:

@@ -98,6 +98,37 @@ def test_only_the_needed_files_are_downloaded(client: Client) -> None:
     assert not any(".ckpt" in request or ".bin" in request for request in client.hub.requests)
 
 
+def test_a_repository_of_xl_comes_with_its_second_text_encoder_and_no_second_copy(
+    client: Client, tiny_xl_folder: Path
+) -> None:
+    files = {path.relative_to(tiny_xl_folder).as_posix(): path.read_bytes() for path in tiny_xl_folder.rglob("*.*")}
+    beside = [
+        "sd_xl_base_1.0.safetensors",
+        "sd_xl_base_1.0_0.9vae.safetensors",
+        "text_encoder/model.onnx",
+        "text_encoder_2/model.fp16.safetensors",
+        "text_encoder_2/model.onnx_data",
+        "text_encoder_2/flax_model.msgpack",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "unet/model.onnx",
+        "vae_1_0/diffusion_pytorch_model.safetensors",
+        "vae_decoder/model.onnx",
+    ]
+    client.hub.repositories["owner/xl"] = {FIRST: files | dict.fromkeys(beside, b"other")}
+    found = client("hf:owner/xl")
+    assert set(found["identities"]) == {"text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder"}
+    fetched = {
+        path.relative_to(snapshot).as_posix()
+        for snapshot in client.home.glob("hub/models--owner--xl/snapshots/*")
+        for path in snapshot.rglob("*.*")
+    }
+    assert fetched == set(files)
+    assert {"tokenizer_2/vocab.json", "tokenizer_2/tokenizer.json"} & fetched
+    assert client("hf:owner/xl", download=False) == found and client.hub.requests == []
+    (client.home / f"hub/models--owner--xl/snapshots/{FIRST}/text_encoder_2/model.safetensors").unlink()
+    assert client("hf:owner/xl", download=False)["error"] == "CheckpointNotLocal"
+
+
 def test_without_download_nothing_is_asked(client: Client) -> None:
     missing = client("hf:owner/tiny", download=False)
     assert missing["error"] == "CheckpointNotLocal" and client.hub.requests == []

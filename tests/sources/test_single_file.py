@@ -79,8 +79,8 @@ def test_the_full_architecture_is_recognised_by_its_header(tmp_path: Path) -> No
     from transformers import CLIPTextConfig, CLIPTextModel
 
     from sdflow.sources.architectures import architecture_config
+    from sdflow.sources.recognition import fitting_architectures
     from sdflow.sources.safetensors_file import read_header
-    from sdflow.sources.single_file import _find
 
     with init_empty_weights():
         unet = UNet2DConditionModel.from_config(architecture_config("sd15", "unet")).state_dict()
@@ -104,7 +104,7 @@ def test_the_full_architecture_is_recognised_by_its_header(tmp_path: Path) -> No
         stream.write(len(raw).to_bytes(8, "little") + raw)
         stream.truncate(8 + len(raw) + end)
     assert end > 4e9
-    assert _find(sparse, {name: entry.shape for name, entry in read_header(sparse).items()}) == "sd15"
+    assert fitting_architectures(sparse, {name: entry.shape for name, entry in read_header(sparse).items()}) == ["sd15"]
 
 
 def identities(checkpoint: Checkpoint) -> dict[str, Any]:
