@@ -155,7 +155,7 @@ def test_every_option_that_is_spoken_of_exists() -> None:
         for page in PAGES
         for code in re.findall(r"`([^`\n]+)`", text_of(page))
         if not code.startswith(("python ", "ruff "))
-        for option in re.findall(r"(?<!\S)--[a-z][a-z_-]*", code)
+        for option in re.findall(r"(?<!\S)--[a-z][a-z0-9_-]*", code)
     }
     assert len(spoken) > 20
     assert {each for each in spoken if each[1] not in known} == set()
