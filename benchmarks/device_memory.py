@@ -49,6 +49,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     from image_latency import PROMPT, SUBMODELS, Machine
 
     from sdflow.families import FAMILIES
+    from sdflow.families.base import Request
     from sdflow.runtime.device_weights import DeviceWeights
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
@@ -82,7 +83,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     with pipeline.place.current():
         pipeline.submodels["text_encoder"].bound(input_ids=(2, 77))
         stage("text encoder loaded")
-        embeddings = pipeline.encode(["", PROMPT])
+        conditions = pipeline.condition(Request([PROMPT], None, 7.5, 512, 512))
         stage("text encoded")
         decoder = pipeline.submodels["vae_decoder"].bound(latent_sample=(1, 4, 64, 64))
         stage("decoder loaded")
@@ -90,10 +91,10 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
         stage("decoded")
         from sdflow.runtime.denoise import Start
 
-        unet = pipeline._loaded(Start(latents.to("cuda"), []), 2)
+        unet = pipeline.denoiser(Start(latents.to("cuda"), []), 2)
         stage("UNet loaded")
-        schedule = pipeline._schedule(steps, guidance_scale=7.5, strength=1.0, from_image=False, inpaint=False, eta=0.0)
-        unet.begin(embeddings, schedule)
+        schedule = pipeline.schedule(steps, guidance_scale=7.5, strength=1.0, from_image=False, inpaint=False, eta=0.0)
+        unet.begin(conditions.inputs, schedule)
         stage("text and timesteps")
         unet.step(0)
         stage("a step")

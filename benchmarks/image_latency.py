@@ -253,7 +253,7 @@ class Bench:
 
         with pipeline.place.current():
             latents = self.latents(1).to(self.machine.device)
-            unet = pipeline._loaded(Start(latents, []), 2)
+            unet = pipeline.denoiser(Start(latents, []), 2)
         decoder = pipeline.submodels["vae_decoder"].bound(latent_sample=tuple(latents.shape))
         encoder = pipeline.submodels["text_encoder"].bound(input_ids=(2, 77))
         runs = {"unet step": lambda: unet.step(0), "decoder": decoder.run, "text encoder": encoder.run}

@@ -32,6 +32,7 @@ class Variant:
     def __init__(self, folder: Path, kernels: str) -> None:
         import torch
 
+        from sdflow.families.base import Request
         from sdflow.runtime.denoise import Start
         from sdflow.runtime.pipeline import Pipeline
         from sdflow.runtime.tuning import Tuning
@@ -41,9 +42,10 @@ class Variant:
         with self.pipeline.place.current(), torch.no_grad():
             noise = torch.randn(self.pipeline.latents_shape(1, None, None), generator=torch.Generator().manual_seed(7))
             noise = noise.to(self.pipeline.place.device)
-            self.unet = self.pipeline._loaded(Start(noise, []), 2)
-            embeddings = self.pipeline.encode(["", "a horse"])
-            self.unet.begin(embeddings, self.pipeline._schedule(50, guidance_scale=7.5))
+            self.unet = self.pipeline.denoiser(Start(noise, []), 2)
+            size = self.pipeline.latents.image_size
+            conditions = self.pipeline.condition(Request(["a horse"], None, 7.5, size, size))
+            self.unet.begin(conditions.inputs, self.pipeline.schedule(50, guidance_scale=7.5))
             self.unet.sample.copy_(noise.expand_as(self.unet.sample))
             self.decoder = self.pipeline.submodels["vae_decoder"].bound(latent_sample=tuple(noise.shape))
             self.decoder.inputs["latent_sample"].copy_(noise)
