@@ -10,21 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import ModelProto, helper
-from submodels import FAMILY, SUBMODELS
 
-from sdflow.passes.chain import ChainStep
-from sdflow.passes.float16 import OnnxFloatToFloat16
-from sdflow.passes.onnx_conversion import OnnxConversion
-from sdflow.passes.worker import run_pass
-from sdflow.sources.architectures import architecture_config
 from sdflow.targets import TARGETS
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.fit import fits
 from sdflow.verify.kernels import kernel_table
-from sdflow.weights.structure import hollow
 from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
 from tests.verify.told import Told, assert_told
-from tests.weights.conftest import OFF, Builder, chain, structure_request
+from tests.weights.conftest import Builder
 
 NHWC = ["batch", "height", "width", 320]
 TOKENS = ["batch", "sequence", 320]
@@ -91,39 +84,6 @@ def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) 
         of_level(found, "warning"),
         Told("warning", "kernel", "text_encoder", "/ArgMax", ("ArgMax", "CUDA", "int32", "float16"), ("output", "CPU")),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["cuda", "rocm", "directml", "tensorrt", "cpu"])
-def test_the_full_sd15_fits(target: str, tmp_path: Path) -> None:
-    """Every submodel's structure at full size, as the workflows build it for the target."""
-    for submodel in SUBMODELS:
-        structure: Path | None = None
-        for step in steps_of(submodel, target):
-            request = structure_request(submodel, step, structure, tmp_path / submodel / step.implementation.name)
-            if structure is None:
-                request["checkpoint"] = hollow({"config": architecture_config("sd15", FAMILY.part(submodel).component)})
-            structure = Path(request["out"])
-            structure.mkdir(parents=True)
-            run_pass(request, lambda phrase: None)
-        assert structure is not None
-        graph = onnx.load(structure / "model.onnx", load_external_data=False)
-        assert errors(fits(graph, TARGETS[target], submodel)) == []
-
-
-def steps_of(submodel: str, target: str) -> list[ChainStep]:
-    """The passes of workflows/base/stable_diffusion_1.yaml, as far as they make the structure."""
-    if target == "tensorrt":
-        return [ChainStep(OnnxConversion, {}), ChainStep(OnnxFloatToFloat16, {})]
-    steps = [step for step in chain(submodel, target) if not step.implementation.takes_loras]
-    if target == "cpu" and submodel.startswith("vae"):
-        return steps[:1]
-    if target == "directml" and submodel == "text_encoder":
-        switches = dict.fromkeys(OFF["directml"], False) | {
-            "enable_skip_layer_norm": True, "enable_bias_skip_layer_norm": True
-        }  # fmt: skip
-        steps[1] = ChainStep(steps[1].implementation, {"model_type": "clip", "optimization_options": switches})
-    return steps
 
 
 # Planted faults, each with what must be told
