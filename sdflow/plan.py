@@ -96,6 +96,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     """
     opened: dict[str, sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
+    checked: set[tuple[str, bool, str, str | None]] = set()
     plans = []
     for pipeline in workflow.pipelines:
         key = digest_json([pipeline.model, pipeline.allow_pickle, dict(pipeline.components)])
@@ -104,6 +105,11 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
         for spec in pipeline.loras:
             if (spec.reference, spec.weight_name) not in loras:
                 loras[spec.reference, spec.weight_name] = _open_lora(spec, cache, download)
+            lora, checkpoint = loras[spec.reference, spec.weight_name], opened[key]
+            pair = (*key, spec.reference, spec.weight_name)
+            if lora is not None and checkpoint is not None and pair not in checked:
+                sources.require_made_for(lora.path, checkpoint)
+                checked.add(pair)
         plans.append(_plan_pipeline(pipeline, opened[key], loras, cache))
     return Plan(workflow, tuple(plans))
 

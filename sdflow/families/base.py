@@ -179,6 +179,10 @@ class Family:
         configs, by component."""
         raise NotImplementedError
 
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        """For people, as `title`: the generation that these configs, by part, are of."""
+        return self.title
+
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:

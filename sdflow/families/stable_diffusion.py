@@ -86,6 +86,12 @@ class StableDiffusion(Family):
             **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
         }
 
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        text = configs.get("text_encoder")
+        if text is None:
+            return self.title
+        return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
+
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
@@ -110,11 +116,15 @@ class StableDiffusion(Family):
         )
 
 
+def is_open_clip(text: Config) -> bool:
+    """Whether a text encoder is OpenCLIP's: it has Gelu where CLIP has QuickGelu."""
+    return text.get("hidden_act") == "gelu"
+
+
 def text_fingerprint(text: Config, clip: Layout, open_clip: Layout | None = None) -> dict[str, tuple[int, ...]]:
-    """The tensors that tell one text encoder from another. Those of OpenCLIP's layout, if there is one, are OpenCLIP's: they
-    have Gelu where CLIP has QuickGelu."""
+    """The tensors that tell one text encoder from another. Those of OpenCLIP's layout, if there is one, are OpenCLIP's."""
     width, tokens, length = text["hidden_size"], text["vocab_size"], text["max_position_embeddings"]
-    if open_clip is not None and text["hidden_act"] == "gelu":
+    if open_clip is not None and is_open_clip(text):
         names = {"token_embedding.weight": (tokens, width), "positional_embedding": (length, width)}
         return {f"{open_clip.prefix}{name}": shape for name, shape in names.items()}
     names = {"token_embedding.weight": (tokens, width), "position_embedding.weight": (length, width)}

@@ -185,3 +185,10 @@ class Model:
     def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """module -> its names in LoRA files, with dots; empty where LoRAs do not change this model."""
         return {}
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        """Why a LoRA's part for a module was made for another architecture than this config's; None where nothing says so.
+
+        module: as LoRA files name it, with underscores in place of dots. width: of its input.
+        """
+        return None

@@ -6,6 +6,8 @@ exports the text encoders of Stable Diffusion XL, what goes into each layer is a
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 _OLD_ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
 """diffusers' first LoRAs named the layers of attention alike in all models."""
 
+_READS_HIDDEN = re.compile(r"(self_attn_([qkv]_proj|to_[qkv])|mlp_fc1)$")
+_LAYER = re.compile(r"encoder_layers_(\d+)_")
 
 UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
 """Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head."""
@@ -108,6 +112,14 @@ class ClipText(Model):
             names = [bare, f"{parent}.{_OLD_ATTENTION[last]}"] if last in _OLD_ATTENTION else [bare]
             spellings[module] = (*names, *(f"text_model.{name}" for name in names))
         return spellings
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        layers, hidden = config.get("num_hidden_layers", math.inf), config.get("hidden_size", width)
+        if (layer := _LAYER.search(module)) and int(layer[1]) >= layers:
+            return f"this text encoder has {layers} layers"
+        if _READS_HIDDEN.search(module) and width != hidden:
+            return f"for a text encoder {width} wide, not {hidden}"
+        return None
 
 
 class ClipTextWithProjection(ClipText):

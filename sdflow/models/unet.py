@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,11 @@ TIME_IDS = 6
 """Numbers of pixels in `time_ids`."""
 
 _MORE_INPUTS = ("class_embed_type", "addition_embed_type", "time_cond_proj_dim", "num_class_embeds")
+
+_READS_TEXT = re.compile(r"attn2_to_[kv](_lora)?$")
+_TRANSFORMER = re.compile(r"transformer_blocks_(\d+)_")
+_FIRST_ATTENTION = re.compile(r"^(down_blocks_0_attentions_|input_blocks_1_1_)")
+"""In the level with the most pixels: Stable Diffusion XL has no attention there."""
 
 
 class UNet(Model):
@@ -113,6 +119,18 @@ class UNet(Model):
             )
             for module in modules
         }
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        text = config.get("cross_attention_dim", width)
+        if _READS_TEXT.search(module) and width != text:
+            return f"for text embeddings {width} wide, not {text}"
+        depth = config.get("transformer_layers_per_block") or 1
+        deepest = depth if isinstance(depth, int) else max(depth)
+        if (block := _TRANSFORMER.search(module)) and int(block[1]) >= deepest:
+            return f"this UNet has transformers of at most {deepest} block{'s' if deepest > 1 else ''}"
+        if _FIRST_ATTENTION.match(module) and "Attn" not in config.get("down_block_types", ["Attn"])[0]:
+            return "this UNet has no attention there"
+        return None
 
 
 def _added_conditions(config: Config) -> tuple[Port, ...]:

@@ -8,7 +8,7 @@ from sdflow.sources.checkpoint import (
     SubmodelCheckpoint,
 )
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
-from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora
+from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora, require_made_for
 from sdflow.sources.opening import open_checkpoint
 from sdflow.sources.reopening import reopen_checkpoint
 
@@ -27,5 +27,6 @@ __all__ = [
     "open_checkpoint",
     "read_lora",
     "reopen_checkpoint",
+    "require_made_for",
     "submodel_config",
 ]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
-from sdflow.sources.checkpoint import listing
+from sdflow.sources.checkpoint import Checkpoint, listing
 from sdflow.sources.hub import choose_file, hub_file
+from sdflow.sources.lora_family import made_for, misfit
 from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, peft_module, spellings
 from sdflow.sources.peft_metadata import METADATA_KEY, read_peft_configs
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
@@ -82,6 +83,26 @@ def lora_submodels(path: Path) -> tuple[str, ...]:
     return tuple(name for name in WITH_LORAS if any(parsed.submodel == name for parsed in names.values()))
 
 
+def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a LoRA that its header says was made for another kind of model than this checkpoint.
+
+    What the header leaves open, `read_lora` finds: it sees every shape.
+    """
+    names, header = _parse(path), read_header(path)
+    configs = {name: source.load["config"] for name, source in checkpoint.submodels.items()}
+    why = misfit(checkpoint.family, configs, names, header)
+    if why is None:
+        return
+    own = checkpoint.family.title_of(configs)
+    others = made_for(names, header)
+    kind = f"a LoRA for {' or '.join(others)}" if others and own not in others else "no LoRA for this model"
+    raise CheckpointError(
+        f"is {kind}, and {checkpoint.reference} is {own} ({why})",
+        where=str(path),
+        remedy=f"Use a LoRA made for {own}.",
+    )
+
+
 def read_lora(
     path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], family: str = DEFAULT
 ) -> dict[str, dict[str, LoraLayer]]:
@@ -89,8 +110,8 @@ def read_lora(
 
     shapes: for each submodel that is asked for, the shapes of its whole state_dict. Tensors for a submodel that is not
         among them are left to whoever reads the file for that one. family: of the model.
-    Raises CheckpointError naming every tensor that has no place, lacks its partner, or is of a wrong shape, and for
-    DoRA, LoHa, LoKr and other adapters that are no plain LoRA.
+    Raises CheckpointError for tensors that have no place, lack their partner, or are of a wrong shape, naming the first
+    and what the LoRA was made for; and for DoRA, LoHa, LoKr and other adapters that are no plain LoRA.
     """
     names = _parse(path)
     models = {name: FAMILIES[family].part(name).model for name in shapes}
@@ -98,6 +119,8 @@ def read_lora(
     groups: dict[tuple[str, str], dict[Role, str]] = {}
     problems: list[str] = []
     for name, parsed in names.items():
+        if parsed.submodel not in FAMILIES[family].with_loras:
+            problems.append(f"{name}: there is no {parsed.submodel}")
         if parsed.submodel not in tables:
             continue
         key = tables[parsed.submodel].get(parsed.module)
@@ -127,14 +150,16 @@ def read_lora(
         up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
         layers[submodel][key] = LoraLayer(up, down, scale)
     if problems:
+        others = " or ".join(made_for(names, read_header(path)))
         raise CheckpointError(
-            f"{len(problems)} of its parts do not fit the model: {listing(problems, 100)}",
+            f"{len(problems)} of its parts do not fit the model: {listing(problems)}",
             where=str(path),
-            remedy=f"Use a LoRA made for this architecture ({FAMILIES[family].title}).",
+            remedy=f"Use a LoRA made for this architecture ({FAMILIES[family].title})."
+            + (f" This one was made for {others}." if others else ""),
         )
     if ranks:  # diffusers does not load such a file either, and its alphas may be just as wrong
         raise CheckpointError(
-            f"{len(ranks)} of its tensors have another rank than its {METADATA_KEY} says: {listing(ranks, 100)}",
+            f"{len(ranks)} of its tensors have another rank than its {METADATA_KEY} says: {listing(ranks)}",
             where=str(path),
             remedy="Correct r and rank_pattern there, whose first pattern that fits a module counts.",
         )
@@ -203,7 +228,7 @@ def _parse(path: Path) -> dict[str, LoraName]:
     strange = [name for name, parts in parsed.items() if parts is None]
     if strange or not parsed:
         raise CheckpointError(
-            f"tensors that belong to no LoRA: {listing(strange, 100)}" if strange else "holds no tensors",
+            f"tensors that belong to no LoRA: {listing(strange)}" if strange else "holds no tensors",
             where=str(path),
             remedy="Supported are LoRAs in diffusers' (peft) and kohya's key styles.",
         )
