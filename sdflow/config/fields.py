@@ -18,7 +18,7 @@ WORKFLOW: Mapping[str, str] = {
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
-    "loras": "LoRAs that LoraMerge merges into the submodels that they change.",
+    "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",

@@ -91,7 +91,9 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
         for current in sys.argv[2:]:
             opened[current] = []
             model = "model=synthetic:sdxl" if "sdxl" in current else "model=synthetic:sd15"
-            workflow = load_workflow(current, catalog=catalog(), overrides=[model])
+            # The sample's LoRAs fit the sample alone, which is there without a download.
+            overrides = [] if "shapes" in current else [model]
+            workflow = load_workflow(current, catalog=catalog(), overrides=overrides)
             assert sorted(map(str, workflow.files)) == sorted(opened[current]), current
             steps[current] = sum(len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines)
         print(json.dumps([opened, steps, list(sys.modules)]))
