@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.config import load_workflow
@@ -70,7 +71,9 @@ def contents_now(folder: Path) -> dict[str, dict[str, Any]]:
     cases: dict[str, dict[str, Any]] = {}
     for target in TARGETS:
         for also, overrides in {"": (), " with LoRAs": (loras,)}.items():
-            plan = _plan(TINY, cache, f"target={target}", *overrides)
+            # The pinned LoRAs were made for the shapes: what a key holds of them is their bytes and scales.
+            with mock.patch("sdflow.sources.require_made_for"):
+                plan = _plan(TINY, cache, f"target={target}", *overrides)
             cases[f"tiny, {target}{also}"] = _steps(plan) | _verification(plan, folder)
     cases["shapes"] = _steps(plan := _plan(ROOT / "workflows/shapes_cpu.yaml", cache)) | _verification(plan, folder)
     sdxl = ("target=cuda", "model=synthetic:sdxl-tiny", "verify=false", "evaluate.image=null", *UNET_ALONE)

@@ -119,7 +119,7 @@ def merge(
 ) -> Mapping[str, Any]:
     out.mkdir(parents=True)
     given = tuple(LoraInput(path, scale) for path, scale in loras)
-    return LoraMerge().run(PassInputs(submodel, model, checkpoint or {}, given), out, LoraMergeConfig())
+    return LoraMerge().run(PassInputs(submodel, model, checkpoint or {}, loras=given), out, LoraMergeConfig())
 
 
 def digests(model: Path) -> dict[str, str]:
