@@ -96,7 +96,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     """
     opened: dict[str, sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
-    checked: set[tuple[str, bool, str, str | None]] = set()
+    checked: set[tuple[str, str, str | None]] = set()
     plans = []
     for pipeline in workflow.pipelines:
         key = digest_json([pipeline.model, pipeline.allow_pickle, dict(pipeline.components)])
@@ -106,7 +106,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
             if (spec.reference, spec.weight_name) not in loras:
                 loras[spec.reference, spec.weight_name] = _open_lora(spec, cache, download)
             lora, checkpoint = loras[spec.reference, spec.weight_name], opened[key]
-            pair = (*key, spec.reference, spec.weight_name)
+            pair = (key, spec.reference, spec.weight_name)
             if lora is not None and checkpoint is not None and pair not in checked:
                 sources.require_made_for(lora.path, checkpoint)
                 checked.add(pair)
