@@ -112,6 +112,19 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(shell: Shell,
     assert "tiny_cpu: verified for cpu, quick" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [(("--prompt-2", "oil"), "prompt_2"), (("--crop", "0x0"), "crops_coords_top_left"), (("--crop", "0"), "--crop")],
+)
+def test_an_option_of_another_family_is_refused(
+    shell: Shell, first: Any, option: tuple[str, str], argument: str
+) -> None:
+    done = shell.run("generate", "pipelines/tiny_cpu", "--prompt", "an otter", "--steps", "1", *option)
+    assert done.returncode == 2
+    assert argument in done.stderr and "Traceback" not in done.stderr
+    assert not (shell.folder / "images").exists()
+
+
 def test_a_copied_pipeline_stands_alone(shell: Shell, first: Any) -> None:
     shell.json("run", str(TINY), "--copy", "--no-evaluate", "--out", "copies")
     copied = shell.folder / "copies/tiny_cpu"
