@@ -131,7 +131,7 @@ def carried(model: str, submodel: str, target: str, loras: list[Path], out: Path
         folder = out / str(index)
         folder.mkdir()
         merges = taken if step.implementation is LoraMerge else ()
-        inputs = PassInputs(submodel, source, load_of(model, submodel) if source is None else {}, merges)
+        inputs = PassInputs(submodel, source, load_of(model, submodel) if source is None else {}, loras=merges)
         step.implementation().run(inputs, folder, step.implementation.Config(**step.config))
         if source is not None:
             shutil.rmtree(source)

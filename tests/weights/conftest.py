@@ -135,7 +135,7 @@ class Builder:
             if not out.exists():
                 out.mkdir(parents=True)
                 taken = tuple(loras) if step.implementation.takes_loras else ()
-                self._run(step, PassInputs(submodel, model, {}, taken), out)
+                self._run(step, PassInputs(submodel, model, {}, loras=taken), out)
             model = out
         return model
 
