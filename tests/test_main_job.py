@@ -259,7 +259,11 @@ def test_bake_without_a_pipeline_or_a_lora_ends_in_status_2(
         (("run",), 2, "WORKFLOW"),
         (("plan", str(TINY), "--set", "evaluate.image.height=72"), 2, "evaluate.image.height is 72 pixels"),
         (("plan", str(TINY), "--set", "verify.width=72"), 2, "verify.width is 72 pixels"),
-        (("plan", str(TINY), "--set", "model=synthetic:sdxl-tiny"), 2, "has no text_encoder"),
+        (
+            ("plan", str(TINY), "--set", "model=synthetic:sdxl-tiny"),
+            2,
+            "without text_encoder_2: synthetic:sdxl-tiny is of the",
+        ),
         (("passes", "OnnxConvers"), 2, "OnnxConversion"),
         (("cache", "gc", "--max-size", "ten"), 2, "20GB"),
         (("cache", "gc", "--max-size", ""), 2, "20GB"),

@@ -62,7 +62,7 @@ def folder_latents(folder: Path) -> Latents:
     try:
         return family.latents(configs)
     except (KeyError, TypeError) as error:
-        raise UsageError(f"a config.json lacks something: {error}", where=str(folder), remedy=DAMAGED) from error
+        raise UsageError(f"a config.json of the submodels has no {error}", where=str(folder), remedy=DAMAGED) from error
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:
@@ -135,7 +135,8 @@ def load_companions(folder: Path) -> dict[str, Any]:
         try:
             loaded[name] = load_companion(companion, folder / name, str(folder / name))
         except CheckpointError as error:
-            raise UsageError(error.what, where=error.where, remedy=DAMAGED) from error
+            what = error.what.removeprefix(f"its {name} ")  # the folder says that
+            raise UsageError(what, where=error.where, remedy=DAMAGED) from error
     return loaded
 
 
