@@ -207,10 +207,10 @@ def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
     """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
     family = checkpoint.family
     missing = [name for name in family.drawing if name not in pipeline.submodels]
-    wanted = pipeline.evaluate.image is not None and "no image can be drawn"
+    wanted = pipeline.evaluate.image is not None or pipeline.verify is not None
     if missing and wanted and set(DRAWING) <= set(pipeline.submodels):
         raise UsageError(
-            f"{wanted} without {' and '.join(missing)}: {pipeline.model} is of the family {family.title}",
+            f"no image can be drawn without {' and '.join(missing)}: {pipeline.model} is of the family {family.title}",
             where=pipeline.name,
             remedy="Extend the workflow of that family, or write `evaluate: {image: null}` and `verify: false`.",
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.errors import UsageError
 from sdflow.models.base import Config, Model, Original, halved
 
 if TYPE_CHECKING:
@@ -199,6 +200,12 @@ class Family:
     def part(self, name: str) -> Part:
         """The part of this name. Raises KeyError."""
         return {part.name: part for part in self.parts}[name]
+
+    def require_arguments(self, given: Iterable[str]) -> None:
+        """Raises UsageError for an argument of a call that this family does not know."""
+        if unknown := sorted(set(given) - set(self.arguments)):
+            takes = f"it takes {', '.join(self.arguments)}" if self.arguments else "it takes none"
+            raise UsageError(f"{self.title} knows no {unknown[0]}", remedy=f"Besides the common ones {takes}.")
 
     @property
     def submodels(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run, token_ids
 from sdflow.families.stable_diffusion import (
     UNET_LAYOUT,
@@ -102,6 +103,12 @@ class StableDiffusionXL(Family):
         more = {name: value for name, value in request.more.items() if value is not None}
         texts, count = _Texts(request.prompts, more.get("prompt_2")), len(request.prompts)
         zeros = request.negatives is None and options["force_zeros_for_empty_prompt"]
+        if zeros and "negative_prompt_2" in more:
+            raise UsageError(
+                "without a negative prompt it is not read: this model then takes zeros",
+                where="negative_prompt_2",
+                remedy="Give a negative prompt too.",
+            )
         if request.guided and not zeros:
             texts = _Texts(request.negatives or [""] * count, more.get("negative_prompt_2")) + texts
         hidden, pooled = texts.encoded(run, companions)

@@ -15,7 +15,7 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
-from sdflow.runtime.folder import folder_latents
+from sdflow.runtime.folder import folder_family, folder_latents
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.schedule import require_known
@@ -175,6 +175,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
+    folder_family(request.folder).require_arguments(request.more)
     if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(
             f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."

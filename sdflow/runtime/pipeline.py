@@ -174,11 +174,7 @@ class Pipeline:
         import torch
 
         with self.place.current(), torch.no_grad():
-            if unknown := sorted(set(more) - set(self.family.arguments)):
-                takes = f"it takes {', '.join(self.family.arguments)}" if self.family.arguments else "it takes none"
-                raise UsageError(
-                    f"{self.family.title} knows no {unknown[0]}", remedy=f"Besides the common ones {takes}."
-                )
+            self.family.require_arguments(more)
             prompts, negatives = per_picture(prompt, negative_prompt, num_images_per_prompt)
             if mask_image is not None and image is None:
                 raise UsageError("a mask needs the image that it belongs to", where="mask_image")

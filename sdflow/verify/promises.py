@@ -47,6 +47,10 @@ def check_promises(
     port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
         found += _files(folder / submodel, submodel, part, digests)
+        if submodel not in family.submodels:
+            what = f"{family.title} has no such submodel"
+            found.append(Finding(submodel, "component", "error", submodel, what, "Build the pipeline again."))
+            continue
         found += check_graph(folder / submodel, family.part(submodel), target, port_types)
     return [*found, *_one_type(family, port_types)]
 

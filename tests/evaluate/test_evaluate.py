@@ -77,7 +77,7 @@ def test_the_shapes_are_those_of_the_picture(result: EvaluationResult) -> None:
     }
     assert result.submodels["text_encoder"].inputs == {"input_ids": "2x77 int32"}
     assert result.submodels["vae_decoder"].inputs == {"latent_sample": "1x4x8x8 float32"}
-    assert result.settings["unet_batch"] == 2
+    assert result.settings["denoiser_batch"] == 2
 
 
 def test_the_provider_of_every_node_is_known(result: EvaluationResult) -> None:
@@ -230,7 +230,7 @@ def test_what_the_runtime_could_not_do_as_it_should_is_in_the_result(tiny_pipeli
     found = evaluate(folder, EvaluateSpec(LatencySpec(0, 1), image), "cpu", results=tmp_path / "results", threads=1)
     assert found.failure is None
     (note,) = found.notes
-    assert "the UNet runs as a whole" in note
+    assert "the denoiser runs as a whole" in note
     assert "FusedMatMul" in note
     (line,) = (tmp_path / "results" / "pipeline.jsonl").read_text().splitlines()
     assert json.loads(line)["notes"] == [note]
