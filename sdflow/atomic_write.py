@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+UNFINISHED = ".unfinished"
+"""The suffix of a file that is being written. A process that is killed leaves it behind."""
+
+
+def unfinished(folder: Path) -> Path:
+    """A new path in `folder` for a file that is being written."""
+    return folder / f".{os.urandom(8).hex()}{UNFINISHED}"
+
 
 @contextmanager
 def replacing(path: Path, *, staging: Path | None = None, durable: bool = False) -> Iterator[Path]:
@@ -16,7 +24,7 @@ def replacing(path: Path, *, staging: Path | None = None, durable: bool = False)
     the content, so that it is whole after a power cut too.
     When the writing fails, `path` is as it was and nothing is left. Raises OSError.
     """
-    temporary = (path.parent if staging is None else staging) / f".{os.urandom(8).hex()}.unfinished"
+    temporary = unfinished(path.parent if staging is None else staging)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary

@@ -120,14 +120,16 @@ class Executor:
         return WorkerGroup(self.jobs, self.listener.note)
 
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
+        # The group lets the longest chain go first of those that wait: it must not come when others have begun.
+        longest_first = sorted(plan.chains, key=lambda chain: -len(chain.steps))
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
-                futures = [threads.submit(_ChainRun(self, group).run, chain) for chain in plan.chains]
-                _wait(futures)
+                futures = {chain.submodel: threads.submit(_ChainRun(self, group).run, chain) for chain in longest_first}
+                _wait(list(futures.values()))
             except BaseException:
                 group.end()
                 raise
-        return {chain.submodel: future.result() for chain, future in zip(plan.chains, futures, strict=True)}
+        return {chain.submodel: futures[chain.submodel].result() for chain in plan.chains}
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from sdflow import worker_server
 from sdflow.worker_server import NoServerError, WorkerServer
-from sdflow.workers import Start, Worker, WorkerResult, run_worker, spawn
+from sdflow.workers import SIDE_BY_SIDE, Start, Worker, WorkerResult, run_worker, spawn
 
 MEMORY_PER_WORKER = 2 * 10**9
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
@@ -119,7 +119,14 @@ class WorkerGroup:
         try:
             start = self._start(imported if worker_server.AVAILABLE else ())
             return run_worker(
-                module, request, log=log, on_phase=on_phase, on_memory=on_memory, on_start=add, start=start
+                module,
+                request,
+                log=log,
+                environment=SIDE_BY_SIDE,
+                on_phase=on_phase,
+                on_memory=on_memory,
+                on_start=add,
+                start=start,
             )
         except Exception as error:
             self.check(error)  # it was killed: what it died of says nothing

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sdflow.errors import PassError
-from sdflow.workers import Descriptors, Start, Worker, clean_environment, deny_network
+from sdflow.workers import SIDE_BY_SIDE, Descriptors, Start, Worker, clean_environment, deny_network
 
 AVAILABLE = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1
@@ -62,7 +62,7 @@ class WorkerServer:
         self._control, theirs = socket.socketpair()
         with theirs, log.open("wb") as sink:
             descriptors = (theirs.fileno(), sink.fileno(), sink.fileno())
-            self._process = start(__name__, modules, clean_environment(home), home, descriptors)
+            self._process = start(__name__, modules, SIDE_BY_SIDE | clean_environment(home), home, descriptors)
         try:
             on_start(self._process)
             with self._control.makefile("r") as answers:

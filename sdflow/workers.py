@@ -92,6 +92,11 @@ Start = Callable[[str, Sequence[str], Mapping[str, str], Path, Descriptors], Wor
 """Starts `python -m` with a module and its arguments; environment, home and current folder, descriptors."""
 
 
+SIDE_BY_SIDE = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""For workers that share the cores with others. Threads of torch that wait spin otherwise, and take a core from a worker
+that has work: two traces on two cores took 16 s, and take 9."""
+
+
 def run_worker(
     module: str,
     request: Mapping[str, Any],

@@ -7,7 +7,6 @@ action file with one link, and the action file is made only when the object is o
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sdflow.artifact import Action, Artifact, Facts, Record
+from sdflow.atomic_write import unfinished
 from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.errors import PassError
 from sdflow.store.layout import Layout, discard, log, move, sync_directory, write_file, writing
@@ -139,7 +139,7 @@ class Staging:
         """Write the action file unless there is one; the first of several processes wins."""
         path = self._layout.action(self.action.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._layout.staging / f"tmp-{os.urandom(8).hex()}"
+        temporary = unfinished(self._layout.staging)
         try:
             write_file(temporary, data)
             try:
