@@ -1,15 +1,16 @@
-"""Everything issue 5 asks a figure for, in one run: sdflow's builds beside Olive's passes and beside `cp`.
+"""sdflow's builds beside Olive's passes and beside `cp`, in one run.
 
-    python benchmarks/beside_olive.py [--scratch DIR] [--target cuda] [--part NAME ...] [--many 20] [--results FILE]
+    python benchmarks/beside_olive.py [--scratch DIR] [--architecture sd15] [--target cuda] [--part NAME ...] [--many 20]
+        [--results FILE]
 
-Writes two checkpoints of the SD1.5 architecture with random float16 weights (2.7 GB each) and a LoRA, as diffusers
-folders and a kohya file, and measures, each as commands in processes of their own:
+Writes two checkpoints of an architecture with random float16 weights (SD1.5: 2.7 GB each, SDXL: 7 GB) and a LoRA, as
+diffusers folders and a kohya file, and measures, each as commands in processes of their own:
 
     olive   the first build with Olive's own passes, submodel after submodel, pass after pass (benchmarks/olive_chain.py)
-    first   sdflow's first build into an empty cache: all five submodels
+    first   sdflow's first build into an empty cache: all submodels
     again   the same once more: nothing to do
     next    the next checkpoint, and `cp` of the same bytes before and after, once left to the page cache and once synced
-    lora    a LoRA of rank 16 on UNet and text encoder, and `cp` of those two
+    lora    a LoRA of rank 16 on what LoRAs change, and `cp` of those submodels
     many    20 LoRAs for two targets, by `matrix:` (only with --many N or --part many)
 
 A part that fails or is killed is told as such; the others go on. Peak memory: `largest`, the largest process of the
@@ -42,7 +43,8 @@ SILENCE = {
     "OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
-SUBMODELS = ("text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker")
+BASES = {"sd15": "sd15", "sd15-tiny": "tiny", "sdxl": "sdxl"}
+"""The architectures -> their workflows/base."""
 PARTS = ("olive", "first", "again", "next", "lora", "many")
 RANK = 16
 
@@ -103,22 +105,23 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
     """A diffusers folder of the architecture with random float16 weights, written tensor by tensor."""
     import numpy as np
 
-    from sdflow.families import FAMILIES
+    from sdflow.families import family_of_architecture
     from sdflow.sources.architectures import architecture_config, companion_folder
     from sdflow.sources.load import parameter_shapes
     from sdflow.sources.synthetic import tensors_for
 
+    family = family_of_architecture(architecture)
     source = companion_folder(architecture, "scheduler").parent
     folder.mkdir(parents=True)
     shutil.copyfile(source / "model_index.json", folder / "model_index.json")
-    for companion in ("tokenizer", "scheduler", "feature_extractor"):
+    for companion in family.companions:
         shutil.copytree(companion_folder(architecture, companion), folder / companion)
-    for component, (part, *_) in FAMILIES["stable_diffusion"].components.items():
+    for component, (part, *_) in family.components.items():
         out = folder / component
         out.mkdir()
         config = architecture_config(architecture, component)
         (out / "config.json").write_text(json.dumps(config))
-        shapes = parameter_shapes(part.name, {"config": config})
+        shapes = parameter_shapes(part.name, {"family": family.name, "config": config})
         header, end = {}, 0
         for key, shape in shapes.items():
             size = 2 * int(np.prod(shape))
@@ -134,16 +137,22 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
 
 
 def write_lora(path: Path, architecture: str, seed: int) -> None:
-    """A LoRA of rank 16 on the attention of the UNet and of the text encoder, in kohya's keys."""
+    """A LoRA of rank 16 on the attention of the UNet and of the text encoders, in kohya's keys."""
     import numpy as np
     from safetensors.numpy import save_file
 
+    from sdflow.families import family_of_architecture
     from sdflow.sources.architectures import architecture_config
     from sdflow.sources.load import parameter_shapes
 
     random, tensors = np.random.default_rng(seed), {}
-    for submodel, prefix in (("unet", "lora_unet"), ("text_encoder", "lora_te")):
-        for key, shape in parameter_shapes(submodel, {"config": architecture_config(architecture, submodel)}).items():
+    family = family_of_architecture(architecture)
+    encoders = family.text
+    prefixes = {family.denoiser: "lora_unet"}
+    prefixes |= dict(zip(encoders, ("lora_te",) if len(encoders) == 1 else ("lora_te1", "lora_te2"), strict=True))
+    for submodel, prefix in prefixes.items():
+        config = architecture_config(architecture, family.part(submodel).component)
+        for key, shape in parameter_shapes(submodel, {"family": family.name, "config": config}).items():
             layer = key.removesuffix(".weight")
             if (
                 layer == key
@@ -151,7 +160,7 @@ def write_lora(path: Path, architecture: str, seed: int) -> None:
                 or len(shape) != 2
             ):
                 continue
-            full = layer if submodel == "unet" or layer.startswith("text_model.") else f"text_model.{layer}"
+            full = layer if submodel == family.denoiser or layer.startswith("text_model.") else f"text_model.{layer}"
             name = f"{prefix}_{full.replace('.', '_')}"
             up, down = random.standard_normal((shape[0], RANK)), random.standard_normal((RANK, shape[1]))
             tensors[f"{name}.lora_up.weight"] = (up / 100).astype(np.float16)
@@ -175,7 +184,10 @@ class Bench:
     def __init__(self, scratch: Path, architecture: str, target: str, many: int, results: Path) -> None:
         self.scratch, self.architecture, self.target = scratch, architecture, target
         self.many, self.results = many, results
-        self.workflow = scratch / f"sd15_{target}.yaml"
+        self.workflow = scratch / f"{architecture}_{target}.yaml"
+        from sdflow.families import family_of_architecture
+
+        self.family = family_of_architecture(architecture)
 
     def say(self, name: str, figures: dict[str, Any]) -> None:
         with self.results.open("a") as stream:
@@ -199,8 +211,11 @@ class Bench:
 
     def sdflow(self, name: str, **more: Any) -> dict[str, Any]:
         """`sdflow run` of a workflow with these keys."""
-        base = "sd15" if self.architecture == "sd15" else "tiny"
-        content = {"extends": str(ROOT / f"workflows/base/{base}.yaml"), "target": self.target, **more}
+        content = {
+            "extends": str(ROOT / f"workflows/base/{BASES[self.architecture]}.yaml"),
+            "target": self.target,
+            **more,
+        }
         self.workflow.write_text(json.dumps(content))
         command = [sys.executable, "-m", "sdflow", "run", str(self.workflow), "--no-evaluate", "--no-verify", "--json"]
         figures = measured(command, self.scratch / f"{name}.log", self.scratch)
@@ -215,7 +230,7 @@ class Bench:
 
     def copied(self, name: str, submodels: Sequence[str]) -> None:
         """`cp` of what the pipeline has for these submodels, twice: as cp leaves it, and with `sync`."""
-        pipeline = self.scratch / "pipelines" / f"sd15_{self.target}"
+        pipeline = self.scratch / "pipelines" / f"{self.architecture}_{self.target}"
         copy = self.scratch / "copy"
         for suffix, after in (("", ""), (", synced", f" && sync {copy}/*/*")):
             shutil.rmtree(copy, ignore_errors=True)
@@ -228,7 +243,7 @@ class Bench:
     def olive(self) -> None:
         checkpoint = self.checkpoint(0)
         every = []
-        for submodel in SUBMODELS:
+        for submodel in self.family.submodels:
             command = [
                 sys.executable, str(ROOT / "benchmarks/olive_chain.py"), str(checkpoint), "--submodel", submodel,
                 "--float16", "one-pass", "--scratch", str(self.scratch), "--json",
@@ -255,15 +270,15 @@ class Bench:
 
     def next(self) -> None:
         checkpoint = self.checkpoint(1)
-        self.copied("cp", SUBMODELS)
+        self.copied("cp", self.family.submodels)
         self.sdflow("next", model=str(checkpoint))
-        self.copied("cp", SUBMODELS)
+        self.copied("cp", self.family.submodels)
 
     def lora_part(self) -> None:
         loras = [{"file": str(self.lora(0)), "scale": 0.8}]
-        self.copied("cp of two", ("unet", "text_encoder"))
+        self.copied("cp of what LoRAs change", self.family.with_loras)
         self.sdflow("lora", model=str(self.checkpoint(0)), loras=loras)
-        self.copied("cp of two", ("unet", "text_encoder"))
+        self.copied("cp of what LoRAs change", self.family.with_loras)
 
     def many_part(self) -> None:
         loras = {f"l{seed:02}": [{"file": str(self.lora(seed)), "scale": 0.8}] for seed in range(self.many)}
@@ -329,7 +344,7 @@ def table(results: Path) -> Iterator[str]:
     yield row("first build", "first", beside_olive, 5000)
     yield row("the same again", "again", lambda found: None, 0)
     yield row("the next checkpoint", "next", beside_copy("cp", 2, 0), 2000)
-    yield row("a LoRA", "lora", beside_copy("cp of two", 1, 5), 2000)
+    yield row("a LoRA", "lora", beside_copy("cp of what LoRAs change", 1, 5), 2000)
     yield row("LoRAs x 2 targets", "many", lambda found: None, 2000)
     if "many" in last and last["many"].get("built"):
         yield f"\nLoRAs x 2 targets ran: {last['many']['built']}"
@@ -337,9 +352,11 @@ def table(results: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scratch", type=Path, help="where to write (15 GB); kept if given, else temporary")
+    parser.add_argument(
+        "--scratch", type=Path, help="where to write (SD1.5: 15 GB, SDXL: 42 GB); kept if given, else temporary"
+    )
     parser.add_argument("--target", default="cuda", choices=("cuda", "rocm", "directml"))
-    parser.add_argument("--architecture", default="sd15", choices=("sd15", "sd15-tiny"), help="sd15-tiny: to try this")
+    parser.add_argument("--architecture", default="sd15", choices=tuple(BASES), help="sd15-tiny: to try this")
     parser.add_argument("--part", action="append", choices=PARTS, help="only these; repeatable")
     parser.add_argument("--many", type=int, default=0, metavar="N", help="N LoRAs for two targets")
     parser.add_argument("--results", type=Path, help="JSON lines; in the scratch folder by default")

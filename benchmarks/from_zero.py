@@ -85,7 +85,9 @@ def main() -> None:
     cache = scratch / "cache"
     try:
         print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-        figures = build(arguments.workflow.absolute(), arguments.model, cache, scratch, arguments.jobs, arguments.memory)
+        figures = build(
+            arguments.workflow.absolute(), arguments.model, cache, scratch, arguments.jobs, arguments.memory
+        )
         made = records(cache)
         for record in sorted(made.values(), key=lambda record: -record["built"]["seconds"]):
             action, built = record["action"], record["built"]
