@@ -1,4 +1,4 @@
-"""Where the device's memory goes while sdflow draws a picture, stage by stage, and what each choice saves.
+"""Where the device's memory goes while sdflow draws an image, stage by stage, and what each choice saves.
 
     python benchmarks/device_memory.py GRAPHS [--steps 10] [--variant NAME ...]
 
@@ -44,7 +44,7 @@ def companions(graphs: Path) -> dict[str, Any]:
 
 
 def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
-    """One variant: memory after each stage, then the time of a step, of the decoder and of a picture."""
+    """One variant: memory after each stage, then the time of a step, of the decoder and of an image."""
     import torch
     from image_latency import PROMPT, SUBMODELS, Machine
 
@@ -103,7 +103,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
         pipeline(PROMPT, num_inference_steps=steps, latents=latents, output_type="np")
 
     draw()
-    stage("a picture")
+    stage("an image")
     print(
         f"    torch: {torch.cuda.memory_reserved() / 1e9:.2f} GB reserved, {torch.cuda.memory_allocated() / 1e9:.2f} used"
     )
@@ -121,7 +121,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     print(f"    mean {drawn.mean():.6f}, deviation {drawn.std():.6f}")
     print(
         f"    step {on_stream(lambda: unet.step(0)):.2f} ms, decoder {on_stream(decoder.run):.2f} ms, "
-        f"picture of {steps} steps {min(machine.milliseconds(draw) for _ in range(5)):.1f} ms",
+        f"image of {steps} steps {min(machine.milliseconds(draw) for _ in range(5)):.1f} ms",
         flush=True,
     )
 

@@ -1,4 +1,4 @@
-"""A family at full size on a GPU: every node on CUDA, pictures right against float32 PyTorch, and what they take.
+"""A family at full size on a GPU: every node on CUDA, images right against float32 PyTorch, and what they take.
 
     python benchmarks/family_on_gpu.py GRAPHS --family stable_diffusion_xl --architecture sdxl [--steps 20]
 
@@ -91,7 +91,7 @@ def compare_submodels(family: Any, submodels: Any, modules: Any, sizes: Any, oth
 def compare_variants(
     family: Any, folder: Path, companions: Any, options: Any, arguments: Any, draw: Any, expected: Any
 ) -> None:
-    """The same picture with sessions made otherwise: which choice moves it."""
+    """The same image with sessions made otherwise: which choice moves it."""
     from dataclasses import replace
 
     from sdflow.runtime.folder import load_submodel

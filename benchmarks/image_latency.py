@@ -1,4 +1,4 @@
-"""Whole pictures, engines side by side in one process: sdflow, PyTorch eager, torch.compile.
+"""Whole images, engines side by side in one process: sdflow, PyTorch eager, torch.compile.
 
     python benchmarks/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5]
         [--engines sdflow eager compile]
@@ -6,8 +6,8 @@
 GRAPHS: a folder with text_encoder, unet and vae_decoder, each a structure (a graph without weights, `parameters.json`,
 `config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5; and the
 tokenizer, if it is not that of CLIP. Weights are
-drawn here, seeded, rounded to float16, and given to every engine; so are the latents. Engines take turns, picture by
-picture. Every picture is compared with PyTorch's in float32. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
+drawn here, seeded, rounded to float16, and given to every engine; so are the latents. Engines take turns, image by
+image. Every image is compared with PyTorch's in float32. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
 What fails is printed in full, and the rest goes on.
 """
 
@@ -267,7 +267,7 @@ class Bench:
 
         return {
             **{name: on_stream(run) for name, run in runs.items()},
-            "picture of one step": lambda: self._without_steps(pipeline),
+            "image of one step": lambda: self._without_steps(pipeline),
         }
 
     def _without_steps(self, pipeline: Any) -> None:
@@ -288,7 +288,7 @@ class Bench:
                     )
 
     def measure_images(self, images: int) -> None:
-        say(f"\n{images} picture(s), {self.options.steps} steps")
+        say(f"\n{images} image(s), {self.options.steps} steps")
         ready = []
         for name, draw in self.engines.items():
             with part(f"{name}: first"):
@@ -335,9 +335,7 @@ class Bench:
                 else:
                     self.add_torch(name, self.machine.dtype, compiled=name == "compile")
                     self.engines[name](1)
-            say(
-                f"{name}: {self.machine.used() - before:.2f} GB of device memory after its first picture, its caches too"
-            )
+            say(f"{name}: {self.machine.used() - before:.2f} GB of device memory after its first image, its caches too")
         self.measure_parts()
         for images in self.options.images:
             self.measure_images(images)

@@ -3,8 +3,8 @@
     sdflow run workflows/shapes_cpu.yaml --no-evaluate
     python benchmarks/sample_on_cpu.py pipelines/shapes_cpu [--threads 2] [--rounds 5]
 
-Prints wall and processor time of a picture of 1 and of 9 runs of the UNet, the ratio for 20, and the largest difference
-of the pictures. On a busy machine compare processor time, with one thread: waiting threads spin.
+Prints wall and processor time of an image of 1 and of 9 runs of the UNet, the ratio for 20, and the largest difference
+of the images. On a busy machine compare processor time, with one thread: waiting threads spin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdflow.runtime.pipeline import Pipeline
 
 SAMPLE = Path(__file__).parents[1] / "samples/shapes"
 PROMPT = "a large red circle on a blue background"
-FEW, MANY, PICTURE = 1, 9, 20
+FEW, MANY, IMAGE = 1, 9, 20
 
 
 def seconds(run: Callable[[], object]) -> tuple[float, float]:
@@ -49,8 +49,8 @@ def main() -> None:
         settings = {"guidance_scale": 7.5, "num_inference_steps": steps, "output_type": "np"}
         return engine(PROMPT, latents=latents, **settings).images
 
-    pictures = {name: draw(engine, PICTURE) for name, engine in engines.items()}
-    print(f"largest difference after {PICTURE} steps: {abs(pictures['sdflow'] - pictures['eager']).max():.1e}")
+    images = {name: draw(engine, IMAGE) for name, engine in engines.items()}
+    print(f"largest difference after {IMAGE} steps: {abs(images['sdflow'] - images['eager']).max():.1e}")
     best = {(name, steps): (float("inf"), float("inf")) for name in engines for steps in (FEW, MANY)}
     for _ in range(options.rounds):
         for (name, steps), known in best.items():
@@ -61,12 +61,10 @@ def main() -> None:
         for name in engines:
             few, many = best[name, FEW][index], best[name, MANY][index]
             step = (many - few) / (MANY - FEW)
-            whole[name] = few + (PICTURE - FEW) * step
+            whole[name] = few + (IMAGE - FEW) * step
             print(f"{kind:9} {name:7} a step {1e3 * step:6.1f} ms, the rest {1e3 * (few - step):6.1f} ms")
         ratio = whole["eager"] / whole["sdflow"]
-        print(
-            f"{kind:9} {PICTURE} steps: {whole['sdflow']:.2f} s and {whole['eager']:.2f} s, {ratio:.2f} times as fast"
-        )
+        print(f"{kind:9} {IMAGE} steps: {whole['sdflow']:.2f} s and {whole['eager']:.2f} s, {ratio:.2f} times as fast")
 
 
 if __name__ == "__main__":

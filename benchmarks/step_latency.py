@@ -4,7 +4,7 @@
                                  [--defines APPLY_PER_PROCESSOR=2,...]
 
 Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance and the decoder
-of one picture, each run many times in a row; medians of 7. What cuDNN picks for a convolution varies from process to
+of one image, each run many times in a row; medians of 7. What cuDNN picks for a convolution varies from process to
 process: --processes repeats all that. --defines: other sizes of our kernels' blocks than `library.DEFINES` has.
 --profile: the kernels of each. Distances are to the first row's results.
 """

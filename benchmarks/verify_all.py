@@ -52,13 +52,13 @@ def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
 
 
 def line(result: Verification) -> str:
-    """The largest distance of each submodel in units of its limit, and the picture."""
+    """The largest distance of each submodel in units of its limit, and the image."""
     parts = []
     for name, part in result.submodels.items():
         shares = [each.distance / each.limit for each in part.outputs if each.limit]
         parts.append(f"{name} {max(shares, default=0):.2f}")
-    picture = f", picture {result.picture.psnr or float('inf'):.1f} dB" if result.picture else ""
-    return f"of the limit: {', '.join(parts)}{picture}"
+    image = f", image {result.image.psnr or float('inf'):.1f} dB" if result.image else ""
+    return f"of the limit: {', '.join(parts)}{image}"
 
 
 def main() -> int:

@@ -63,7 +63,7 @@ def make_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 def make_scheduler() -> DDIMScheduler:
     """SD1.5's noise schedule: scaled linear betas, prediction of the noise.
 
-    Trailing steps start from the noisiest one. The first of leading ones keeps so much of the picture that the model
+    Trailing steps start from the noisiest one. The first of leading ones keeps so much of the image that the model
     trusts what it sees in pure noise over the prompt (Lin et al., arXiv 2305.08891).
     """
     return DDIMScheduler(

@@ -1,4 +1,4 @@
-"""The loss curve as a picture, with Pillow alone."""
+"""The loss curve as an image, with Pillow alone."""
 
 import math
 from pathlib import Path

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from optimize import mixed_precision
-from pictures import as_input
 from torch import Tensor, nn
+from training_images import as_input
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: Tensor, scale: float) -> Tensor:
-    """Latents [n, 4, 16, 16] of uint8 pictures: the posterior's mean times `scale`."""
+    """Latents [n, 4, 16, 16] of uint8 images: the posterior's mean times `scale`."""
     parts = []
     for part in images.split(512):
         with mixed_precision(part.device):
@@ -40,7 +40,7 @@ class Denoising:
     def losses(self, latents: Tensor, captions: Tensor) -> Iterator[Tensor]:
         """Mean squared error of the predicted noise, a batch at a time, for ever.
 
-        Some captions are dropped, and some are those of another picture, as on the web: without guidance the model then
+        Some captions are dropped, and some are those of another image, as on the web: without guidance the model then
         follows its prompt only that often, and guidance has something to do.
         """
         batch = self.settings["batch"]

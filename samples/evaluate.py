@@ -2,7 +2,7 @@
 
     python samples/evaluate.py --out samples
 
-Writes scores.json and two sheets of pictures into the folder. `score` in sdflow/samples/score.py takes any pipeline.
+Writes scores.json and two sheets of images into the folder. `score` in sdflow/samples/score.py takes any pipeline.
 With --validate GUIDANCE ... it scores the base and the LoRAs on other cases at each guidance and writes nothing: settings
 are chosen there.
 """
@@ -29,20 +29,20 @@ SHEET_COLUMNS = 8
 
 
 def generator(pipeline: StableDiffusionPipeline, steps: int, guidance: float, batch: int = 24) -> Generate:
-    """A diffusers pipeline as a function from cases to pictures."""
+    """A diffusers pipeline as a function from cases to images."""
 
     def generate(cases: Sequence[ScenePrompt]) -> list[Image.Image]:
-        pictures: list[Image.Image] = []
+        images: list[Image.Image] = []
         for start in range(0, len(cases), batch):
             part = cases[start : start + batch]
             latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in part]))
-            pictures += pipeline(
+            images += pipeline(
                 [case.prompt for case in part],
                 latents=latents.to(pipeline.device, pipeline.unet.dtype),
                 num_inference_steps=steps,
                 guidance_scale=guidance,
             ).images
-        return pictures
+        return images
 
     return generate
 
@@ -72,7 +72,7 @@ def validate(pipeline: StableDiffusionPipeline, samples: Path, steps: int, guida
 
 
 def main() -> None:
-    """Make the pictures of every setting, print and keep their scores."""
+    """Make the images of every setting, print and keep their scores."""
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--samples", type=Path, default=here, help="folder with shapes/ and loras/")
@@ -99,18 +99,18 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     scores: dict[str, Score] = {}
 
-    def keep(name: str, pictures: Sequence[Image.Image], of: Sequence[ScenePrompt] = cases) -> None:
-        scores[name] = tally(of, pictures)
+    def keep(name: str, images: Sequence[Image.Image], of: Sequence[ScenePrompt] = cases) -> None:
+        scores[name] = tally(of, images)
         print(f"{name}: {scores[name]}", flush=True)
 
     start = time.monotonic()
-    pictures = generate(every_case)
-    print(f"{(time.monotonic() - start) / len(every_case):.3f} s a picture")
-    keep("base", pictures, every_case)
-    keep("base, held out", [pictures[i] for i in held_out], [every_case[i] for i in held_out])
+    images = generate(every_case)
+    print(f"{(time.monotonic() - start) / len(every_case):.3f} s an image")
+    keep("base", images, every_case)
+    keep("base, held out", [images[i] for i in held_out], [every_case[i] for i in held_out])
     prompts = [every_case[i].prompt for i in SHEET_CASES]
-    sheet([pictures[i] for i in SHEET_CASES], prompts, 8).save(arguments.out / "sheet.png")
-    base = pictures[:: arguments.every]
+    sheet([images[i] for i in SHEET_CASES], prompts, 8).save(arguments.out / "sheet.png")
+    base = images[:: arguments.every]
     keep("base, without guidance", generator(pipeline, steps, 1.0)(cases))
     keep("base, without prompt", generate([replace(case, prompt="") for case in cases]))
 
@@ -130,9 +130,9 @@ def main() -> None:
         (LORAS, 1.0),
     ):
         set_scales(pipeline, dict.fromkeys(names, scale))
-        pictures = generate(cases)
-        keep(f"{' and '.join(names)} at scale {scale:g}", pictures)
-        rows.append((f"{' and '.join(names)} {scale:g}", pictures))
+        images = generate(cases)
+        keep(f"{' and '.join(names)} at scale {scale:g}", images)
+        rows.append((f"{' and '.join(names)} {scale:g}", images))
 
     table = {"steps": steps, "guidance": guidance, "device": arguments.device, "half": arguments.half}
     table |= {"largest_difference_at_scale_0": int(difference), "scores": {k: asdict(s) for k, s in scores.items()}}

@@ -3,7 +3,7 @@
     python samples/train.py --out samples
 
 Every stage writes its result into the folder and reads the earlier stages' from there: `--stages outline` alone is fine.
-Settings are in samples/settings.json; the pictures are drawn here (sdflow/samples/scene.py), nothing is downloaded.
+Settings are in samples/settings.json; the images are drawn here (sdflow/samples/scene.py), nothing is downloaded.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from denoising import Denoising, encode
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from lora import add_lora, freeze, lora_parameters, save_diffusers, save_kohya
 from optimize import Ema, Log, mixed_precision, optimizer_steps
-from pictures import as_input, pictures, training_scenes
 from torch import Tensor, nn
 from torch.nn import functional
+from training_images import as_input, images, training_scenes
 
 from sdflow.samples.prompts import caption
 from sdflow.samples.scene import Scene, Style
@@ -36,7 +36,7 @@ STYLES = {
     "both": Style(stripes=True, outline=True),
 }
 Settings = dict[str, Any]
-STAGES = {  # each stage, and the pictures that it needs
+STAGES = {  # each stage, and the images that it needs
     "vae": ("plain", "stripes", "outline", "both"),
     "base": ("plain",),
     "refine": ("plain",),
@@ -51,7 +51,7 @@ def maybe_compiled(module: nn.Module, settings: Settings) -> nn.Module:
 
 
 def train_vae(settings: Settings, pools: dict[str, Tensor], out: Path, log: Log, device: torch.device) -> None:
-    """Train the autoencoder on all styles; its scaling factor makes the plain pictures' latents unit variance."""
+    """Train the autoencoder on all styles; its scaling factor makes the plain images' latents unit variance."""
     chosen = settings["vae"]
     vae = make_vae().to(device, memory_format=torch.channels_last)
     ema = Ema([vae], chosen["ema_decay"])
@@ -98,7 +98,7 @@ class Autoencode(nn.Module):
 def train_base(
     settings: Settings, plain: Tensor, scenes: list[Scene], out: Path, log: Log, device: torch.device
 ) -> None:
-    """Train text encoder and UNet together on plain pictures and write the whole pipeline's folder."""
+    """Train text encoder and UNet together on plain images and write the whole pipeline's folder."""
     folder = out / "shapes"
     rng = random.Random(settings["seed"])
     texts = [caption(scene, rng) for scene in scenes]
@@ -131,7 +131,7 @@ def fit(
 ) -> None:
     """Train the pipeline's text encoder and UNet by the stage's settings; their moving average goes to the folder."""
     chosen, vae = settings[stage], pipeline.vae
-    plain, texts = plain[: chosen["pictures"]], texts[: chosen["pictures"]]
+    plain, texts = plain[: chosen["images"]], texts[: chosen["images"]]
     unet, text_encoder = pipeline.unet, pipeline.text_encoder
     unet.to(memory_format=torch.channels_last)
     for module in (unet, text_encoder):
@@ -189,8 +189,8 @@ def train_stripes(
     pipeline, task = start_lora("stripes", settings, out, device)
     unet, vae = pipeline.unet, pipeline.vae
     rng = random.Random(settings["seed"])
-    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["pictures"]]])
-    latents = encode(vae, pools["stripes"][: chosen["pictures"]], vae.config.scaling_factor)
+    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["images"]]])
+    latents = encode(vae, pools["stripes"][: chosen["images"]], vae.config.scaling_factor)
     add_lora(unet, "stripes", rank, alpha=rank)
     steps = optimizer_steps(
         lora_parameters("stripes", unet), chosen["steps"], chosen["learning_rate"], task.losses(latents, captions)
@@ -204,14 +204,14 @@ def train_outline(
 ) -> None:
     """Train the LoRA of outlines on UNet and text encoder.
 
-    Every second batch is of striped pictures with the stripes LoRA at work, so that the two go together.
+    Every second batch is of striped images with the stripes LoRA at work, so that the two go together.
     """
     chosen, rank = settings["outline"], settings["outline"]["rank"]
     pipeline, task = start_lora("outline", settings, out, device)
     unet, text_encoder, vae = pipeline.unet, pipeline.text_encoder, pipeline.vae
     rng = random.Random(settings["seed"])
-    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["pictures"]]])
-    latents = {n: encode(vae, pools[n][: chosen["pictures"]], vae.config.scaling_factor) for n in STAGES["outline"]}
+    captions = task.tokens([caption(scene, rng) for scene in scenes[: chosen["images"]]])
+    latents = {n: encode(vae, pools[n][: chosen["images"]], vae.config.scaling_factor) for n in STAGES["outline"]}
     pipeline.load_lora_weights(out / "loras", weight_name="stripes.safetensors", adapter_name="stripes")
     add_lora(unet, "outline", rank, alpha=rank / 2)
     add_lora(text_encoder, "outline", rank, alpha=rank / 2)
@@ -246,14 +246,14 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
 
     start, seed = time.monotonic(), settings["seed"]
-    counts = {n: max((settings[s]["pictures"] for s in arguments.stages if n in STAGES[s]), default=0) for n in STYLES}
-    scenes = training_scenes(max(settings[stage]["pictures"] for stage in STAGES), seed)
+    counts = {n: max((settings[s]["images"] for s in arguments.stages if n in STAGES[s]), default=0) for n in STYLES}
+    scenes = training_scenes(max(settings[stage]["images"] for stage in STAGES), seed)
     pools = {
-        n: pictures(scenes[:count], STYLES[n], 1_000_000 * list(STYLES).index(n), device)
+        n: images(scenes[:count], STYLES[n], 1_000_000 * list(STYLES).index(n), device)
         for n, count in counts.items()
         if count
     }
-    print(f"drew {sum(map(len, pools.values()))} pictures in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"drew {sum(map(len, pools.values()))} images in {time.monotonic() - start:.0f} s", flush=True)
     log = Log(out / "loss.csv")
     for stage in arguments.stages:
         torch.manual_seed(seed)

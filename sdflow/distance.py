@@ -1,4 +1,4 @@
-"""How far two results are apart: relative L2 for tensors; PSNR, SSIM and the largest difference for pictures."""
+"""How far two results are apart: relative L2 for tensors; PSNR, SSIM and the largest difference for images."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def root_mean_square(values: Iterable[float]) -> float:
     return math.sqrt(sum(value * value for value in every) / len(every)) if every else 0.0
 
 
-def largest_difference(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Of any one value; pictures are in [0, 1]. Infinite where a value is not finite."""
+def largest_difference(image: np.ndarray, reference: np.ndarray) -> float:
+    """Of any one value; images are in [0, 1]. Infinite where a value is not finite."""
     import numpy as np
 
-    if not np.isfinite(picture).all():
+    if not np.isfinite(image).all():
         return math.inf
-    return float(np.abs(picture - reference).max())
+    return float(np.abs(image - reference).max())
 
 
-def psnr(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in decibels of pictures in [0, 1]; infinite where they are equal, 0 where a value is not
+def psnr(image: np.ndarray, reference: np.ndarray) -> float:
+    """Peak signal-to-noise ratio in decibels of images in [0, 1]; infinite where they are equal, 0 where a value is not
     finite."""
     import numpy as np
 
-    if not np.isfinite(picture).all():
+    if not np.isfinite(image).all():
         return 0.0
-    error = float(np.mean((picture.astype(np.float64) - reference) ** 2))
+    error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     return -10 * math.log10(error) if error else math.inf
 
 
-def ssim(picture: np.ndarray, reference: np.ndarray) -> float:
-    """Mean structural similarity of two pictures, (rows, columns, channels) in [0, 1]; 1 where they are equal, 0 where a
+def ssim(image: np.ndarray, reference: np.ndarray) -> float:
+    """Mean structural similarity of two images, (rows, columns, channels) in [0, 1]; 1 where they are equal, 0 where a
     value is not finite.
 
     Wang et al. 2004, https://doi.org/10.1109/TIP.2003.819861: an 11x11 Gaussian window of deviation 1.5, K1 = 0.01,
@@ -63,11 +63,11 @@ def ssim(picture: np.ndarray, reference: np.ndarray) -> float:
     """
     import numpy as np
 
-    if min(picture.shape[:2]) < 2 * SSIM_REACH + 1:
-        raise ValueError(f"a picture of {picture.shape[0]}x{picture.shape[1]} pixels is smaller than the window")
-    if not np.isfinite(picture).all():
+    if min(image.shape[:2]) < 2 * SSIM_REACH + 1:
+        raise ValueError(f"an image of {image.shape[0]}x{image.shape[1]} pixels is smaller than the window")
+    if not np.isfinite(image).all():
         return 0.0
-    x, y = picture.astype(np.float64), reference.astype(np.float64)
+    x, y = image.astype(np.float64), reference.astype(np.float64)
     mean_x, mean_y = _blurred(x), _blurred(y)
     variance_x = _blurred(x * x) - mean_x**2
     variance_y = _blurred(y * y) - mean_y**2

@@ -217,7 +217,7 @@ def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
 
 
 def _require_sizes(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError for a size of a picture that the model's graphs cannot have."""
+    """Raises UsageError for a size of an image that the model's graphs cannot have."""
     multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
     for key, spec in (("evaluate.image", pipeline.evaluate.image), ("verify", pipeline.verify)):
         for name in ("height", "width"):

@@ -14,7 +14,7 @@ FLOAT32_LIMIT = 1e-4
 
 FLOAT16_RATIO = 1.2
 """How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases. In `sdflow
-bench` the same holds for pictures."""
+bench` the same holds for images."""
 
 AT_MOST_UNCERTAIN = 1.25
 """How far the scatter of the cases may widen that limit, as a factor."""
@@ -25,23 +25,23 @@ ONE_CASE_RATIO = 2.0
 WITHOUT_YARDSTICK = 10 * 2**-11
 """Where fp16 PyTorch itself overflows: ten times the rounding of a half, what a whole network of halves may lose."""
 
-# Of pictures
+# Of images
 
-PICTURE_DECIBELS = {"float32": 60.0, "float16": 35.0}
-"""At which a verified picture passes whatever fp16 PyTorch's has: no difference that anyone sees."""
+IMAGE_DECIBELS = {"float32": 60.0, "float16": 35.0}
+"""At which a verified image passes whatever fp16 PyTorch's has: no difference that anyone sees."""
 
 DECIBELS_BEHIND = 6.0
-"""A float16 pipeline's picture may have so much less than plain fp16 PyTorch's: twice the error."""
+"""A float16 pipeline's image may have so much less than plain fp16 PyTorch's: twice the error."""
 
 DECIBELS_ASTRAY = 30.0
-"""Where plain fp16 PyTorch's picture has less, rounding alone leads this trajectory astray: nothing follows from it. Where
-that picture has NaN there is no telling, and a float16 pipeline's must have so much itself."""
+"""Where plain fp16 PyTorch's image has less, rounding alone leads this trajectory astray: nothing follows from it. Where
+that image has NaN there is no telling, and a float16 pipeline's must have so much itself."""
 
 SCORE_APART = 0.02
-"""How far the share of the sample's pictures that are right may be from PyTorch's."""
+"""How far the share of the sample's images that are right may be from PyTorch's."""
 
 BENCH_FLOAT32 = 1e-3
-"""That the picture of an engine of `sdflow bench` may be from PyTorch's in float32; a float16 engine at least this."""
+"""That the image of an engine of `sdflow bench` may be from PyTorch's in float32; a float16 engine at least this."""
 
 # Of what should be the same
 

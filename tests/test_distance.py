@@ -10,23 +10,23 @@ import pytest
 from sdflow.distance import largest_difference, psnr, relative_l2, root_mean_square, ssim
 
 RANDOM = np.random.default_rng(0)
-PICTURE = RANDOM.random((24, 32, 3))
+IMAGE = RANDOM.random((24, 32, 3))
 
 
 def test_relative_l2_is_the_share_of_the_reference_that_is_off() -> None:
-    assert relative_l2(1.01 * PICTURE, PICTURE) == pytest.approx(0.01)
-    assert relative_l2(PICTURE, PICTURE) == 0
+    assert relative_l2(1.01 * IMAGE, IMAGE) == pytest.approx(0.01)
+    assert relative_l2(IMAGE, IMAGE) == 0
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_is_infinitely_far(wrong: float) -> None:
-    damaged = PICTURE.copy()
+    damaged = IMAGE.copy()
     damaged[3, 4, 1] = wrong
-    assert relative_l2(damaged, PICTURE) == math.inf
+    assert relative_l2(damaged, IMAGE) == math.inf
 
 
 def test_another_shape_is_infinitely_far() -> None:
-    assert relative_l2(PICTURE[:1], PICTURE) == math.inf
+    assert relative_l2(IMAGE[:1], IMAGE) == math.inf
 
 
 def test_against_zeros_only_zeros_are_near() -> None:
@@ -45,19 +45,19 @@ def test_root_mean_square() -> None:
 
 
 def test_psnr_of_a_uniform_error() -> None:
-    assert psnr(PICTURE + 0.01, PICTURE) == pytest.approx(40)
-    assert psnr(PICTURE, PICTURE) == math.inf
+    assert psnr(IMAGE + 0.01, IMAGE) == pytest.approx(40)
+    assert psnr(IMAGE, IMAGE) == math.inf
 
 
 def test_largest_difference() -> None:
-    damaged = PICTURE.copy()
+    damaged = IMAGE.copy()
     damaged[5, 6, 2] += 0.25
-    assert largest_difference(damaged, PICTURE) == pytest.approx(0.25)
+    assert largest_difference(damaged, IMAGE) == pytest.approx(0.25)
 
 
 def test_ssim_is_the_formula_of_the_paper_at_each_window() -> None:
     """Wang et al. 2004, equation 13, computed window by window."""
-    other = np.clip(PICTURE + 0.1 * RANDOM.standard_normal(PICTURE.shape), 0, 1)
+    other = np.clip(IMAGE + 0.1 * RANDOM.standard_normal(IMAGE.shape), 0, 1)
     offsets = np.arange(-5, 6)
     window = np.exp(-(offsets[:, None] ** 2 + offsets[None] ** 2) / (2 * 1.5**2))
     window /= window.sum()
@@ -65,16 +65,16 @@ def test_ssim_is_the_formula_of_the_paper_at_each_window() -> None:
     for channel in range(3):
         for row in range(5, 19):
             for column in range(5, 27):
-                x, y = (p[row - 5 : row + 6, column - 5 : column + 6, channel] for p in (other, PICTURE))
+                x, y = (p[row - 5 : row + 6, column - 5 : column + 6, channel] for p in (other, IMAGE))
                 mean_x, mean_y = (window * x).sum(), (window * y).sum()
                 variance_x, variance_y = (window * (x - mean_x) ** 2).sum(), (window * (y - mean_y) ** 2).sum()
                 covariance = (window * (x - mean_x) * (y - mean_y)).sum()
                 top = (2 * mean_x * mean_y + 0.01**2) * (2 * covariance + 0.03**2)
                 values.append(top / ((mean_x**2 + mean_y**2 + 0.01**2) * (variance_x + variance_y + 0.03**2)))
-    assert ssim(other, PICTURE) == pytest.approx(np.mean(values), abs=1e-12)
-    assert ssim(PICTURE, PICTURE) == pytest.approx(1)
+    assert ssim(other, IMAGE) == pytest.approx(np.mean(values), abs=1e-12)
+    assert ssim(IMAGE, IMAGE) == pytest.approx(1)
 
 
-def test_ssim_refuses_a_picture_smaller_than_its_window() -> None:
+def test_ssim_refuses_a_image_smaller_than_its_window() -> None:
     with pytest.raises(ValueError, match="10x32"):
-        ssim(PICTURE[:10], PICTURE[:10])
+        ssim(IMAGE[:10], IMAGE[:10])

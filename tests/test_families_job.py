@@ -29,17 +29,17 @@ def first(shell: Shell) -> Any:
 
 
 def pixels(path: Path) -> bytes:
-    with Image.open(path) as picture:
-        assert picture.size == (64, 64)
-        return picture.tobytes()
+    with Image.open(path) as image:
+        assert image.size == (64, 64)
+        return image.tobytes()
 
 
 def test_the_workflow_builds_five_submodels_and_draws(shell: Shell, first: Any) -> None:
     assert {step["outcome"] for step in first["steps"]} == {"built"}
     assert set(first["evaluation"]["submodels"]) == PARTS
     assert not (shell.folder / "recorder/reached").exists(), "nothing was looked up on the network"
-    with Image.open(shell.folder / "results/sdxl_tiny_cpu.png") as picture:
-        assert picture.size == (64, 64)
+    with Image.open(shell.folder / "results/sdxl_tiny_cpu.png") as image:
+        assert image.size == (64, 64)
 
 
 def test_a_second_run_runs_no_pass_and_another_seed_only_writes_weights(shell: Shell, first: Any) -> None:
@@ -68,8 +68,8 @@ def test_generate_takes_what_xl_takes_besides(shell: Shell, first: Any) -> None:
     assert settings["guidance_scale"] == 5.0, "diffusers' own for XL"
     drawn = pixels(shell.folder / "with/001-1.png")
     assert drawn != pixels(shell.folder / "without/001-1.png")
-    with Image.open(shell.folder / "with/001-1.png") as picture:
-        assert json.loads(picture.info["sdflow"])["prompt_2"] == "oil on canvas"
+    with Image.open(shell.folder / "with/001-1.png") as image:
+        assert json.loads(image.info["sdflow"])["prompt_2"] == "oil on canvas"
 
 
 def test_generate_starts_from_an_image_and_keeps_what_is_behind_the_mask(shell: Shell, first: Any) -> None:

@@ -34,7 +34,7 @@ def first(shell: Shell) -> Any:
     return shell.json("run", str(TINY))
 
 
-def test_the_first_run_builds_every_step_and_draws_a_picture(shell: Shell, first: Any) -> None:
+def test_the_first_run_builds_every_step_and_draws_a_image(shell: Shell, first: Any) -> None:
     (pipeline,) = first["pipelines"]
     assert first["format_version"] == 1
     assert {step["outcome"] for step in pipeline["steps"]} == {"built"}
@@ -43,9 +43,9 @@ def test_the_first_run_builds_every_step_and_draws_a_picture(shell: Shell, first
     assert set(pipeline["evaluation"]["submodels"]) == {
         "text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker",
     }  # fmt: skip
-    with Image.open(shell.folder / "results/tiny_cpu.png") as picture:
-        assert picture.size == (64, 64)
-        assert json.loads(picture.info["sdflow"])["seed"] == 0
+    with Image.open(shell.folder / "results/tiny_cpu.png") as image:
+        assert image.size == (64, 64)
+        assert json.loads(image.info["sdflow"])["seed"] == 0
     (line,) = (shell.folder / "results/tiny_cpu.jsonl").read_text().splitlines()
     assert json.loads(line)["artifacts"] == pipeline["evaluation"]["artifacts"]
 
@@ -199,8 +199,8 @@ def test_a_folder_of_an_earlier_sdflow_still_draws(shell: Shell, earlier: Path) 
     settings = ("--prompt", "an otter", "--steps", "1", "--seed", "3", "--no-sheet")
     for name in ("earlier", "tiny_cpu"):
         shell.json("generate", f"pipelines/{name}", *settings, "--out", f"drawn/{name}")
-    pictures = [next((shell.folder / "drawn" / name).glob("*.png")) for name in ("earlier", "tiny_cpu")]
-    with Image.open(pictures[0]) as one, Image.open(pictures[1]) as other:
+    images = [next((shell.folder / "drawn" / name).glob("*.png")) for name in ("earlier", "tiny_cpu")]
+    with Image.open(images[0]) as one, Image.open(images[1]) as other:
         assert one.tobytes() == other.tobytes()
 
 

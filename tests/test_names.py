@@ -23,7 +23,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config/override.py", "unet"): "an example in a remedy",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
-    ("runtime/generate.py", "safety_checker"): "a key of the settings that pictures carry; earlier ones have it",
+    ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",
     **{
         ("runtime/schedule.py", name): "the schedulers that --scheduler offers; every family draws with each of them"
         for name in (

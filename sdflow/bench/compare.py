@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """An engine in a case of both runs: median milliseconds a call, and whether the picture was right."""
+    """An engine in a case of both runs: median milliseconds a call, and whether the image was right."""
 
     engine: str
     case: str

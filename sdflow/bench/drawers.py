@@ -23,7 +23,7 @@ Mark = Callable[[], None]
 """Called when the text is encoded, and after every step."""
 
 Draw = Callable[[SweepPoint, Mark | None], "np.ndarray"]
-"""Pictures of a case, float32 (batch, height, width, 3) in [0, 1]."""
+"""Images of a case, float32 (batch, height, width, 3) in [0, 1]."""
 
 
 def ignore() -> None:
@@ -154,7 +154,7 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _convolutional(family: Family) -> list[str]:
-    """The components that work on pictures and latents: those of denoiser and decoder."""
+    """The components that work on images and latents: those of denoiser and decoder."""
     return [family.part(name).component for name in (family.denoiser, family.decoder)]
 
 

@@ -15,7 +15,7 @@ from sdflow.targets import TARGETS
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to draw the picture.
+    """One way to draw the image.
 
     target: of sdflow's runtime on ONNX Runtime; empty: diffusers' pipeline on PyTorch, of which the rest speaks.
     attention: how diffusers computes it: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.

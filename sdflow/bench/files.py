@@ -145,7 +145,7 @@ def to_markdown(result: BenchResult) -> str:
     """A table for each case, the engines that did not run, and what it was measured on."""
     lines = [f"# {result.pipeline['name']}: engines side by side", ""]
     if result.wrong:
-        lines += [f"**WRONG pictures:** {', '.join(result.wrong)}.", ""]
+        lines += [f"**WRONG images:** {', '.join(result.wrong)}.", ""]
     for index, case in enumerate(result.cases):
         baseline = result.baseline(index)
         lines += [f"## {case}", "", f"Milliseconds a call; ratio to {baseline.name if baseline else 'nothing'}.", ""]

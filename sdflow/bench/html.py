@@ -30,12 +30,12 @@ def page(result: BenchResult) -> str:
     title = f"{result.pipeline['name']}: engines side by side"
     parts = [f"<h1>{escape(title)}</h1>"]
     if result.wrong:
-        parts.append(f'<p class="wrong">WRONG pictures: {escape(", ".join(result.wrong))}</p>')
+        parts.append(f'<p class="wrong">WRONG images: {escape(", ".join(result.wrong))}</p>')
     for index, case in enumerate(result.cases):
         rows = list(table(result, index))
         parts += [f"<h2>{escape(str(case))}</h2>", latencies(result, index), html_table(TABLE, rows)]
     if len(result.cases) > 1:
-        parts += ["<h2>Pictures per second over the sweep</h2>", throughput(result)]
+        parts += ["<h2>Images per second over the sweep</h2>", throughput(result)]
     left_out = [[each.name, each.status, each.reason or ""] for each in result.engines if each.reason]
     if left_out:
         parts += ["<h2>Not measured</h2>", html_table(("engine", "", "why"), left_out)]
@@ -90,7 +90,7 @@ def latencies(result: BenchResult, index: int) -> str:
 
 
 def _widths(measured: Measurement) -> Iterator[tuple[str, float]]:
-    """Milliseconds of the median picture: stages measured apart are scaled down where they come to more than it."""
+    """Milliseconds of the median image: stages measured apart are scaled down where they come to more than it."""
     stages = {
         stage: latency.mean_ms * (latency.runs / measured.stages["text"].runs)
         for stage in STAGES
@@ -103,7 +103,7 @@ def _widths(measured: Measurement) -> Iterator[tuple[str, float]]:
 
 
 def throughput(result: BenchResult) -> str:
-    """Pictures per second of each engine, case by case; wrong ones as crosses."""
+    """Images per second of each engine, case by case; wrong ones as crosses."""
     points = {
         each.name: [(place, found) for place, found in enumerate(each.cases) if found is not None]
         for each in result.measured

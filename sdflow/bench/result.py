@@ -21,7 +21,7 @@ KIND = "bench"
 
 @dataclass(frozen=True)
 class Check:
-    """A picture against PyTorch's in float32. distance: relative L2 of the pixels. psnr: dB; None: no difference at all.
+    """An image against PyTorch's in float32. distance: relative L2 of the pixels. psnr: dB; None: no difference at all.
 
     tolerance: the largest distance that is right. source: where that figure comes from.
     """
@@ -40,11 +40,11 @@ class Check:
 class Measurement:
     """An engine in a case.
 
-    first_ms: the first picture of this case, whatever is compiled or loaded for its sizes included; compile_ms: how much
-    longer it took than the median. image: of one call, `batch` pictures. stages: "text": from the call to the encoded
+    first_ms: the first image of this case, whatever is compiled or loaded for its sizes included; compile_ms: how much
+    longer it took than the median. image: of one call, `batch` images. stages: "text": from the call to the encoded
     prompt; "step": from one step's end to the next, scheduler included; "decoder": from the last step to pixels on the
     host. On a GPU these are of runs of their own, which wait for the device at every mark. images_per_second: batch over the
-    median. memory, memory_second: the highest in the first and the second call. energy: joules a picture.
+    median. memory, memory_second: the highest in the first and the second call. energy: joules an image.
     check: None when no reference was wanted.
     """
 
@@ -70,7 +70,7 @@ class EngineResult:
     """status: "failed" when it could not be loaded, or in one case at least; then `reason` says why.
 
     provider: what computes. dtype: of weights and activations. load_seconds: until it could be called. host_bytes,
-    device_bytes: how much more memory was in use when it was loaded and had drawn its first picture than before.
+    device_bytes: how much more memory was in use when it was loaded and had drawn its first image than before.
     cases: None where it failed. trace: the whole error of what failed.
     """
 
@@ -107,7 +107,7 @@ class BenchResult:
         return [engine for engine in self.engines if any(engine.cases)]
 
     def baseline(self, index: int) -> EngineResult | None:
-        """The engine that ratios of this case are taken to, if it ran and drew the right picture."""
+        """The engine that ratios of this case are taken to, if it ran and drew the right image."""
         found = {engine.name: engine for engine in self.measured if engine.cases[index] is not None}
         for name in BASELINES:
             measurement = found[name].cases[index] if name in found else None
@@ -123,7 +123,7 @@ class BenchResult:
 
     @property
     def wrong(self) -> list[str]:
-        """`engine (case)` for each wrong picture."""
+        """`engine (case)` for each wrong image."""
         return [
             f"{engine.name} ({case})"
             for engine in self.measured

@@ -1,4 +1,4 @@
-"""`sdflow bench`: load the engines, let them take turns, compare every picture with PyTorch's in float32.
+"""`sdflow bench`: load the engines, let them take turns, compare every image with PyTorch's in float32.
 
 All engines are in one process at a time: turns that alternate are what makes a comparison fair on a machine that gets
 warm or busy. It costs memory; an engine that does not fit beside the others is reported as such, with what to do.
@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 class BenchRequest:
     """folder: of the pipeline. engines: names, none for what suits the machine. check: compare with PyTorch's float32.
 
-    first_limit: seconds that an engine may take to load, and again to draw the first picture of a case; None: no limit.
+    first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
     """
 
     folder: Path
@@ -139,7 +139,7 @@ class _Runner:
         self.tolerances: dict[tuple[str, SweepPoint], tuple[float, str]] = {}
 
     def load_references(self, active: Sequence[_Running]) -> None:
-        """PyTorch's pictures in float32, and how far its own float16 is from them."""
+        """PyTorch's images in float32, and how far its own float16 is from them."""
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
@@ -198,8 +198,8 @@ class _Runner:
             running.result = replace(running.result, load_seconds=time.perf_counter() - begun, note=note)
 
     def measure(self, index: int, case: SweepPoint, active: Sequence[_Running]) -> None:
-        """One case with everyone who can: first pictures, warm-up, then turns. In the first case engines are loaded, each
-        right before its first picture, so that what it adds to the memory in use is its own."""
+        """One case with everyone who can: first images, warm-up, then turns. In the first case engines are loaded, each
+        right before its first image, so that what it adds to the memory in use is its own."""
         turns: list[tuple[_Running, Turns]] = []
         for each in active:
             each.cases.append(None)
@@ -207,7 +207,7 @@ class _Runner:
                 self.load(each, [other for other in active if other.draw is not None])
             if each.draw is None:
                 continue
-            self.say(f"{case}: {each.engine.name}, first picture")
+            self.say(f"{case}: {each.engine.name}, first image")
             tolerance = self.tolerances.get((each.result.dtype, case), FLOAT32_TOLERANCE)
             own = Turns(each.draw, case, self.device, self.references.get(case), tolerance)
             with self._reported(each, ""):

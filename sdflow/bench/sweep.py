@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point of the sweep. batch: pictures drawn at once. height, width: pixels."""
+    """One point of the sweep. batch: images drawn at once. height, width: pixels."""
 
     batch: int
     height: int
@@ -30,7 +30,7 @@ class SweepPoint:
 class Settings:
     """The same for all cases. seed: of the latents. scheduler: a name of `SCHEDULERS`; None: the pipeline's own.
 
-    warmup: pictures drawn, after the first, before the counted ones. rounds: how often every engine has its turn.
+    warmup: images drawn, after the first, before the counted ones. rounds: how often every engine has its turn.
     threads: of the CPU, for every engine; None: as each engine has it. tuning: whether `sdflow tune`'s choice is used.
     """
 

@@ -10,7 +10,7 @@ from sdflow.evaluate.statistics import Latency
 
 TABLE = (
     "engine", "type", "median", "mean", "p90", "p99", "images/s", "ratio", "text", "step", "decoder", "first",
-    "load s", "memory MB", "energy J", "distance", "picture",
+    "load s", "memory MB", "energy J", "distance", "image",
 )  # fmt: skip
 
 

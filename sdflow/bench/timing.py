@@ -1,4 +1,4 @@
-"""One engine under the clock: whole pictures, their stages, memory and energy, every picture checked."""
+"""One engine under the clock: whole images, their stages, memory and energy, every image checked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Turns:
         reference: np.ndarray | None,
         tolerance: tuple[float, str],
     ) -> None:
-        """tolerance: and where it comes from. reference: the right picture, None: check nothing."""
+        """tolerance: and where it comes from. reference: the right image, None: check nothing."""
         self._draw, self._case, self._device = draw, case, device
         self._reference, self._tolerance = reference, tolerance
         self._worst: tuple[float, float | None] | None = None
@@ -55,7 +55,7 @@ class Turns:
         self.first_ms = 0.0
 
     def first(self) -> None:
-        """The first and the second picture, their memory watched."""
+        """The first and the second image, their memory watched."""
         for index in range(2):
             with self._device.peak_memory() as peak:
                 took = self._timed(lambda: self._draw(self._case, None))
@@ -67,7 +67,7 @@ class Turns:
         self._timed(lambda: self._draw(self._case, None))
 
     def counted(self) -> None:
-        """A turn that counts; on a GPU, the stages in a picture of their own."""
+        """A turn that counts; on a GPU, the stages in an image of their own."""
         if self._device.kind == "cpu":
             time.sleep(SETTLE_SECONDS)
             self._images.append(self._staged())
@@ -83,7 +83,7 @@ class Turns:
         """Raises ValueError when nothing was counted."""
         image = summarize(self.first_ms, warmup, self._images)
         stages = {name: _latency(times) for name, times in self._stages.items() if times}
-        pictures = len(self._images) * self._case.batch
+        images = len(self._images) * self._case.batch
         known = self._device.kind != "cpu" and self._energy is not None
         return Measurement(
             first_ms=self.first_ms,
@@ -93,12 +93,12 @@ class Turns:
             images_per_second=1000 * self._case.batch / statistics.median(self._images),
             memory=self._memories[0],
             memory_second=self._memories[1],
-            energy=self._energy / pictures if known and self._energy is not None else None,
+            energy=self._energy / images if known and self._energy is not None else None,
             check=None if self._worst is None else Check(*self._worst, *self._tolerance),
         )
 
     def _timed(self, draw: Callable[[], np.ndarray]) -> float:
-        """Milliseconds until the pictures are there; they are compared after that."""
+        """Milliseconds until the images are there; they are compared after that."""
         self._device.wait()
         begun = time.perf_counter()
         drawn = draw()

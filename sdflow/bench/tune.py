@@ -1,6 +1,6 @@
 """`sdflow tune`: the options that suit this machine, one after the other, each measured against the best so far.
 
-An option is taken when pictures come at least 2 % faster, in turns with the best so far and in three quarters of the
+An option is taken when images come at least 2 % faster, in turns with the best so far and in three quarters of the
 turns, and when every submodel still computes what it did untuned. On an H200, `sdpa_kernel=1` was fast and silently
 wrong: 0.069 from the right result.
 """
@@ -141,7 +141,7 @@ def tune(
 ) -> TuneResult:
     """Try the candidates and keep the choice for this device and these versions.
 
-    case: what is drawn; by default one picture of the model's own size in 4 steps. only: the names of options to try.
+    case: what is drawn; by default one image of the model's own size in 4 steps. only: the names of options to try.
     tried: in place of `candidates`.
     Raises UsageError when the folder is no pipeline, an option is not there, or its target has nothing to choose;
     TargetUnavailableError when its provider is not here.
@@ -212,7 +212,7 @@ class _Tuner:
         return pipeline
 
     def draw(self, pipeline: Pipeline) -> float:
-        """Seconds for the case's pictures."""
+        """Seconds for the case's images."""
         case, settings = self.case, self.settings
         if self.device.kind == "cpu":
             time.sleep(SETTLE_SECONDS)

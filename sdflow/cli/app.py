@@ -75,7 +75,7 @@ def run(
         typer.Option("--verify/--no-verify", help="Hold the artifacts to the PyTorch model, as the workflow says."),
     ] = True,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate/--no-evaluate", help="Measure latency and draw the workflow's picture.")
+        bool, typer.Option("--evaluate/--no-evaluate", help="Measure latency and draw the workflow's image.")
     ] = True,
     require_target: Annotated[
         bool, typer.Option("--require-target", help="Fail (status 5) if the target's provider is not on this machine.")
@@ -84,7 +84,7 @@ def run(
         bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
     ] = False,
     jobs: Jobs = None,
-    results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and pictures.")] = Path(
+    results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and images.")] = Path(
         "results"
     ),
     cache: CacheDir = Path("cache"),
@@ -121,7 +121,7 @@ def verify(
         bool, typer.Option("--full/--quick", help="More steps, shapes and prompts, one at the model's own size.")
     ] = True,
     submodel: Annotated[
-        list[str] | None, typer.Option("--submodel", help="Only this submodel, and no picture. Repeatable.")
+        list[str] | None, typer.Option("--submodel", help="Only this submodel, and no image. Repeatable.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
     fix: Annotated[

@@ -21,12 +21,12 @@ def bench(
         list[str] | None, typer.Option("--engine", "-e", help="Only this engine. Repeatable. See --list.")
     ] = None,
     list_engines: Annotated[bool, typer.Option("--list", help="List the engines and stop.")] = False,
-    batch: Annotated[str, typer.Option(help="Pictures at once; 1,8 sweeps.", metavar="N,...")] = "1",
+    batch: Annotated[str, typer.Option(help="Images at once; 1,8 sweeps.", metavar="N,...")] = "1",
     size: Annotated[
         str | None,
         typer.Option(help="Pixels of both sides. Default: the model's own.", metavar="N,...", show_default=False),
     ] = None,
-    steps: Annotated[str, typer.Option(help="Steps a picture.", metavar="N,...")] = "50",
+    steps: Annotated[str, typer.Option(help="Steps an image.", metavar="N,...")] = "50",
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = (
         "a photo of an astronaut riding a horse on mars"
     ),
@@ -45,7 +45,7 @@ def bench(
         float | None,
         typer.Option(
             min=1,
-            help="Give an engine up that takes longer to load or to its first picture.",
+            help="Give an engine up that takes longer to load or to its first image.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -59,7 +59,7 @@ def bench(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every picture is checked."""
+    """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every image is checked."""
     _quiet()
     from sdflow.bench.files import write_files
     from sdflow.bench.run import BenchRequest
@@ -84,7 +84,7 @@ def bench(
     print_bench(result, files, as_json=json)
     if result.wrong:
         raise VerificationError(
-            f"{', '.join(result.wrong)}: not the picture that PyTorch draws in float32",
+            f"{', '.join(result.wrong)}: not the image that PyTorch draws in float32",
             where=str(pipeline),
             remedy="Its figures are of no use. `sdflow verify` finds the operator; `--no-tuning` leaves tuned options out.",
         )
@@ -94,8 +94,8 @@ def tune(
     pipeline: Annotated[Path, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")],
     target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
     size: Annotated[int | None, typer.Option(min=8, help="Pixels of both sides.", show_default=False)] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at once.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps a picture.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Images at once.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps an image.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
     option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
     json: AsJson = False,
@@ -143,7 +143,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _own_size(pipeline: Path) -> int:
-    """Pixels of the model's own pictures."""
+    """Pixels of the model's own images."""
     from sdflow.manifest import read_manifest
     from sdflow.runtime.folder import folder_latents
 

@@ -1,4 +1,4 @@
-"""`sdflow generate`: pictures from a built pipeline."""
+"""`sdflow generate`: images from a built pipeline."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def generate(
             help="Part of the steps that the image goes through. Default: 0.8; 1 with a mask.", show_default=False
         ),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Pictures per prompt.")] = 1,
+    images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[
         int | None,
         typer.Option(
-            min=0, max=2**63, help="Of the first picture; counts up. Default: a random one.", show_default=False
+            min=0, max=2**63, help="Of the first image; counts up. Default: a random one.", show_default=False
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per picture.")] = 50,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per image.")] = 50,
     guidance_scale: Annotated[
         float | None,
         typer.Option(
@@ -70,9 +70,9 @@ def generate(
     checker: Annotated[
         bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
     ] = True,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.", metavar="DIR")] = Path("images"),
-    sheet: Annotated[bool, typer.Option("--sheet/--no-sheet", help="A contact sheet of several pictures.")] = True,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures drawn at once.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
+    sheet: Annotated[bool, typer.Option("--sheet/--no-sheet", help="A contact sheet of several images.")] = True,
+    batch: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 1,
     target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="One submodel in memory at a time, the VAE in tiles. Slower.")
@@ -80,7 +80,7 @@ def generate(
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
-    """Draw pictures from text, from an image, or into the white part of a mask."""
+    """Draw images from text, from an image, or into the white part of a mask."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import GenerateRequest, read_prompts
@@ -151,7 +151,7 @@ def _progress() -> Iterator[Progress]:
         bar = bars.add_task("loading", total=None)
 
         def step(label: str, done: int, total: int) -> None:
-            bars.update(bar, description=f"picture {label}", completed=done, total=total)
+            bars.update(bar, description=f"image {label}", completed=done, total=total)
 
         yield Progress(lambda text: bars.update(bar, description=text), step)
 
@@ -166,7 +166,7 @@ class _Lines:
         now = time.perf_counter()
         if done == total or now - self._said >= self.SECONDS_BETWEEN:
             self._said = now
-            _say(f"picture {label}: step {done} of {total}")
+            _say(f"image {label}: step {done} of {total}")
 
 
 def _say(text: str) -> None:

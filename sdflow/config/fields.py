@@ -74,7 +74,7 @@ class LatencyFields(_Fields):
 
 
 class ImageFields(_Fields):
-    """The picture to draw."""
+    """The image to draw."""
 
     prompt: Annotated[str, Field(description="What to draw.")] = ImageSpec.prompt
     negative_prompt: Annotated[str | None, Field(description="What not to draw; null: nothing is said of it.")] = (
@@ -96,7 +96,7 @@ class EvaluateFields(_Fields):
     """What is measured after the build."""
 
     latency: Annotated[LatencyFields | None, Field(description="Timed runs; null: none.")] = LatencyFields()
-    image: Annotated[ImageFields | None, Field(description="The picture to draw; null: none.")] = ImageFields()
+    image: Annotated[ImageFields | None, Field(description="The image to draw; null: none.")] = ImageFields()
     allow_fallback: Annotated[
         bool, Field(description="Nodes may run on another execution provider than the target's.")
     ] = EvaluateSpec.allow_fallback
@@ -110,8 +110,8 @@ class VerifyFields(_Fields):
         Field(description="quick: few steps and shapes; full: more, one at the model's own size."),
     ] = VerifySpec.level
     steps: Annotated[Positive | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
-    height: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
-    width: Annotated[Pixels | None, Field(description="Of the picture denoised, in pixels; null: small.")] = None
+    height: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
+    width: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
 
 
 def _image_spec(fields: ImageFields) -> ImageSpec:

@@ -162,7 +162,7 @@ class _Loader:
             if isinstance(submodels, YamlMap) and evaluate.image and missing:
                 self.problems.add(
                     submodels.mark,
-                    f"no picture can be drawn without {' and '.join(missing)}",
+                    f"no image can be drawn without {' and '.join(missing)}",
                     "add the submodel, or write `evaluate: {image: null}`",
                 )
             verify = self._verify(document.entries.get("verify"))

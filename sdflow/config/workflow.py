@@ -55,9 +55,9 @@ class LatencySpec:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The picture that an evaluation draws. Height and width in pixels; None: the model's own size.
+    """The image that an evaluation draws. Height and width in pixels; None: the model's own size.
 
-    prompts: when there are any, the picture is a sheet of them all, the seed counting up from `seed`; `prompt` is then
+    prompts: when there are any, the image is a sheet of them all, the seed counting up from `seed`; `prompt` is then
         only what is timed.
     """
 

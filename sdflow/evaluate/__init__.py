@@ -1,4 +1,4 @@
-"""What an assembled pipeline does on its target: where its nodes run, how fast, with how much memory, and a picture."""
+"""What an assembled pipeline does on its target: where its nodes run, how fast, with how much memory, and an image."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ class SubmodelResult:
 class EvaluationResult:
     """An evaluated pipeline; `measured` is false, with `reason`, when its target is not on this machine.
 
-    settings: of the picture that was drawn and timed: prompt, steps, guidance_scale, seed, height and width in pixels,
+    settings: of the image that was drawn and timed: prompt, steps, guidance_scale, seed, height and width in pixels,
         denoiser_batch.
-    pipeline: one whole picture, from the prompt to pixels, safety checker included.
+    pipeline: one whole image, from the prompt to pixels, safety checker included.
     peak_memory_bytes: of the process that did it all, everything loaded at once; host memory.
     failure: why the result does not pass, although it was measured. notes: what the runtime could not do as it should:
         run captured, or in kernels of its own.

@@ -34,7 +34,7 @@ from sdflow.runtime.folder import (
     read_options,
     submodel_config,
 )
-from sdflow.runtime.pictures import write_png
+from sdflow.runtime.images import write_png
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
 from sdflow.runtime.sessions import LoadOptions
@@ -99,7 +99,7 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 
 
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
-    """Load every submodel, see where its nodes are, time it, then draw the picture.
+    """Load every submodel, see where its nodes are, time it, then draw the image.
 
     Each submodel is timed at the batch it has in the pipeline: the denoiser 2 with guidance on (both halves in one run) and
     1 without; text encoders 2, a pair of prompts; the others 1. Times include
@@ -113,7 +113,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     family = folder_family(request.folder)
     if missing := [name for name in family.drawing if name not in onnx_submodels(request.folder)]:
         raise UsageError(
-            f"no picture can be timed without {' and '.join(missing)}",
+            f"no image can be timed without {' and '.join(missing)}",
             where=request.name,
             remedy="Add the submodel, or write `evaluate: {image: null, latency: null}`.",
         )
@@ -125,7 +125,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
 
     provider, denoiser = parts[family.denoiser].placement.provider, loaded[family.denoiser]
     if denoiser.path is not None:
-        denoiser.unload()  # the picture is drawn with parts of it: its weights would be there twice
+        denoiser.unload()  # the image is drawn with parts of it: its weights would be there twice
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,
@@ -147,13 +147,13 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
 
 
 def at_own_size(folder: Path, image: ImageSpec) -> ImageSpec:
-    """The picture with the model's own height and width in pixels where the spec names none."""
+    """The image with the model's own height and width in pixels where the spec names none."""
     own = folder_latents(folder).image_size
     return replace(image, height=image.height or own, width=image.width or own)
 
 
 def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
-    """Submodel -> random inputs at the shapes of a pipeline that draws one such picture."""
+    """Submodel -> random inputs at the shapes of a pipeline that draws one such image."""
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     batches = {**dict.fromkeys(family.text, 2), family.denoiser: _denoiser_batch(image)}
@@ -201,7 +201,7 @@ def _evaluate_submodel(
 def _evaluate_pipeline(
     request: Request, loaded: Mapping[str, Submodel], image: ImageSpec, artifacts: Mapping[str, str], progress: Progress
 ) -> tuple[Latency | None, bool | None]:
-    """The latency of a whole picture, and whether the safety checker objected; writes the picture."""
+    """The latency of a whole image, and whether the safety checker objected; writes the image."""
     import torch
 
     if request.spec.latency is None and request.spec.image is None:

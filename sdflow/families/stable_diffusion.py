@@ -59,7 +59,7 @@ class StableDiffusion(Family):
             "safety_checker",
             SafetyChecker(),
             "safety_checker",
-            "The filter of pictures; `null` or `false` leaves it out.",
+            "The filter of images; `null` or `false` leaves it out.",
             optional=True,
         ),
     )

@@ -22,8 +22,8 @@ _TRAINING = ("loss.", "model_ema.")
 """How names of tensors begin that only the training of a VAE reads (CompVis's latent-diffusion, ldm/models/autoencoder.py)."""
 
 
-def picture_reader(multiple: int, **options: bool) -> Any:
-    """diffusers' reader of pictures for a VAE: PIL images and arrays to pixels in [-1, 1], their sizes multiples of this."""
+def image_reader(multiple: int, **options: bool) -> Any:
+    """diffusers' reader of images for a VAE: PIL images and arrays to pixels in [-1, 1], their sizes multiples of this."""
     from diffusers.image_processor import VaeImageProcessor
 
     return VaeImageProcessor(vae_scale_factor=multiple, **options)

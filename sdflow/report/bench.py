@@ -13,7 +13,7 @@ from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.tune import TuneResult
 from sdflow.report.output import print_json, print_table
 
-_LEFT = ("engine", "type", "picture")
+_LEFT = ("engine", "type", "image")
 
 
 def print_bench(result: BenchResult, files: Sequence[Path], *, as_json: bool = False) -> None:
@@ -35,7 +35,7 @@ def print_bench(result: BenchResult, files: Sequence[Path], *, as_json: bool = F
     for path in files:
         print(path)
     if result.wrong:
-        print(f"WRONG pictures: {', '.join(result.wrong)}")
+        print(f"WRONG images: {', '.join(result.wrong)}")
 
 
 def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
@@ -68,7 +68,7 @@ def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
         )
         for row in result.rows
     ]
-    columns = ("engine", "case", "before ms", "after ms", "ratio", "picture")
+    columns = ("engine", "case", "before ms", "after ms", "ratio", "image")
     print_table("", columns, rows_, ("before ms", "after ms", "ratio"))
     if result.differences:
         print("FORCED: these runs were not made alike, the ratios say little:")

@@ -210,7 +210,7 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
         print(f"  {note}")
     print(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
     if result.image:
-        print(f"picture: {result.image}")
+        print(f"image: {result.image}")
 
 
 def _latency_cells(latency: Latency) -> tuple[str, ...]:

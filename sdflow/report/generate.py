@@ -8,18 +8,18 @@ from sdflow.units import spell_seconds
 
 
 def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
-    """The pictures' files, or everything as JSON."""
+    """The images' files, or everything as JSON."""
     if as_json:
         print_json("generate", result.to_json())
         return
     rows = [
         (each.file, str(each.seed), each.prompt, {None: "", False: "no", True: "yes"}[each.flagged])
-        for each in result.pictures
+        for each in result.images
     ]
     print_table("", ("file", "seed", "prompt", "flagged"), rows, right=("seed",))
     if result.sheet:
         print(f"contact sheet: {result.sheet}")
-    count = len(result.pictures)
+    count = len(result.images)
     each = f", {spell_seconds(result.draw_seconds / count)} each" if count > 1 else ""
     took, loading = spell_seconds(result.draw_seconds), spell_seconds(result.load_seconds)
-    print(f"{count} picture{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")
+    print(f"{count} image{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")

@@ -31,7 +31,7 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
 
 
 def print_verification(result: Verification) -> None:
-    """A line for each output of each submodel, the picture, what was covered, and warnings."""
+    """A line for each output of each submodel, the image, what was covered, and warnings."""
     rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
     rows += [
         (name, "", part.ran, "", "", "", "", "FAILED") for name, part in result.submodels.items() if not part.outputs
@@ -40,19 +40,17 @@ def print_verification(result: Verification) -> None:
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     columns = ("submodel", "output", "graph", "distance", "fp16 PyTorch", "ratio", "at most", "")
     print_table(title, columns, rows, right=("distance", "fp16 PyTorch", "ratio", "at most"))
-    if result.picture is not None:
-        picture = result.picture
-        ours, plain = decibels(picture.psnr), decibels(picture.float16_psnr)
-        verdict = "passed" if not picture.problems else "FAILED"
+    if result.image is not None:
+        image = result.image
+        ours, plain = decibels(image.psnr), decibels(image.float16_psnr)
+        verdict = "passed" if not image.problems else "FAILED"
         print(
-            f"picture {picture.height}x{picture.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {picture.ssim:.4f}, "
-            f"largest difference {picture.largest_difference:.2g}: {verdict}"
+            f"image {image.height}x{image.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {image.ssim:.4f}, "
+            f"largest difference {image.largest_difference:.2g}: {verdict}"
         )
     if result.meaning is not None:
         meaning = result.meaning
-        print(
-            f"meaning: {meaning.artifact:.0%} of {meaning.cases} pictures are right, PyTorch's {meaning.reference:.0%}"
-        )
+        print(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
     print(f"covered: {'; '.join(result.coverage)}")
     for kind in kinds(each for each in result.findings if each["level"] == "warning"):
         print(f"  {kind.where}: {kind.what}")
@@ -62,7 +60,7 @@ def print_verification(result: Verification) -> None:
 
 
 def decibels(value: float | None) -> str:
-    """ "59.2 dB"; None is for equal pictures."""
+    """ "59.2 dB"; None is for equal images."""
     return "inf" if value is None else f"{value:.1f} dB"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """What the latents are made of, on the device; the shape of each is (pictures, channels, rows, columns).
+    """What the latents are made of, on the device; the shape of each is (images, channels, rows, columns).
 
     noise: standard normal. drawn: the noises that the scheduler draws, `Schedule.draws` of them. image: the latents of
     the image to start from. mask: True where an inpainting draws, one channel; None to draw everywhere. context: further

@@ -18,7 +18,7 @@ ALIGNMENT = 256
 
 
 class Denoiser(Protocol):
-    """sample: what a step reads, (copies, pictures, channels, rows, columns); every copy holds the same latents."""
+    """sample: what a step reads, (copies, images, channels, rows, columns); every copy holds the same latents."""
 
     sample: torch.Tensor
 
@@ -33,7 +33,7 @@ class WholeDenoiser:
     """The graph as it is."""
 
     def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """shape: (pictures, channels, rows, columns) of the latents and their context. sizes: of the graph's axes by name,
+        """shape: (images, channels, rows, columns) of the latents and their context. sizes: of the graph's axes by name,
         `batch` among them."""
         rows = sizes["batch"]
         self._bound = model.bound(**{**model.shapes(sizes), "sample": (rows, *shape[1:])})

@@ -1,4 +1,4 @@
-"""Pictures to files: what `sdflow generate` does."""
+"""Images to files: what `sdflow generate` does."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SHEET_FILE = "sheet.png"
 class GenerateRequest:
     """What to draw.
 
-    images: pictures per prompt, each with a seed of its own: `seed` counts up from picture to picture; None: a random
+    images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
     one. height, width: pixels; None: the image's or the model's. strength, image, mask: files to start from and to draw
-    into. target: None for the one that the folder was built for. batch: pictures drawn at once. threads: of the CPU.
+    into. target: None for the one that the folder was built for. batch: images drawn at once. threads: of the CPU.
     more: what the pipeline's family takes besides.
     """
 
@@ -64,7 +64,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture. flagged: what the safety checker said; None without one."""
+    """An image. flagged: what the safety checker said; None without one."""
 
     file: str
     prompt: str
@@ -74,10 +74,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The pictures in order; sheet: the contact sheet's file, if there is one. load_seconds: until the first could be
+    """The images in order; sheet: the contact sheet's file, if there is one. load_seconds: until the first could be
     drawn; draw_seconds: for all of them."""
 
-    pictures: list[Drawn]
+    images: list[Drawn]
     sheet: str | None
     settings: dict[str, Any]
     load_seconds: float
@@ -89,7 +89,7 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is told on the way. phase: something begins. step: of the pictures being drawn, steps done and in all."""
+    """What is told on the way. phase: something begins. step: of the images being drawn, steps done and in all."""
 
     phase: Callable[[str], None] = field(default=lambda text: None)
     step: Callable[[str, int, int], None] = field(default=lambda label, done, total: None)
@@ -107,7 +107,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def generate(request: GenerateRequest, progress: Progress = Progress()) -> GenerateResult:
-    """Draw the pictures into `out`: NNN-SEED.png for each, and a contact sheet for more than one.
+    """Draw the images into `out`: NNN-SEED.png for each, and a contact sheet for more than one.
 
     Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
     """
@@ -129,7 +129,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
     settings = _settings(request, pipeline, built, target)
-    pictures: list[Image] = []
+    images: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
         prompts = wanted[begin : begin + request.batch]
@@ -139,19 +139,19 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
             if len(prompts) == 1
             else f"{begin + 1}-{begin + len(prompts)} of {len(wanted)}"
         )
-        images, flags = _draw(pipeline, request, prompts, seeds, (image, mask), _counted(progress, label))
-        for picture, prompt, seed, flagged in zip(images, prompts, seeds, flags, strict=True):
+        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), _counted(progress, label))
+        for made, prompt, seed, flagged in zip(batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{len(drawn) + 1:03d}-{seed}.png"
-            _write(picture, file, {**settings, "prompt": prompt, "seed": seed, "size": list(picture.size)})
+            _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
             drawn.append(Drawn(str(file), prompt, seed, flagged))
-        pictures += images
+        images += batch
     sheet = None
-    if request.sheet and len(pictures) > 1:
+    if request.sheet and len(images) > 1:
         from sdflow.samples.sheet import sheet as contact_sheet
 
         sheet = request.out / SHEET_FILE
         content = {**settings, "prompts": [each.prompt for each in drawn], "seeds": [each.seed for each in drawn]}
-        _write(contact_sheet(pictures, [each.prompt for each in drawn]), sheet, content)
+        _write(contact_sheet(images, [each.prompt for each in drawn]), sheet, content)
     done = time.perf_counter()
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded)
 
@@ -198,8 +198,8 @@ def _open(path: Path) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
+        with Image.open(path) as opened:
+            return opened.convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
@@ -250,7 +250,7 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
 
 
 def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target) -> dict[str, Any]:
-    """What all pictures of a run share, as their files tell it: enough to draw them again."""
+    """What all images of a run share, as their files tell it: enough to draw them again."""
     names = ("negative_prompt", "steps", "strength")
     given = {"image": request.image, "mask": request.mask}
     return {
@@ -267,10 +267,10 @@ def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, tar
     }
 
 
-def _write(picture: Image, path: Path, settings: dict[str, Any]) -> None:
-    from sdflow.runtime.pictures import write_png
+def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:
+    from sdflow.runtime.images import write_png
 
     try:
-        write_png(picture, path, settings)
+        write_png(image, path, settings)
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error

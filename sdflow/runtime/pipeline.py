@@ -28,14 +28,14 @@ from sdflow.runtime.folder import (
     onnx_submodels,
     read_options,
 )
-from sdflow.runtime.pictures import to_pil
+from sdflow.runtime.images import to_pil
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.start import (
     draw_noises,
     make_start,
     per_image,
-    per_picture,
+    prompts_per_image,
     read_image,
     read_mask,
     require_size,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 SCHEDULES_KEPT = 16
 DENOISERS_KEPT = 2
-"""For how many sizes and numbers of pictures a denoiser in parts is kept: each has its scratch in memory, on the CPU
+"""For how many sizes and numbers of images a denoiser in parts is kept: each has its scratch in memory, on the CPU
 weights too."""
 
 
@@ -65,7 +65,7 @@ class Images:
 
 
 class Pipeline:
-    """Draws pictures from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`.
+    """Draws images from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
     options: of model_index.json, as the family reads them.
@@ -113,7 +113,7 @@ class Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         scheduler: one of `schedule.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if it is
-        there, sees the pictures. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose
+        there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose
         for this machine: `recorded_tuning(folder, target).tuning`.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
@@ -160,12 +160,12 @@ class Pipeline:
         callback_on_step_end: Callable[[int, int, int], None] | None = None,
         **more: Any,
     ) -> Images:
-        """Draw pictures: from text alone, from an image too, or, with a mask, in the white part of the mask.
+        """Draw images: from text alone, from another image too, or, with a mask, in the white part of the mask.
 
         image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
-        guidance_scale: None for the family's; above 1, each run of the denoiser has batch 2 per picture. strength: the
-        part of the steps that an image goes through, by default 0.8, and 1 with a mask. latents: (pictures, channels,
+        guidance_scale: None for the family's; above 1, each run of the denoiser has batch 2 per image. strength: the
+        part of the steps that an image goes through, by default 0.8, and 1 with a mask. latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. callback_on_text_end: called when
         the prompts are encoded. callback_on_step_end: called with index and timestep of a run of the denoiser and how
         many there are. more: what the family's pipeline takes besides (`Family.arguments`).
@@ -175,7 +175,7 @@ class Pipeline:
 
         with self.place.current(), torch.no_grad():
             self.family.require_arguments(more)
-            prompts, negatives = per_picture(prompt, negative_prompt, num_images_per_prompt)
+            prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
             if mask_image is not None and image is None:
                 raise UsageError("a mask needs the image that it belongs to", where="mask_image")
             if image is not None and self.family.encoder not in self.submodels:
@@ -259,7 +259,7 @@ class Pipeline:
         return {output: torch.stack([values[index] for index in order]) for output, values in found.items()}
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pictures, float32 NHWC in [0, 1], from latents."""
+        """Images, float32 NHWC in [0, 1], from latents."""
         import torch
 
         with self.place.current(), self._using(self.family.decoder) as decoder:
@@ -270,7 +270,7 @@ class Pipeline:
             return torch.cat(images)
 
     def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
-        """The pictures with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
+        """The images with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
         import torch
 
         checks = self.family.checker
@@ -288,13 +288,13 @@ class Pipeline:
                 checked.append(result["out_images"].to(torch.float32, copy=True))
         return torch.cat(checked), flags
 
-    def latents_shape(self, pictures: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
-        """(pictures, channels, rows, columns) of the latents for a picture size in pixels."""
+    def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
+        """(images, channels, rows, columns) of the latents for an image size in pixels."""
         what = self.latents
         require_size(what.granularity, height, width)
         rows = what.size if height is None else height // what.scale
         columns = what.size if width is None else width // what.scale
-        return pictures, what.channels, rows, columns
+        return images, what.channels, rows, columns
 
     # Steps of a call
 
@@ -306,10 +306,10 @@ class Pipeline:
             submodel.unload()
 
     def denoiser(self, start: Start, rows: int) -> Denoiser:
-        """The denoiser for these sizes; with it, side by side, what else this picture needs and is not there."""
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there."""
         family, submodels = self.family, self.submodels
-        model, (pictures, channels, *size) = submodels[family.denoiser], start.noise.shape
-        shape = (pictures, channels + (0 if start.context is None else start.context.shape[1]), *size)
+        model, (images, channels, *size) = submodels[family.denoiser], start.noise.shape
+        shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
         texts = [submodels[name] for name in family.text]
         length = max(int(text.config["max_position_embeddings"]) for text in texts)
         sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}

@@ -158,7 +158,7 @@ def _trace(
 
     most_draws = 2 * runs
     terms = FIRST_DRAWN + most_draws + runs
-    # (term, 1 picture, values, 1, 1): schedulers mind the number of axes.
+    # (term, 1 image, values, 1, 1): schedulers mind the number of axes.
     units = (torch.eye(terms, dtype=torch.float64) * unit).reshape(terms, 1, terms, 1, 1)
     noise, image, drawn, outputs = units[NOISE], units[IMAGE], iter(units[FIRST_DRAWN:]), units[-runs:]
     draws = 0

@@ -1,4 +1,4 @@
-"""What a picture begins with: prompts, sizes, noise, an image and a mask, made ready for the loop."""
+"""What an image begins with: prompts, sizes, noise, an image and a mask, made ready for the loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.models.vae import picture_reader
+from sdflow.models.vae import image_reader
 from sdflow.runtime.denoise import Start
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def require_size(multiple: int, height: int | None, width: int | None) -> None:
             raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {multiple}.")
 
 
-def per_picture(
+def prompts_per_image(
     prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None, images: int
 ) -> tuple[list[str], list[str] | None]:
     """A prompt and, where there is one, a negative prompt for every image, `images` of each prompt."""
@@ -43,12 +43,12 @@ def per_image(value: Any, images: int) -> Any:
 
 def read_image(image: Any, height: int | None, width: int | None, multiple: int) -> torch.Tensor:
     """(images, 3, height, width) in [-1, 1], resized to these pixels and to a multiple; latents stay as they are."""
-    return _preprocess(picture_reader(multiple, do_convert_rgb=True), image, height, width)
+    return _preprocess(image_reader(multiple, do_convert_rgb=True), image, height, width)
 
 
 def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
     """(masks, 1, height, width), 1 where it is white."""
-    reader = picture_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    reader = image_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
     return _preprocess(reader, mask, height, width)
 
 
@@ -92,7 +92,7 @@ def make_start(
     if image is None:
         return Start(noise, drawn)
     if len(noise) % len(image):
-        raise UsageError(f"{len(image)} images for {len(noise)} pictures", where="image")
+        raise UsageError(f"{len(image)} images to start from, for {len(noise)} to draw", where="image")
 
     def encoded(pixels: torch.Tensor) -> torch.Tensor:
         pixels = pixels.to(noise.device, torch.float32)

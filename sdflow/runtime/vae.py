@@ -1,4 +1,4 @@
-"""Latents to pictures and back, one at a time; in tiles where memory is short."""
+"""Latents to images and back, one at a time; in tiles where memory is short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE_OVERLAP = 0.25
 
 
 def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool = False) -> Iterator[torch.Tensor]:
-    """Pictures (1, 3, height, width) in [-1, 1] of latents (pictures, channels, rows, columns).
+    """Images (1, 3, height, width) in [-1, 1] of latents (images, channels, rows, columns).
 
     One run of the decoder each: as fast as all at once, in the memory of one. Each is good until the next.
     """
@@ -31,7 +31,7 @@ def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bo
 
 
 def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool = False) -> torch.Tensor:
-    """Latents, float32, of images (pictures, 3, height, width) in [-1, 1]: the mean of the encoder's distribution."""
+    """Latents, float32, of images (images, 3, height, width) in [-1, 1]: the mean of the encoder's distribution."""
     import torch
 
     def run(part: torch.Tensor) -> torch.Tensor:

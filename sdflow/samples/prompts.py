@@ -21,7 +21,7 @@ WORDINGS = (
     "a {size} {colour} {kind} {position} on a {background} background",
     "a {size} {colour} {kind} on {background}, {position}",
     "{background} background, {size} {colour} {kind}, {position}",
-    "a picture of a {size} {colour} {kind} {position}, {background} background",
+    "an image of a {size} {colour} {kind} {position}, {background} background",
     "one {colour} {kind}, {size}, {position}, on {background}",
     "{size} {colour} {kind}, {position}, {background} background",
 )
@@ -93,5 +93,5 @@ def _cases(seed: int, seen: int, held_out: int, first: int) -> list[ScenePrompt]
 
 
 def first_latents(seed: int) -> NDArray[np.float32]:
-    """Unit normal latents [4, 16, 16] that every engine starts a picture from, so that their pictures compare."""
+    """Unit normal latents [4, 16, 16] that every engine starts an image from, so that their images compare."""
     return np.random.default_rng(seed).standard_normal((4, 16, 16), dtype=np.float32)

@@ -1,8 +1,8 @@
-"""The pictures of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
+"""The images of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
 
 A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. Two
 styles can be drawn over it, which are what the two sample LoRAs teach: `stripes` (white stripes across the shape) and
-`outline` (a black border just inside its edge). White and black are used by the styles alone, so that a picture tells
+`outline` (a black border just inside its edge). White and black are used by the styles alone, so that an image tells
 which of them it carries.
 """
 
@@ -35,7 +35,7 @@ SIZES: dict[str, float] = {"small": 17.0, "medium": 26.0, "large": 37.0}
 """Size class to the radius, in pixels, of the disc whose area the shape has."""
 
 REACH: dict[str, float] = {"small": 32.0, "medium": 24.0, "large": 13.0}
-"""Size class to how far, in pixels, an off-centre shape's centre is from the picture's."""
+"""Size class to how far, in pixels, an off-centre shape's centre is from the image's."""
 
 POSITIONS: dict[str, tuple[int, int]] = {
     "middle": (0, 0),
@@ -51,7 +51,7 @@ OUTLINE_WIDTH = 4.0  # pixels
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows, in words: keys of COLOURS, KINDS, BACKGROUNDS, SIZES and POSITIONS."""
+    """What an image shows, in words: keys of COLOURS, KINDS, BACKGROUNDS, SIZES and POSITIONS."""
 
     colour: str
     kind: str
@@ -151,7 +151,7 @@ def distance(kind: str, radius: float, x: float, y: float) -> Plane:
 
 
 def draw(scene: Scene, seed: int, style: Style = PLAIN) -> Pixels:
-    """The picture of a scene; equal arguments give equal pixels, another seed moves and scales the shape a little."""
+    """The image of a scene; equal arguments give equal pixels, another seed moves and scales the shape a little."""
     jitter = np.random.default_rng(seed).uniform(-1.0, 1.0, 3)
     radius = SIZES[scene.size] + 1.5 * jitter[0]
     right, down = POSITIONS[scene.position]
@@ -165,8 +165,8 @@ def draw(scene: Scene, seed: int, style: Style = PLAIN) -> Pixels:
     if style.outline:
         fill = _over(fill, np.array(BLACK, np.float32), np.clip(0.5 + edge + np.float32(OUTLINE_WIDTH), 0.0, 1.0))
     ground = np.broadcast_to(np.array(BACKGROUNDS[scene.background], np.float32), (PIXELS, PIXELS, 3))
-    picture = _over(ground, fill, np.clip(0.5 - edge, 0.0, 1.0))
-    return np.rint(picture).astype(np.uint8)
+    image = _over(ground, fill, np.clip(0.5 - edge, 0.0, 1.0))
+    return np.rint(image).astype(np.uint8)
 
 
 def _over(below: NDArray[np.float32], above: NDArray[np.float32], cover: Plane) -> NDArray[np.float32]:

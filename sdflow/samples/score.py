@@ -1,7 +1,7 @@
-"""What a picture of the sample pipeline shows, read from its pixels alone, and how often that is what was asked for.
+"""What an image of the sample pipeline shows, read from its pixels alone, and how often that is what was asked for.
 
 The measure knows the palette and the shapes of `scene` and nothing of prompts or models: it finds the background on the
-picture's border, takes what differs from it as the silhouette, and fits each kind of shape to that silhouette.
+image's border, takes what differs from it as the silhouette, and fits each kind of shape to that silhouette.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ from sdflow.samples.scene import (
 
 Mask = NDArray[np.bool_]  # [PIXELS, PIXELS]
 Generate = Callable[[Sequence[ScenePrompt]], Sequence[Image.Image]]
-"""A pipeline seen from here: cases (prompt, seed) to one picture each."""
+"""A pipeline seen from here: cases (prompt, seed) to one image each."""
 
 COLOUR_REACH = 75.0  # furthest RGB distance at which a pixel still counts as a palette colour
 CONTRAST = 45.0  # RGB distance from the background at which a pixel belongs to the silhouette
-BORDER_SHARE = 0.6  # of the picture's border must have one background colour
+BORDER_SHARE = 0.6  # of the image's border must have one background colour
 STRIPE_CONTRAST = 0.6  # a stripe is at most this much as far from white as the fill is
 FIT = 0.80  # intersection over union of the silhouette with the best kind
 
@@ -45,7 +45,7 @@ _BLACK = _NAMES.index("black")
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows; None where it shows nothing clear."""
+    """What an image shows; None where it shows nothing clear."""
 
     colour: str | None = None
     kind: str | None = None
@@ -81,9 +81,9 @@ class Score:
         return f"{self.cases} cases: " + ", ".join(parts)
 
 
-def read(picture: Image.Image) -> Reading:
-    """Read one RGB picture of any size (it is scaled to PIXELS x PIXELS)."""
-    rgb = picture.convert("RGB")
+def read(image: Image.Image) -> Reading:
+    """Read one RGB image of any size (it is scaled to PIXELS x PIXELS)."""
+    rgb = image.convert("RGB")
     if rgb.size != (PIXELS, PIXELS):
         rgb = rgb.resize((PIXELS, PIXELS), Image.Resampling.BOX)
     pixels = np.asarray(rgb, np.float32)
@@ -169,9 +169,9 @@ def _most_common(names: NDArray[np.int64], count: int) -> tuple[int, float]:
     return int(counts.argmax()), float(counts.max() / names.size)
 
 
-def tally(cases: Sequence[ScenePrompt], pictures: Sequence[Image.Image]) -> Score:
-    """How often the pictures show what their cases ask for. Raises ValueError where the two differ in number."""
-    readings = [(case.scene, read(picture)) for case, picture in zip(cases, pictures, strict=True)]
+def tally(cases: Sequence[ScenePrompt], images: Sequence[Image.Image]) -> Score:
+    """How often the images show what their cases ask for. Raises ValueError where the two differ in number."""
+    readings = [(case.scene, read(image)) for case, image in zip(cases, images, strict=True)]
 
     def share(hits: list[bool]) -> float:
         return sum(hits) / len(hits) if hits else 0.0
@@ -190,5 +190,5 @@ def tally(cases: Sequence[ScenePrompt], pictures: Sequence[Image.Image]) -> Scor
 
 
 def score(generate: Generate, cases: Sequence[ScenePrompt]) -> Score:
-    """Make a picture of every case and tally them."""
+    """Make an image of every case and tally them."""
     return tally(cases, generate(cases))

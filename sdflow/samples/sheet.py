@@ -1,4 +1,4 @@
-"""A contact sheet: pictures in a grid, each with its prompt under it."""
+"""A contact sheet: images in a grid, each with its prompt under it."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ GAP, LINE, LINES = 8, 12, 3
 
 
 def sheet(
-    pictures: Sequence[Image.Image], prompts: Sequence[str], columns: int = 4, title: str | None = None
+    images: Sequence[Image.Image], prompts: Sequence[str], columns: int = 4, title: str | None = None
 ) -> Image.Image:
-    """The pictures, row by row, on one RGB image; the cell is as large as the first picture.
+    """The images, row by row, on one RGB image; the cell is as large as the first image.
 
-    Raises ValueError where pictures and prompts differ in number or there are none.
+    Raises ValueError where images and prompts differ in number or there are none.
     """
-    if not pictures:
-        raise ValueError("a sheet needs at least one picture")
-    width, height = pictures[0].size
+    if not images:
+        raise ValueError("a sheet needs at least one image")
+    width, height = images[0].size
     font = ImageFont.load_default(size=10)
     top = LINE + 2 * GAP if title else 0
-    rows = -(-len(pictures) // columns)
+    rows = -(-len(images) // columns)
     cell = height + LINES * LINE + GAP
     page = Image.new("RGB", (columns * (width + GAP) + GAP, top + rows * cell + GAP), "white")
     pen = ImageDraw.Draw(page)
     if title:
         pen.text((GAP, GAP), title, fill="black", font=ImageFont.load_default(size=13))
-    for index, (picture, prompt) in enumerate(zip(pictures, prompts, strict=True)):
+    for index, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
         x, y = GAP + index % columns * (width + GAP), top + GAP + index // columns * cell
-        page.paste(picture.convert("RGB").resize((width, height)), (x, y))
+        page.paste(image.convert("RGB").resize((width, height)), (x, y))
         letters = max(8, width // 5)
         for line, text in enumerate(textwrap.wrap(prompt, letters)[:LINES]):
             pen.text((x, y + height + 1 + line * LINE), text, fill="black", font=font)

@@ -252,7 +252,7 @@ def _shapes_as_json(path: Path) -> str:
 
 def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
     """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
-    pictures fit."""
+    images fit."""
     for part in parts:
         own = _ports(part, checkpoint.submodels[part.name], checkpoint.reference)
         other = _ports(part, found.submodels[part.name], reference)

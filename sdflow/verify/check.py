@@ -53,10 +53,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification, and its pictures: file name -> PNG."""
+    """A verification, and its images: file name -> PNG."""
 
     result: Verification
-    pictures: Mapping[str, bytes]
+    images: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def verify(
         )
         if result.passed:
             _keep(result, scratch, action, worker, cache)
-        return Verified(result, _pictures(scratch))
+        return Verified(result, _images(scratch))
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _as_kept(record: Record, subject: Subject) -> Verified:
     """A verification of the cache, under the name that the pipeline has here."""
     folder = record.artifact.path
     stored = Verification.from_json(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
-    return Verified(replace(stored, name=subject.name, cached=True), _pictures(folder))
+    return Verified(replace(stored, name=subject.name, cached=True), _images(folder))
 
 
 def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
@@ -188,7 +188,7 @@ def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerRes
         staging.publish({"passed": True}, _run_facts(worker))
 
 
-def _pictures(folder: Path) -> dict[str, bytes]:
+def _images(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.png"))}
 
 

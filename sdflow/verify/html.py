@@ -12,8 +12,8 @@ from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
 from sdflow.verify.check import Verified
 from sdflow.verify.finding import LEVELS
+from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.kinds import Kind, kinds
-from sdflow.verify.pictures import AMPLIFIED
 from sdflow.verify.plot import plot_steps
 from sdflow.verify.result import SubmodelVerdict, Verification
 from sdflow.yardstick import FLOAT16_RATIO, FLOAT32_LIMIT
@@ -44,7 +44,7 @@ def write_reports(verified: Verified, folder: Path) -> Path:
 
 def write_html(verified: Verified, path: Path) -> None:
     """Write the page, in one step."""
-    _replace(path, page(verified.result, verified.pictures).encode())
+    _replace(path, page(verified.result, verified.images).encode())
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -54,8 +54,8 @@ def _replace(path: Path, content: bytes) -> None:
         raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
-def page(result: Verification, pictures: Mapping[str, bytes]) -> str:
-    """The whole page. pictures: file name -> PNG."""
+def page(result: Verification, images: Mapping[str, bytes]) -> str:
+    """The whole page. images: file name -> PNG."""
     word = _verdict(result.passed)
     sections = [
         f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
@@ -65,7 +65,7 @@ def page(result: Verification, pictures: Mapping[str, bytes]) -> str:
         _problems(result),
         _verdicts(result),
         *(_steps(part) for part in result.submodels.values()),
-        _picture(result, pictures),
+        _image(result, images),
         _findings(result),
         _operators(result),
         "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_left_out(result)]),
@@ -134,8 +134,8 @@ def _steps(part: SubmodelVerdict) -> str:
     return f"<h2>{escape(part.name)} along the denoising steps</h2>" + plot_steps(steps, limit)
 
 
-def _picture(result: Verification, pictures: Mapping[str, bytes]) -> str:
-    verdict = result.picture
+def _image(result: Verification, images: Mapping[str, bytes]) -> str:
+    verdict = result.image
     if verdict is None:
         return ""
     captions = {
@@ -144,7 +144,7 @@ def _picture(result: Verification, pictures: Mapping[str, bytes]) -> str:
         "difference": f"their difference, {AMPLIFIED} times amplified",
     }
     figures = "".join(
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(pictures[f"{name}.png"]).decode()}">'
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(images[f"{name}.png"]).decode()}">'
         f"<figcaption>{caption}</figcaption></figure>"
         for name, caption in captions.items()
     )
@@ -159,10 +159,10 @@ def _picture(result: Verification, pictures: Mapping[str, bytes]) -> str:
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
     meaning = ""
     if result.meaning is not None:
-        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} pictures of the sample's "
+        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} images of the sample's "
         meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
     table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
-    return f"<h2>The picture: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}{meaning}"
+    return f"<h2>The image: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}{meaning}"
 
 
 def _findings(result: Verification) -> str:

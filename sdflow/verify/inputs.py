@@ -1,4 +1,4 @@
-"""The inputs that submodels are compared on, beside those recorded while a picture is drawn.
+"""The inputs that submodels are compared on, beside those recorded while an image is drawn.
 
 They are made from the ports alone: what has the latents' axes is drawn at random, what does not is repeated from what was
 recorded.
@@ -28,7 +28,7 @@ def latent_port(ports: Ports) -> Port:
 
 
 def first_latents(selection: Selection, channels: int) -> np.ndarray:
-    """Unit normal latents (1, channels, rows, columns) that every engine starts the picture from."""
+    """Unit normal latents (1, channels, rows, columns) that every engine starts the image from."""
     import numpy as np
 
     shape = (1, channels, selection.rows, selection.columns)
@@ -95,15 +95,15 @@ def decoder_cases(
     return cases
 
 
-def encoder_cases(selection: Selection, picture: np.ndarray, encoder: Network) -> Cases:
-    """The picture that was drawn, (1, height, width, 3) in [0, 1], and noise of other shapes."""
+def encoder_cases(selection: Selection, image: np.ndarray, encoder: Network) -> Cases:
+    """The image that was drawn, (1, height, width, 3) in [0, 1], and noise of other shapes."""
     import numpy as np
 
     cases = Cases()
     (port,) = encoder.ports.inputs
-    cases.add(Case("the picture drawn", "trajectory"), {port.name: 2 * picture.transpose(0, 3, 1, 2) - 1})
+    cases.add(Case("the image drawn", "trajectory"), {port.name: 2 * image.transpose(0, 3, 1, 2) - 1})
     random = np.random.default_rng(selection.seed + 3)
-    scale = picture.shape[1] // selection.rows
+    scale = image.shape[1] // selection.rows
     for batch, rows, columns in selection.vae_shapes:
         noise = random.uniform(-1, 1, (batch, 3, rows * scale, columns * scale)).astype(np.float32)
         cases.add(Case(f"noise {batch}x{rows * scale}x{columns * scale}", "shape"), {port.name: noise})
@@ -111,11 +111,11 @@ def encoder_cases(selection: Selection, picture: np.ndarray, encoder: Network) -
 
 
 def checker_cases(selection: Selection, recorded: Mapping[str, np.ndarray], checker: Network) -> Cases:
-    """What diffusers fed the checker for the picture, and as a batch of 2: of inputs of one size the second is noise."""
+    """What diffusers fed the checker for the image, and as a batch of 2: of inputs of one size the second is noise."""
     import numpy as np
 
     cases = Cases()
-    cases.add(Case("the picture drawn", "trajectory"), recorded)
+    cases.add(Case("the image drawn", "trajectory"), recorded)
     random = np.random.default_rng(selection.seed + 3)
     sized = {port.name for port in checker.ports.inputs if all(isinstance(axis, int) for axis in port.axes[1:])}
     both = {
@@ -124,5 +124,5 @@ def checker_cases(selection: Selection, recorded: Mapping[str, np.ndarray], chec
         else np.repeat(value, 2, axis=0)
         for name, value in recorded.items()
     }
-    cases.add(Case("the picture and noise", "shape"), both)
+    cases.add(Case("the image and noise", "shape"), both)
     return cases

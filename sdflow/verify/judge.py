@@ -18,7 +18,7 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
-from sdflow.verify import pictures
+from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.finding import Finding
@@ -33,7 +33,7 @@ from sdflow.yardstick import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ON
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 3
+VERSION = 4
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
 RECIPES = 24
@@ -73,20 +73,20 @@ class JudgeRequest:
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
-    """Run every submodel's cases, then draw the picture with all of them. One graph is in memory at a time."""
+    """Run every submodel's cases, then draw the image with all of them. One graph is in memory at a time."""
     desk, family = Desk(request, progress), FAMILIES[request.family]
     selection = Selection.from_json(read_description(request.reference)["selection"])
-    picture = meaning = None
+    image = meaning = None
     if {*family.drawing} <= {*request.submodels}:
         try:
-            drawn = pictures.draw(desk.run, family, request.folder, selection, request.reference)
+            drawn = images.draw(desk.run, family, request.folder, selection, request.reference)
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
             precisions = {desk.verdicts[name].precision for name in family.drawing}
             precision = "float16" if "float16" in precisions else "float32"
-            picture = pictures.judge_picture(drawn.picture, selection, request.reference, precision, request.out)
-            meaning = pictures.judge_meaning(drawn.sample, selection, request.reference)
+            image = images.judge_image(drawn.image, selection, request.reference, precision, request.out)
+            meaning = images.judge_meaning(drawn.sample, selection, request.reference)
     for name in request.submodels:
         if name not in desk.verdicts:
             desk.open(name)
@@ -99,7 +99,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         target=request.target,
         level=request.level,
         submodels={name: desk.verdicts[name] for name in request.submodels},
-        picture=picture,
+        image=image,
         meaning=meaning,
         findings=tuple(asdict(each) for each in (*findings, *_findings(request, family, desk.verdicts, progress))),
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},

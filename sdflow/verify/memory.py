@@ -21,7 +21,7 @@ from sdflow.verify.selection import Selection
 LIBRARIES = 8 * 10**8
 """Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
 MAPS = 6
-"""Maps of the decoder's widest level in the picture's size that are in memory together."""
+"""Maps of the decoder's widest level in the image's size that are in memory together."""
 
 
 def reference_bytes(family: Family, parameters: Mapping[str, int], activations: int) -> int:
@@ -41,7 +41,7 @@ def graph_bytes(file: int, target: str, *, float16: bool) -> int:
 
 
 def activation_bytes(selection: Selection, scale: int, width: int) -> int:
-    """Of the decoder, at the largest pictures. scale: pixels per latent. width: channels of its widest level at full size."""
+    """Of the decoder, at the largest images. scale: pixels per latent. width: channels of its widest level at full size."""
     shapes = [(1, selection.rows, selection.columns), *selection.vae_shapes]
     return MAPS * 4 * width * max(batch * rows * scale * columns * scale for batch, rows, columns in shapes)
 

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-VERSION = 2
+VERSION = 3
 """Raise it whenever other numbers come out: it is part of the key."""
 USES = ("diffusers", "numpy", "torch", "transformers")
-PICTURE_FILE = "picture.npz"
+IMAGE_FILE = "image.npz"
 SAMPLE_FILE = "sample.npz"
 
 Progress = Callable[[str], None]
@@ -116,7 +116,7 @@ def load_reference(submodel: str, load: Mapping[str, Any], loras: Sequence[LoraM
 
 
 def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
-    """Write the cases of every submodel, and the pictures, into `request.out`."""
+    """Write the cases of every submodel, and the images, into `request.out`."""
     import torch
 
     run, selection = _Run(request, progress), request.selection
@@ -138,7 +138,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The prompts, encoded: of the picture in float32 and in float16, of the sample's pictures."""
+    """The prompts, encoded: of the image in float32 and in float16, of the sample's images."""
 
     float32: Embeddings
     float16: Embeddings
@@ -191,7 +191,7 @@ class _Run:
         return results, _Texts(exact, half, sample)
 
     def denoise(self, texts: _Texts) -> dict[str, Cases]:
-        """The cases of the denoiser and the decoder; the picture goes to PICTURE_FILE."""
+        """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
         import numpy as np
 
         family, selection = self.family, self.request.selection
@@ -209,8 +209,8 @@ class _Run:
             self.progress(f"reference: {name} in fp32")
             run_cases(results[name], "float32", network)
         if texts.sample is not None:
-            self.progress("reference: pictures of the sample")
-            _sample_pictures(pipeline, selection, texts.sample, self.request.out)
+            self.progress("reference: images of the sample")
+            _sample_images(pipeline, selection, texts.sample, self.request.out)
         for network in networks.values():
             network.model.to_float16(network.module)
         with quick_halves(*(network.module for network in networks.values())):
@@ -219,19 +219,19 @@ class _Run:
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
             half_image = _draw(pipeline, selection, latents, texts.float16)
-        np.savez(self.request.out / PICTURE_FILE, latents=latents, float32=image, float16=half_image)
+        np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
     def encoder(self, submodel: str) -> Cases:
-        """The cases of what turns pictures into latents."""
+        """The cases of what turns images into latents."""
         network = self._stage((submodel,))[0][submodel]
-        return self._both(encoder_cases(self.request.selection, self._picture(), network), submodel, network)
+        return self._both(encoder_cases(self.request.selection, self._image(), network), submodel, network)
 
     def checker(self, submodel: str) -> Cases:
-        """The cases of the filter of pictures."""
+        """The cases of the filter of images."""
         networks, pipeline = self._stage((submodel,))
         with recording(networks) as calls:
-            pipeline.run_safety_checker(self._picture(), "cpu", networks[submodel].module.dtype)
+            pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
         ((_, fed, _),) = calls
         return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
 
@@ -259,22 +259,22 @@ class _Run:
     def _latents(self) -> Latents:
         return self.family.latents({name: load["config"] for name, load in self.request.loads.items()})
 
-    def _picture(self) -> np.ndarray:
-        """The picture drawn, (1, height, width, 3) in [0, 1]."""
+    def _image(self) -> np.ndarray:
+        """The image drawn, (1, height, width, 3) in [0, 1]."""
         import numpy as np
 
-        with np.load(self.request.out / PICTURE_FILE) as stored:
-            picture: np.ndarray = stored["float32"][None]
-        return picture
+        with np.load(self.request.out / IMAGE_FILE) as stored:
+            image: np.ndarray = stored["float32"][None]
+        return image
 
 
 def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings) -> np.ndarray:
-    """The picture, float32 (rows, columns, 3) in [0, 1]."""
+    """The image, float32 (rows, columns, 3) in [0, 1]."""
     import numpy as np
     import torch
 
     scale = pipeline.vae_scale_factor
-    picture: np.ndarray = pipeline(
+    image: np.ndarray = pipeline(
         **texts,
         height=selection.rows * scale,
         width=selection.columns * scale,
@@ -284,7 +284,7 @@ def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embed
         latents=torch.from_numpy(latents).to(next(iter(texts.values())).dtype),
         output_type="np",
     ).images[0]
-    return picture.astype(np.float32)
+    return image.astype(np.float32)
 
 
 def _sample_cases(selection: Selection) -> Any:
@@ -293,18 +293,18 @@ def _sample_cases(selection: Selection) -> Any:
     return prompts.evaluation_set()[: selection.sample_cases]
 
 
-def _sample_pictures(pipeline: Any, selection: Selection, texts: Embeddings, out: Path) -> None:
-    """Pictures of the sample's own evaluation set, for its measure of meaning."""
+def _sample_images(pipeline: Any, selection: Selection, texts: Embeddings, out: Path) -> None:
+    """Images of the sample's own evaluation set, for its measure of meaning."""
     import numpy as np
     import torch
 
     from sdflow.samples import prompts
 
-    pictures = pipeline(
+    images = pipeline(
         **texts,
         latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in _sample_cases(selection)])),
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",
     ).images
-    np.savez(out / SAMPLE_FILE, float32=pictures)
+    np.savez(out / SAMPLE_FILE, float32=images)

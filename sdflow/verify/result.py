@@ -60,10 +60,10 @@ class SubmodelVerdict:
 
 
 @dataclass(frozen=True)
-class PictureVerdict:
-    """The picture from the same latents, against fp32 PyTorch's. psnr in decibels; None stands for infinity.
+class ImageVerdict:
+    """The image from the same latents, against fp32 PyTorch's. psnr in decibels; None stands for infinity.
 
-    float16_*: what plain fp16 PyTorch's picture has. Files: PNG, in the folder of the verification.
+    float16_*: what plain fp16 PyTorch's image has. Files: PNG, in the folder of the verification.
     """
 
     psnr: float | None
@@ -81,7 +81,7 @@ class PictureVerdict:
 
 @dataclass(frozen=True)
 class MeaningVerdict:
-    """The sample's measure: the share of pictures that show the colour and kind they should, of PyTorch and of ours."""
+    """The sample's measure: the share of images that show the colour and kind they should, of PyTorch and of ours."""
 
     cases: int
     reference: float
@@ -100,7 +100,7 @@ class Verification:
     target: str
     level: str
     submodels: Mapping[str, SubmodelVerdict]
-    picture: PictureVerdict | None
+    image: ImageVerdict | None
     meaning: MeaningVerdict | None
     findings: tuple[Mapping[str, Any], ...] = ()
     overflowing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Verification:
     def problems(self) -> list[tuple[str, str, str]]:
         """(where, what, what to do) of everything that does not pass; what is found in many places is one problem."""
         found = [(name, *problem) for name, part in self.submodels.items() for problem in part.problems]
-        for where, part in (("picture", self.picture), ("meaning", self.meaning)):
+        for where, part in (("image", self.image), ("meaning", self.meaning)):
             found += [(where, *problem) for problem in (part.problems if part else ())]
         errors = [each for each in self.findings if each["level"] == "error"]
         found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
@@ -148,7 +148,7 @@ class Verification:
             raise ValueError("not a verification of a known format")
         content.pop("passed")
         content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
-        for name, kind in (("picture", PictureVerdict), ("meaning", MeaningVerdict)):
+        for name, kind in (("image", ImageVerdict), ("meaning", MeaningVerdict)):
             if content[name] is not None:
                 content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
         content["overflowing"] = {name: tuple(nodes) for name, nodes in content["overflowing"].items()}

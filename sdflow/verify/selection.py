@@ -36,7 +36,7 @@ class Selection:
     """Everything that the reference computes. It enters the key of the reference, so it says nothing of the target.
 
     prompts: of the text encoders; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
-    vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: how many pictures of
+    vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: how many images of
     the sample's own evaluation set are drawn and scored.
     """
 
@@ -74,7 +74,7 @@ class Selection:
         if {*family.text} & {*self.submodels}:
             lines.append(f"{len(self.prompts)} prompts, an empty one and one that is too long among them")
         if self.sample_cases:
-            lines.append(f"{self.sample_cases} pictures of the sample's evaluation set, {self.sample_steps} steps each")
+            lines.append(f"{self.sample_cases} images of the sample's evaluation set, {self.sample_steps} steps each")
         return lines
 
 
@@ -83,7 +83,7 @@ def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:
 
 
 def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpoint: Checkpoint) -> Selection:
-    """The selection for these submodels of a checkpoint. Raises UsageError for a size that its pictures cannot have."""
+    """The selection for these submodels of a checkpoint. Raises UsageError for a size that its images cannot have."""
     full, family = spec.level == "full", checkpoint.family
     configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
     latents = family.latents(configs)

@@ -1,4 +1,4 @@
-"""`sdflow bench`: engines side by side, every picture checked, and what it writes."""
+"""`sdflow bench`: engines side by side, every image checked, and what it writes."""
 
 from __future__ import annotations
 
@@ -171,12 +171,12 @@ def test_a_fast_engine_that_draws_something_else_is_wrong_in_every_output(built:
     quick = ["--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1", "--out", "out"]
     done = sdflow(tmp_path, str(folder), "-e", "ort-cpu", "-e", "torch-sdpa", *quick)
     assert done.returncode == 4, done.stderr
-    assert "not the picture that PyTorch draws in float32" in done.stderr
-    assert done.stdout.endswith("WRONG pictures: ort-cpu (1 x 64x64, 2 steps)\n")
+    assert "not the image that PyTorch draws in float32" in done.stderr
+    assert done.stdout.endswith("WRONG images: ort-cpu (1 x 64x64, 2 steps)\n")
     files = {path.suffix: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert json.loads(files[".json"])["engines"][0]["cases"][0]["verdict"] == "WRONG"
     assert [row["verdict"] for row in rows_of(tmp_path / "out/bench.csv")] == ["WRONG", "right"]
-    assert "WRONG pictures:** ort-cpu" in files[".md"]
+    assert "WRONG images:** ort-cpu" in files[".md"]
     assert '<tr class="wrong"><td>ort-cpu</td>' in files[".html"]
     assert " ms WRONG</text>" in files[".html"]
 
@@ -234,12 +234,12 @@ def test_each_engine_says_what_it_lacks_or_why_it_is_not_there_by_default() -> N
 
 
 def test_distance_tells_equal_other_and_no_numbers_apart() -> None:
-    picture = np.random.default_rng(0).random((1, 8, 8, 3), np.float32)
-    assert distance(picture, picture) == (0.0, None)
-    relative, psnr = distance(picture * 1.01, picture)
+    image = np.random.default_rng(0).random((1, 8, 8, 3), np.float32)
+    assert distance(image, image) == (0.0, None)
+    relative, psnr = distance(image * 1.01, image)
     assert relative == pytest.approx(0.01, rel=1e-3)
-    assert psnr == pytest.approx(-10 * np.log10(np.mean((0.01 * picture) ** 2)), rel=1e-3)
-    assert distance(np.full_like(picture, np.nan), picture) == (np.inf, 0.0)
+    assert psnr == pytest.approx(-10 * np.log10(np.mean((0.01 * image) ** 2)), rel=1e-3)
+    assert distance(np.full_like(image, np.nan), image) == (np.inf, 0.0)
 
 
 def test_memory_at_its_peak_is_seen_though_it_is_given_back() -> None:

@@ -229,7 +229,7 @@ TOP = {
         "'latency.runs'",
         None,
     ),
-    "evaluate, no picture size": (
+    "evaluate, no image size": (
         "model: synthetic:sd15\ntarget: cpu\nevaluate: {image: {width: 513}}",
         3,
         27,
@@ -462,7 +462,7 @@ def test_a_mistake_about_submodels_is_reported_where_it_is(tmp_path: Path, mista
     assert remedy is None or (problem.remedy and remedy in problem.remedy)
 
 
-def test_a_picture_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
+def test_a_image_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
     text = "model: synthetic:sd15\ntarget: cpu\nsubmodels:\n  unet: {passes: [{pass: OnnxConversion}]}\n"
     problem = only_problem(tmp_path, text)
     assert (problem.line, problem.column) == (4, 3)

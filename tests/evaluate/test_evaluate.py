@@ -69,7 +69,7 @@ def test_every_submodel_and_the_pipeline_are_timed(result: EvaluationResult, pha
     assert "unet: timing" in phases
 
 
-def test_the_shapes_are_those_of_the_picture(result: EvaluationResult) -> None:
+def test_the_shapes_are_those_of_the_image(result: EvaluationResult) -> None:
     assert result.submodels["unet"].inputs == {
         "sample": "2x4x8x8 float32",
         "timestep": "1 float32",
@@ -99,12 +99,12 @@ def test_peak_memory_is_that_of_the_worker_alone(result: EvaluationResult) -> No
     del ballast
 
 
-def test_the_picture_holds_its_settings(result: EvaluationResult, results: Path) -> None:
+def test_the_image_holds_its_settings(result: EvaluationResult, results: Path) -> None:
     assert result.image == str(results / "tiny.png")
-    with Image.open(results / "tiny.png") as picture:
-        assert picture.size == (64, 64)
-        assert len(picture.getcolors(maxcolors=10_000) or []) > 100, "not of one colour"
-        settings = json.loads(picture.text["sdflow"])
+    with Image.open(results / "tiny.png") as image:
+        assert image.size == (64, 64)
+        assert len(image.getcolors(maxcolors=10_000) or []) > 100, "not of one colour"
+        settings = json.loads(image.text["sdflow"])
     assert settings["prompt"] == "a hørse"
     assert settings["seed"] == 5
     assert settings["scheduler"] == "PNDMScheduler"
@@ -259,9 +259,7 @@ def test_a_target_with_static_shapes_makes_one_session_of_each_submodel(
     assert evaluated.failure is None
     assert all(part.placement.nodes for part in evaluated.submodels.values())
     counts = {name: made.count(name) for name in evaluated.submodels}
-    assert counts.pop("unet") == 4, (
-        "timed as a whole; the picture is drawn with its three parts, on the CPU and on CUDA"
-    )
+    assert counts.pop("unet") == 4, "timed as a whole; the image is drawn with its three parts, on the CPU and on CUDA"
     assert set(counts.values()) == {1}
 
 
@@ -272,5 +270,5 @@ def test_a_pipeline_without_all_that_draws_is_refused_in_words(
     assemble(
         tmp_path / "out", parts=parts, companions=tiny_checkpoint.companions, origin=Origin("tiny", "cpu"), copy=True
     )
-    with pytest.raises(SdflowError, match="no picture can be timed without unet and vae_decoder"):
+    with pytest.raises(SdflowError, match="no image can be timed without unet and vae_decoder"):
         run(Request(tmp_path / "out", "part", "cpu", EvaluateSpec(LatencySpec(0, 1), None), threads=1), lambda _: None)

@@ -17,16 +17,16 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
-from sdflow.runtime.pictures import SETTINGS_CHUNK
+from sdflow.runtime.images import SETTINGS_CHUNK
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a PNG file of a picture."""
-    with Image.open(path) as picture:
-        settings: dict[str, Any] = json.loads(picture.info[SETTINGS_CHUNK])
+    """The settings in a PNG file of an image."""
+    with Image.open(path) as image:
+        settings: dict[str, Any] = json.loads(image.info[SETTINGS_CHUNK])
     return settings
 
 
@@ -49,7 +49,7 @@ def pipeline_folder(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_pictures_are_files_that_tell_how_to_draw_them_again(pipeline_folder: Path, tmp_path: Path) -> None:
+def test_images_are_files_that_tell_how_to_draw_them_again(pipeline_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a horse\n\na cow\n")
     arguments = ["--prompts", "prompts.txt", "--images", "2", "--seed", "7", "--steps", "2", "--height", "64",
                  "--width", "64", "--scheduler", "euler_a", "--batch", "3", "--threads", "1", "--json"]  # fmt: skip
@@ -57,26 +57,26 @@ def test_pictures_are_files_that_tell_how_to_draw_them_again(pipeline_folder: Pa
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["format_version"], result["kind"]) == (1, "generate")
-    files = [Path(each["file"]).name for each in result["pictures"]]
+    files = [Path(each["file"]).name for each in result["images"]]
     assert files == ["001-7.png", "002-8.png", "003-9.png", "004-10.png"]
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == [*files, "sheet.png"]
-    assert "picture 1-3 of 4: step 2 of 2" in done.stderr
+    assert "image 1-3 of 4: step 2 of 2" in done.stderr
     settings = read_settings(tmp_path / "images/003-9.png")
     assert (settings["prompt"], settings["seed"], settings["steps"]) == ("a cow", 9, 2)
     assert settings["scheduler"] == "EulerAncestralDiscreteScheduler"
-    # Alone, from what its file tells, the third picture comes out the same.
+    # Alone, from what its file tells, the third image comes out the same.
     request = GenerateRequest(
         pipeline_folder, [settings["prompt"]], tmp_path / "again", seed=settings["seed"], scheduler="euler_a", **SMALL
     )
-    again = generate(request).pictures[0].file
+    again = generate(request).images[0].file
     before, after = (np.asarray(Image.open(path), int) for path in (tmp_path / "images/003-9.png", again))
     assert before.std() > 10
     assert np.abs(before - after).max() <= 1
 
 
 def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_folder: Path, tmp_path: Path) -> None:
-    picture = np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype("uint8")
-    Image.fromarray(picture).save(tmp_path / "picture.png")
+    image = np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype("uint8")
+    Image.fromarray(image).save(tmp_path / "image.png")
     mask = np.zeros((64, 64), "uint8")
     mask[:, 32:] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
@@ -84,12 +84,12 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
     drawn = {}
     for name, part in (("all", None), ("half", tmp_path / "mask.png")):
         request = GenerateRequest(
-            pipeline_folder, ["a horse"], tmp_path / name, seed=1, image=tmp_path / "picture.png", mask=part, strength=0.9,
+            pipeline_folder, ["a horse"], tmp_path / name, seed=1, image=tmp_path / "image.png", mask=part, strength=0.9,
             **{**SMALL, "steps": 4},
         )  # fmt: skip
         result = generate(request, Progress(step=lambda *step: told.append(step)))
-        drawn[name] = read_settings(Path(result.pictures[0].file))
-        assert result.sheet is None, "one picture needs no contact sheet"
+        drawn[name] = read_settings(Path(result.images[0].file))
+        assert result.sheet is None, "one image needs no contact sheet"
     total = told[-1][2]
     assert told == [("1 of 1", done, total) for done in range(1, total + 1)] * 2
     assert drawn["half"]["mask"]["name"] == "mask.png"

@@ -28,7 +28,7 @@ from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
 
 # Largest difference of pixel values in [0, 1], fp32 on the CPU. Measured with 4 steps: 6.1e-6 with guidance, 1.5e-6
-# without; with 20 steps 3.7e-6 and 1.7e-6 (pictures from 0 to 1, standard deviation 0.26).
+# without; with 20 steps 3.7e-6 and 1.7e-6 (images from 0 to 1, standard deviation 0.26).
 TOLERANCE = 1e-4
 
 PROMPT = "a photo of an astronaut riding a horse on mars"
@@ -53,8 +53,8 @@ def latents(pipeline: Pipeline) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(pipeline.latents_shape(1, None, None), dtype=np.float32)
 
 
-def assert_equal_pictures(drawn: np.ndarray, expected: np.ndarray) -> None:
-    assert expected.std() > 0.05, "a picture of one colour would prove nothing"
+def assert_equal_images(drawn: np.ndarray, expected: np.ndarray) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
     assert drawn.shape == expected.shape
     difference = np.abs(drawn - expected).max()
     assert difference <= TOLERANCE, f"largest difference {difference}"
@@ -64,7 +64,7 @@ def assert_equal_pictures(drawn: np.ndarray, expected: np.ndarray) -> None:
 def test_image_equals_pytorchs(pipeline: Pipeline, tiny_torch: Any, latents: np.ndarray, guidance_scale: float) -> None:
     settings = {**SETTINGS, "guidance_scale": guidance_scale}
     expected = tiny_torch(PROMPT, latents=torch.from_numpy(latents), output_type="np", **settings).images
-    assert_equal_pictures(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_image_equals_pytorchs_with_other_schedulers_and_the_same_seed(
         monkeypatch.setattr(one, "scheduler", getattr(diffusers, scheduler).from_config(one.scheduler.config))
     expected = tiny_torch(PROMPT, generator=torch.Generator().manual_seed(3), output_type="np", **SETTINGS).images
     drawn = pipeline(PROMPT, generator=torch.Generator().manual_seed(3), output_type="np", **SETTINGS)
-    assert_equal_pictures(drawn.images, expected)
+    assert_equal_images(drawn.images, expected)
     assert drawn.nsfw_content_detected == [False]
 
 
@@ -87,7 +87,7 @@ def test_other_sizes_and_several_prompts_at_once(pipeline: Pipeline, tiny_torch:
     prompts = ["a horse", "a much longer prompt about the same horse " * 20]
     expected = tiny_torch(prompts, latents=torch.from_numpy(latents), output_type="np", **settings).images
     assert expected.shape == (2, 64, 192, 3)
-    assert_equal_pictures(pipeline(prompts, latents=latents, output_type="np", **settings).images, expected)
+    assert_equal_images(pipeline(prompts, latents=latents, output_type="np", **settings).images, expected)
 
 
 def test_diffusers_onnx_pipeline_loads_the_folder_unchanged_and_draws_the_same(
@@ -98,7 +98,7 @@ def test_diffusers_onnx_pipeline_loads_the_folder_unchanged_and_draws_the_same(
     assert theirs.safety_checker is not None
     settings = {**SETTINGS, "guidance_scale": 7.5, "height": 128, "width": 128}
     expected = theirs(PROMPT, latents=latents, output_type="np", **settings).images
-    assert_equal_pictures(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, latents=latents, output_type="np", **settings).images, expected)
 
 
 def test_diffusers_onnx_pipeline_loads_a_copy_without_a_safety_checker(
@@ -113,10 +113,8 @@ def test_diffusers_onnx_pipeline_loads_a_copy_without_a_safety_checker(
     assert ours("a horse", height=64, width=64, num_inference_steps=1).nsfw_content_detected is None
 
 
-def test_a_flagged_picture_is_blackened(
-    tiny_artifacts: dict[str, Artifact], pipeline: Pipeline, tmp_path: Path
-) -> None:
-    """The thresholds of a copy of the safety checker are lowered until every picture is flagged."""
+def test_a_flagged_image_is_blackened(tiny_artifacts: dict[str, Artifact], pipeline: Pipeline, tmp_path: Path) -> None:
+    """The thresholds of a copy of the safety checker are lowered until every image is flagged."""
     folder = tiny_artifacts["safety_checker"].path
     model = onnx.load(folder / "model.onnx")
     thresholds = [tensor for tensor in model.graph.initializer if tensor.name.endswith("embeds_weights")]

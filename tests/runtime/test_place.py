@@ -12,7 +12,7 @@ from sdflow.runtime import submodel
 
 
 def test_threads_that_ask_first_together_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions are loaded side by side. On a GPU two streams made the first pictures of a process wrong."""
+    """Sessions are loaded side by side. On a GPU two streams made the first images of a process wrong."""
 
     def stream() -> object:
         time.sleep(0.05)  # as long as the first use of CUDA in a process, so that all threads ask meanwhile

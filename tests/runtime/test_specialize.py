@@ -87,8 +87,8 @@ def test_what_is_missing_is_named(tiny_pipeline: Path) -> None:
     model = load(tiny_pipeline / "vae_decoder")
     with pytest.raises(PassError, match="'latent_width' of latent_sample has no size"):
         specialize(model, {"batch": 1, "latent_height": 8})
-    with pytest.raises(PassError, match="no output 'pictures'"):
-        specialize(model, SIZES, ["pictures"])
+    with pytest.raises(PassError, match="no output 'images'"):
+        specialize(model, SIZES, ["images"])
     next(node for node in model.graph.node if node.op_type == "Conv").domain = "com.example"
     with pytest.raises(PassError, match="of Conv .* is not known"):
         specialize(model, SIZES)

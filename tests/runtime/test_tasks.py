@@ -44,16 +44,16 @@ def parts(tiny_torch: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def picture() -> Image.Image:
+def image() -> Image.Image:
     """A slope in each colour."""
     rows, columns = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     return Image.fromarray((np.stack([rows, columns, 1 - rows], axis=-1) * 255).astype("uint8"))
 
 
 @pytest.fixture(scope="module")
-def image_latents(tiny_torch: Any, picture: Image.Image) -> torch.Tensor:
-    """What diffusers encodes the picture to, without the noise that it would draw for that."""
-    pixels = torch.from_numpy(np.asarray(picture) / 127.5 - 1).float().permute(2, 0, 1)[None]
+def image_latents(tiny_torch: Any, image: Image.Image) -> torch.Tensor:
+    """What diffusers encodes the image to, without the noise that it would draw for that."""
+    pixels = torch.from_numpy(np.asarray(image) / 127.5 - 1).float().permute(2, 0, 1)[None]
     with torch.no_grad():
         encoded = tiny_torch.vae.encode(pixels).latent_dist.mode()
     return encoded * tiny_torch.vae.config.scaling_factor
@@ -75,8 +75,8 @@ def reference(kind: Any, parts: dict[str, Any], scheduler: Any) -> Any:
     return made
 
 
-def assert_equal_pictures(drawn: np.ndarray, expected: np.ndarray) -> None:
-    assert expected.std() > 0.05, "a picture of one colour would prove nothing"
+def assert_equal_images(drawn: np.ndarray, expected: np.ndarray) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
     assert drawn.shape == expected.shape
     difference = np.abs(drawn - expected).max()
     assert difference <= TOLERANCE, f"largest difference {difference}"
@@ -94,16 +94,16 @@ def test_text_to_image_with_each_scheduler(pipeline: Pipeline, parts: dict[str, 
     theirs = reference(diffusers.StableDiffusionPipeline, parts, scheduler)
     settings = {**SETTINGS, "height": SIZE, "width": SIZE}
     expected = theirs(PROMPT, generator=generator(), **settings).images
-    assert_equal_pictures(pipeline(PROMPT, generator=generator(), **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, generator=generator(), **settings).images, expected)
 
 
 def test_image_to_image_with_each_scheduler(
-    pipeline: Pipeline, parts: dict[str, Any], scheduler: Any, picture: Image.Image, image_latents: torch.Tensor
+    pipeline: Pipeline, parts: dict[str, Any], scheduler: Any, image: Image.Image, image_latents: torch.Tensor
 ) -> None:
     theirs = reference(diffusers.StableDiffusionImg2ImgPipeline, parts, scheduler)
     settings = {**SETTINGS, "strength": 0.6}
     expected = theirs(PROMPT, image=image_latents, generator=generator(), **settings).images
-    assert_equal_pictures(pipeline(PROMPT, picture, generator=generator(), **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, image, generator=generator(), **settings).images, expected)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -111,7 +111,7 @@ def test_inpainting_with_each_scheduler(
     pipeline: Pipeline,
     parts: dict[str, Any],
     scheduler: Any,
-    picture: Image.Image,
+    image: Image.Image,
     image_latents: torch.Tensor,
     mask: Image.Image,
     strength: float,
@@ -120,7 +120,7 @@ def test_inpainting_with_each_scheduler(
     settings = {**SETTINGS, "strength": strength, "height": SIZE, "width": SIZE}
     given = {"image": image_latents, "masked_image_latents": image_latents, "mask_image": mask}
     expected = theirs(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal_pictures(pipeline(PROMPT, picture, mask, generator=generator(), **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, image, mask, generator=generator(), **settings).images, expected)
 
 
 @pytest.mark.slow
@@ -128,11 +128,11 @@ def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
     pipeline: Pipeline,
     parts: dict[str, Any],
     tiny_checkpoint: Checkpoint,
-    picture: Image.Image,
+    image: Image.Image,
     mask: Image.Image,
     tmp_path: Path,
 ) -> None:
-    """Nine input channels. diffusers draws noise to encode the picture: its VAE gives the mean here instead."""
+    """Nine input channels. diffusers draws noise to encode the image: its VAE gives the mean here instead."""
     load = dict(tiny_checkpoint.submodels["unet"].load)
     load["config"] = {**load["config"], "in_channels": 9}
     (tmp_path / "unet").mkdir()
@@ -149,29 +149,29 @@ def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
         theirs.vae.encode(image).latent_dist.mode() * theirs.vae.config.scaling_factor
     )
     settings = {**SETTINGS, "height": SIZE, "width": SIZE, "strength": 0.8}
-    given = {"image": picture, "mask_image": mask}
+    given = {"image": image, "mask_image": mask}
     expected = theirs(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal_pictures(ours(PROMPT, **given, generator=generator(), **settings).images, expected)
+    assert_equal_images(ours(PROMPT, **given, generator=generator(), **settings).images, expected)
     with pytest.raises(UsageError, match="this model is for inpainting"):
         ours(PROMPT, **settings)
 
 
-def test_several_pictures_of_one_image_each_with_its_own_generator(pipeline: Pipeline, picture: Image.Image) -> None:
+def test_several_images_of_one_image_each_with_its_own_generator(pipeline: Pipeline, image: Image.Image) -> None:
     settings = {**SETTINGS, "num_inference_steps": 2}
     alone = [
-        pipeline(PROMPT, picture, generator=torch.Generator().manual_seed(seed), **settings).images for seed in (1, 2)
+        pipeline(PROMPT, image, generator=torch.Generator().manual_seed(seed), **settings).images for seed in (1, 2)
     ]
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    together = pipeline(PROMPT, picture, num_images_per_prompt=2, generator=generators, **settings).images
+    together = pipeline(PROMPT, image, num_images_per_prompt=2, generator=generators, **settings).images
     assert np.abs(alone[0] - alone[1]).max() > 0.05
-    assert_equal_pictures(together, np.concatenate(alone))
+    assert_equal_images(together, np.concatenate(alone))
 
 
 def test_the_whole_unet_and_the_unet_in_parts_draw_the_same(pipeline: Pipeline) -> None:
     whole = Pipeline(pipeline.family, pipeline.submodels, pipeline.companions, split=False)
     settings = {**SETTINGS, "height": SIZE, "width": SIZE}
     expected = whole(PROMPT, generator=generator(), **settings).images
-    assert_equal_pictures(pipeline(PROMPT, generator=generator(), **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, generator=generator(), **settings).images, expected)
 
 
 def test_sessions_of_fixed_shapes_compute_the_same_and_only_some_are_kept(
@@ -202,7 +202,7 @@ def test_sessions_of_fixed_shapes_compute_the_same_and_only_some_are_kept(
     assert len(kept) == KEPT
 
 
-def test_with_little_memory_the_picture_is_the_one_that_diffusers_decodes_in_tiles(
+def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_in_tiles(
     tiny_pipeline: Path, tiny_torch: Any
 ) -> None:
     """Larger than the VAE's own size, so that there are tiles; one submodel is loaded at a time."""
@@ -216,7 +216,7 @@ def test_with_little_memory_the_picture_is_the_one_that_diffusers_decodes_in_til
             expected = tiny_torch.vae.decode(latents / tiny_torch.vae.config.scaling_factor).sample
     finally:
         tiny_torch.vae.disable_tiling()
-    assert_equal_pictures(drawn.numpy(), (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy())
+    assert_equal_images(drawn.numpy(), (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy())
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_with_little_memory_the_picture_is_the_one_that_diffusers_decodes_in_til
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
-    pipeline: Pipeline, picture: Image.Image, given: dict[str, Any], what: str
+    pipeline: Pipeline, image: Image.Image, given: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(UsageError, match=what):
-        pipeline(PROMPT, **{"image": picture, **SETTINGS, **given})
+        pipeline(PROMPT, **{"image": image, **SETTINGS, **given})
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest_name(pipeline: Pipeline) -> None:

@@ -41,7 +41,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def draw(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:
-    """The pictures of the cases, each from its own latents; `pipeline`: PyTorch's or a built one."""
+    """The images of the cases, each from its own latents; `pipeline`: PyTorch's or a built one."""
     import torch
 
     latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
@@ -85,15 +85,15 @@ def test_its_score_equals_pytorchs_within_two_points(base: list[Image.Image], by
 
 def test_without_prompt_or_guidance_it_is_not_what_was_asked_for(pipelines: dict[str, Any]) -> None:
     pipeline = pipelines["shapes_cpu"]
-    for pictures in (
+    for images in (
         draw(pipeline, [replace(case, prompt="") for case in CASES]),
         draw(pipeline, CASES, guidance_scale=1.0),
     ):
         with pytest.raises(AssertionError):
-            assert_shown(tally(CASES, pictures))
+            assert_shown(tally(CASES, images))
 
 
-def test_at_scale_0_the_pictures_equal_the_base(pipelines: dict[str, Any], base: list[Image.Image]) -> None:
+def test_at_scale_0_the_images_equal_the_base(pipelines: dict[str, Any], base: list[Image.Image]) -> None:
     for before, after in zip(base, draw(pipelines["scale_0"], FEW[:2]), strict=False):
         assert np.abs(np.asarray(before, int) - np.asarray(after, int)).max() <= 1
 

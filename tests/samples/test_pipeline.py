@@ -16,7 +16,7 @@ from sdflow.samples.score import tally
 SAMPLES = Path(__file__).parents[2] / "samples"
 SAMPLING = json.loads((SAMPLES / "settings.json").read_text())["sampling"]
 CASES = evaluation_set()[7::24]
-FEW = CASES[::3]  # a picture takes two seconds on one thread: the default tests make these, the slow ones all ten
+FEW = CASES[::3]  # an image takes two seconds on one thread: the default tests make these, the slow ones all ten
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def pipeline() -> Any:
     return loaded
 
 
-def pictures(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:
+def images(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:
     import torch
 
     latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
@@ -39,7 +39,7 @@ def pictures(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> lis
 
 @pytest.fixture(scope="module")
 def base(pipeline: Any) -> list[Image.Image]:
-    return pictures(pipeline, FEW)
+    return images(pipeline, FEW)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,17 @@ def test_it_shows_the_colour_and_shape_asked_for(base: list[Image.Image]) -> Non
 
 @pytest.mark.slow
 def test_it_shows_what_is_asked_for_but_not_without_its_prompt_or_guidance(pipeline: Any) -> None:
-    result = tally(CASES, pictures(pipeline, CASES))
-    assert result.colour_and_kind >= 0.8  # ten pictures; the full set's score is in samples/README.md
+    result = tally(CASES, images(pipeline, CASES))
+    assert result.colour_and_kind >= 0.8  # ten images; the full set's score is in samples/README.md
     assert (result.stripes, result.outline) == (0.0, 0.0)
     silent = [replace(case, prompt="") for case in CASES]
-    assert tally(CASES, pictures(pipeline, silent)).colour_and_kind <= 0.4
-    assert tally(CASES, pictures(pipeline, CASES, guidance_scale=1.0)).colour_and_kind <= 0.6
+    assert tally(CASES, images(pipeline, silent)).colour_and_kind <= 0.4
+    assert tally(CASES, images(pipeline, CASES, guidance_scale=1.0)).colour_and_kind <= 0.6
 
 
-def test_at_scale_0_the_pictures_equal_the_base(with_loras: Any, base: list[Image.Image]) -> None:
+def test_at_scale_0_the_images_equal_the_base(with_loras: Any, base: list[Image.Image]) -> None:
     with_loras.set_adapters(["stripes", "outline"], [0.0, 0.0])
-    for before, after in zip(base[:1], pictures(with_loras, FEW[:1]), strict=True):
+    for before, after in zip(base[:1], images(with_loras, FEW[:1]), strict=True):
         assert np.abs(np.asarray(before, int) - np.asarray(after, int)).max() <= 1
 
 
@@ -84,8 +84,8 @@ def test_each_lora_shows_its_own_style_alone(
     with_loras: Any, scales: tuple[float, float], stripes: bool, outline: bool
 ) -> None:
     with_loras.set_adapters(["stripes", "outline"], list(scales))
-    result = tally(FEW, pictures(with_loras, FEW))
-    # One picture of the four may err: outline, taught beside stripes, shows some in a few percent (samples/README.md).
+    result = tally(FEW, images(with_loras, FEW))
+    # One image of the four may err: outline, taught beside stripes, shows some in a few percent (samples/README.md).
     assert (result.stripes >= 0.75) if stripes else (result.stripes <= 0.25)
     assert (result.outline >= 0.75) if outline else (result.outline <= 0.25)
 
@@ -98,7 +98,7 @@ def test_each_lora_shows_its_style_and_both_show_both(
     with_loras: Any, scales: tuple[float, float], stripes: bool, outline: bool
 ) -> None:
     with_loras.set_adapters(["stripes", "outline"], list(scales))
-    result = tally(CASES, pictures(with_loras, CASES))
+    result = tally(CASES, images(with_loras, CASES))
     assert (result.stripes >= 0.8) if stripes else (result.stripes <= 0.1)
     assert (result.outline >= 0.8) if outline else (result.outline <= 0.1)
 

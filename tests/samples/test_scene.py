@@ -1,4 +1,4 @@
-"""The pictures and prompts of the sample pipeline: deterministic, as named, and apart where held out."""
+"""The images and prompts of the sample pipeline: deterministic, as named, and apart where held out."""
 
 import random
 

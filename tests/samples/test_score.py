@@ -1,4 +1,4 @@
-"""The measure of meaning reads drawn pictures rightly and rejects what was not asked for."""
+"""The measure of meaning reads drawn images rightly and rejects what was not asked for."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ def drawn(scene: Scene, seed: int = 1, style: Style | None = None) -> Image.Imag
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
 @pytest.mark.parametrize("blur", [0.0, 0.7])
-def test_drawn_pictures_are_read_as_drawn(style: Style, blur: float) -> None:
-    pictures = [drawn(case.scene, case.seed, style).filter(ImageFilter.GaussianBlur(blur)) for case in CASES]
-    result = tally(CASES, pictures)
+def test_drawn_images_are_read_as_drawn(style: Style, blur: float) -> None:
+    images = [drawn(case.scene, case.seed, style).filter(ImageFilter.GaussianBlur(blur)) for case in CASES]
+    result = tally(CASES, images)
     assert min(result.colour, result.kind, result.background, result.size, result.position) >= 0.98
     assert result.stripes == float(style.stripes)
     assert result.outline == pytest.approx(float(style.outline), abs=0.02)
@@ -58,12 +58,12 @@ def test_noise_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize("colour", [*BACKGROUNDS.values(), (0, 0, 0), (255, 255, 255)], ids=str)
-def test_a_picture_without_a_shape_shows_no_shape(colour: tuple[int, int, int]) -> None:
+def test_a_image_without_a_shape_shows_no_shape(colour: tuple[int, int, int]) -> None:
     reading = read(Image.new("RGB", (128, 128), colour))
     assert (reading.colour, reading.kind) == (None, None)
 
 
-def test_noise_over_a_picture_hides_its_shape() -> None:
+def test_noise_over_a_image_hides_its_shape() -> None:
     rng = np.random.default_rng(0)
     noisy = np.clip(draw(SCENE, 1) + rng.normal(0, 90, (128, 128, 3)), 0, 255).astype(np.uint8)
     assert not read(Image.fromarray(noisy)).shows(SCENE)
@@ -87,16 +87,16 @@ def test_score_asks_the_pipeline_for_its_cases_and_counts_what_comes_back() -> N
     assert score(half_right, CASES).colour_and_kind == pytest.approx(half / len(CASES))
 
 
-def test_tally_refuses_a_picture_too_few() -> None:
+def test_tally_refuses_a_image_too_few() -> None:
     with pytest.raises(ValueError):
         tally(CASES, [drawn(SCENE)])
 
 
-def test_a_sheet_holds_each_picture_and_refuses_missing_prompts() -> None:
-    pictures = [drawn(case.scene, case.seed) for case in CASES[:5]]
-    page = sheet(pictures, [case.prompt for case in CASES[:5]], columns=3)
+def test_a_sheet_holds_each_image_and_refuses_missing_prompts() -> None:
+    images = [drawn(case.scene, case.seed) for case in CASES[:5]]
+    page = sheet(images, [case.prompt for case in CASES[:5]], columns=3)
     assert page.width >= 3 * 128 and page.height >= 2 * 128
     corner = np.asarray(page.crop((8, 8, 136, 136)))
-    assert np.array_equal(corner, np.asarray(pictures[0]))
+    assert np.array_equal(corner, np.asarray(images[0]))
     with pytest.raises(ValueError):
-        sheet(pictures, ["one prompt"])
+        sheet(images, ["one prompt"])

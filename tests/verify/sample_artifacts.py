@@ -75,7 +75,7 @@ def code_cache(request: pytest.FixtureRequest) -> Cache:
 
 
 def build(cache: Cache, folder: Path, workflow: str, *overrides: str) -> Sample:
-    """Build the submodels that draw pictures."""
+    """Build the submodels that draw images."""
     off = ("submodels.vae_encoder=null", "evaluate.image=null", *overrides)
     loaded = load_workflow(ROOT / "workflows" / workflow, catalog=registry.catalog(), overrides=off)
     (plan,) = make_plan(loaded, cache).pipelines
@@ -104,7 +104,7 @@ def sample_checkpoint() -> Checkpoint:
 
 def few_cases(checkpoint: Checkpoint, submodels: Sequence[str]) -> Selection:
     """A selection of two steps, for tests that only want to see a fault."""
-    named = replace(checkpoint, reference="not the sample's own pictures")
+    named = replace(checkpoint, reference="not the sample's own images")
     chosen = select(VerifySpec(steps=2), own_image("sample:shapes"), submodels, named)
     return Selection(**{**vars(chosen), "shapes": ((1, 8, 16),), "vae_shapes": ((1, 8, 16),)})
 

@@ -42,5 +42,5 @@ def test_a_float16_pipeline_of_sdxl_passes_and_draws(tmp_path: Path) -> None:
     content: dict[str, object] = {"model": "synthetic:sdxl-tiny", "target": "cuda"}
     result = verified(tmp_path, content, "text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder")
     assert result.passed, result.failure()
-    assert result.picture is not None
+    assert result.image is not None
     assert {part.precision for part in result.submodels.values()} == {"float16"}

@@ -55,7 +55,7 @@ def first(subject: Subject, cache: Cache) -> Verified:
     return verify(subject, SPEC, cache, threads=1)
 
 
-def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_picture(first: Verified) -> None:
+def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_image(first: Verified) -> None:
     result = first.result
     assert result.passed, result.failure()
     assert list(result.submodels) == ["text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker"]
@@ -63,9 +63,9 @@ def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_picture(first: Ver
         assert all(
             output.distance <= 1e-4 < output.yardstick for output in part.outputs if output.name != "has_nsfw_concepts"
         )
-    assert result.picture is not None
-    assert result.picture.psnr is None or result.picture.psnr > 80
-    assert result.picture.ssim == pytest.approx(1, abs=1e-6)
+    assert result.image is not None
+    assert result.image.psnr is None or result.image.psnr > 80
+    assert result.image.ssim == pytest.approx(1, abs=1e-6)
     assert not result.cached
     assert "500.5" in " ".join(result.coverage)
 
@@ -85,8 +85,8 @@ def test_a_second_verification_comes_from_the_cache_whole(subject: Subject, cach
     again = verify(subject, SPEC, cache, progress=phases.append)
     assert phases == [], "no process was started"
     assert again.result == dataclasses.replace(first.result, cached=True)
-    assert sorted(again.pictures) == ["artifact.png", "difference.png", "pytorch.png"]
-    assert again.pictures == first.pictures
+    assert sorted(again.images) == ["artifact.png", "difference.png", "pytorch.png"]
+    assert again.images == first.images
 
 
 @pytest.mark.parametrize("what", ["artifact", "tokenizer"])
@@ -102,7 +102,7 @@ def test_what_is_verified_is_in_the_key(
     assert "text_encoder: comparing with PyTorch" in phases
 
 
-def test_another_scheduler_is_found_by_the_picture_and_a_failure_is_not_kept(
+def test_another_scheduler_is_found_by_the_image_and_a_failure_is_not_kept(
     subject: Subject, cache: Cache, first: Verified, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(subject.folder, tmp_path / "tiny")
@@ -114,7 +114,7 @@ def test_another_scheduler_is_found_by_the_picture_and_a_failure_is_not_kept(
     for _ in range(2):
         found = verify(wrong, SPEC, cache, threads=1).result
         assert not found.cached
-    assert [where for where, _, _ in found.problems] == ["picture"]
+    assert [where for where, _, _ in found.problems] == ["image"]
     assert "PSNR" in found.failure()
     with pytest.raises(VerificationError) as raised:
         found.raise_for_failure()
@@ -170,7 +170,7 @@ def test_a_size_that_the_unet_cannot_have_is_said(subject: Subject, cache: Cache
 
 
 def test_the_page_needs_nothing_else_and_shows_everything(first: Verified) -> None:
-    text = page(first.result, first.pictures)
+    text = page(first.result, first.images)
     assert re.findall(r'(?:src|href)="(?!data:)', text) == [], "nothing is loaded from elsewhere"
     assert text.count("data:image/png;base64,") == 3
     assert "<svg" in text

@@ -1,4 +1,4 @@
-"""The pictures that the sample is trained on, drawn here."""
+"""The images that the sample is trained on, drawn here."""
 
 import random
 from multiprocessing import Pool
@@ -20,13 +20,13 @@ def _draw(job: tuple[Scene, int, Style]) -> np.ndarray:
     return draw(*job)
 
 
-def pictures(scenes: list[Scene], style: Style, seed: int, device: torch.device) -> Tensor:
-    """uint8 pictures [count, 3, 128, 128] on the device, in channels-last order."""
+def images(scenes: list[Scene], style: Style, seed: int, device: torch.device) -> Tensor:
+    """uint8 images [count, 3, 128, 128] on the device, in channels-last order."""
     with Pool() as pool:
         drawn = pool.map(_draw, [(scene, seed + i, style) for i, scene in enumerate(scenes)], chunksize=256)
     return torch.from_numpy(np.stack(drawn)).to(device).permute(0, 3, 1, 2)
 
 
-def as_input(picture: Tensor) -> Tensor:
-    """uint8 pictures to floats in [-1, 1]."""
-    return picture.float() / 127.5 - 1.0
+def as_input(image: Tensor) -> Tensor:
+    """uint8 images to floats in [-1, 1]."""
+    return image.float() / 127.5 - 1.0

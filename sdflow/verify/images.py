@@ -1,4 +1,4 @@
-"""The picture that the whole pipeline draws from the same latents, and what the sample's pictures show."""
+"""The image that the whole pipeline draws from the same latents, and what the sample's images show."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family, Request, Tensors
 from sdflow.runtime.folder import folder_latents, load_companions, read_options
-from sdflow.verify.reference import PICTURE_FILE, SAMPLE_FILE
-from sdflow.verify.result import MeaningVerdict, PictureVerdict
+from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
+from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
-from sdflow.yardstick import DECIBELS_ASTRAY, DECIBELS_BEHIND, PICTURE_DECIBELS, SCORE_APART
+from sdflow.yardstick import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,9 +29,9 @@ AMPLIFIED = 10
 
 @dataclass(frozen=True)
 class Drawn:
-    """The picture, (rows, columns, 3), and those of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
+    """The image, (rows, columns, 3), and those of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
 
-    picture: np.ndarray
+    image: np.ndarray
     sample: np.ndarray | None
 
 
@@ -39,9 +39,9 @@ def draw(run: Run, family: Family, folder: Path, selection: Selection, reference
     """Draw with the artifacts what the reference drew. folder: the pipeline's, for its tokenizers and its scheduler."""
     import numpy as np
 
-    with np.load(reference / PICTURE_FILE) as stored:
+    with np.load(reference / IMAGE_FILE) as stored:
         latents = stored["latents"]
-    picture = _text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
+    image = _text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
     sample = None
     if selection.sample_cases:
         from sdflow.samples.prompts import evaluation_set, first_latents
@@ -50,7 +50,7 @@ def draw(run: Run, family: Family, folder: Path, selection: Selection, reference
         starts = np.stack([first_latents(case.seed) for case in cases])
         prompts = [case.prompt for case in cases]
         sample = _text_to_image(run, family, folder, prompts, starts, selection.sample_steps, selection)
-    return Drawn(picture[0], sample)
+    return Drawn(image[0], sample)
 
 
 def _text_to_image(
@@ -62,7 +62,7 @@ def _text_to_image(
     steps: int,
     selection: Selection,
 ) -> np.ndarray:
-    """Pictures, float32 (pictures, rows, columns, 3) in [0, 1]: the plain loop of diffusers' pipelines.
+    """Images, float32 (images, rows, columns, 3) in [0, 1]: the plain loop of diffusers' pipelines.
 
     One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder.
     """
@@ -98,51 +98,49 @@ def _text_to_image(
     return pixels.transpose(0, 2, 3, 1)
 
 
-def _images(pictures: np.ndarray) -> list[Image]:
+def _to_pil(images: np.ndarray) -> list[Image]:
     from PIL import Image
 
-    return [Image.fromarray(picture) for picture in (pictures * 255).round().astype("uint8")]
+    return [Image.fromarray(pixels) for pixels in (images * 255).round().astype("uint8")]
 
 
-def judge_picture(
-    picture: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path
-) -> PictureVerdict:
-    """Compare with fp32 PyTorch's picture; write both and their difference as PNG files into `out`."""
+def judge_image(image: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path) -> ImageVerdict:
+    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`."""
     import numpy as np
 
-    with np.load(reference / PICTURE_FILE) as stored:
+    with np.load(reference / IMAGE_FILE) as stored:
         exact, half = stored["float32"], stored["float16"]
-    shown = np.nan_to_num(picture)
+    shown = np.nan_to_num(image)
     difference = np.clip(np.abs(shown - exact) * AMPLIFIED, 0, 1)
     names = ("pytorch", "artifact", "difference")
-    for name, image in zip(names, _images(np.stack([exact, shown, difference])), strict=True):
-        image.save(out / f"{name}.png")
-    ours, plain = psnr(picture, exact), psnr(half, exact)
-    enough = PICTURE_DECIBELS[precision]
+    for name, each in zip(names, _to_pil(np.stack([exact, shown, difference])), strict=True):
+        each.save(out / f"{name}.png")
+    ours, plain = psnr(image, exact), psnr(half, exact)
+    enough = IMAGE_DECIBELS[precision]
     if precision == "float16" and not np.isfinite(half).all():
         enough = DECIBELS_ASTRAY
     elif precision == "float16":
         enough = min(enough, plain - DECIBELS_BEHIND) if plain >= DECIBELS_ASTRAY else 0.0
     problems: tuple[tuple[str, str], ...] = ()
-    if not ours >= enough or not np.isfinite(picture).all():
+    if not ours >= enough or not np.isfinite(image).all():
         problems = (
             (
-                f"the picture has a PSNR of {ours:.1f} dB to PyTorch's from the same latents, plain fp16 PyTorch's has "
+                f"the image has a PSNR of {ours:.1f} dB to PyTorch's from the same latents, plain fp16 PyTorch's has "
                 f"{plain:.1f}; at least {enough:.1f} is asked for",
                 "If every submodel passes, the scheduler or the tokenizer differs from the checkpoint's.",
             ),
         )
-    return PictureVerdict(
+    return ImageVerdict(
         psnr=_finite(ours),
-        ssim=ssim(picture, exact),
-        largest_difference=largest_difference(picture, exact),
+        ssim=ssim(image, exact),
+        largest_difference=largest_difference(image, exact),
         float16_psnr=_finite(plain),
         float16_ssim=ssim(half, exact),
         float16_largest_difference=largest_difference(half, exact),
         prompt=selection.prompts[0],
         steps=selection.steps,
-        height=picture.shape[0],
-        width=picture.shape[1],
+        height=image.shape[0],
+        width=image.shape[1],
         problems=problems,
     )
 
@@ -152,7 +150,7 @@ def _finite(value: float) -> float | None:
 
 
 def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Path) -> MeaningVerdict | None:
-    """The sample's own score of these pictures, against that of PyTorch's."""
+    """The sample's own score of these images, against that of PyTorch's."""
     import numpy as np
 
     if sample is None:
@@ -162,14 +160,14 @@ def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Pa
 
     cases = evaluation_set()[: selection.sample_cases]
     with np.load(reference / SAMPLE_FILE) as stored:
-        exact = tally(cases, _images(stored["float32"])).colour_and_kind
-    ours = tally(cases, _images(sample)).colour_and_kind
+        exact = tally(cases, _to_pil(stored["float32"])).colour_and_kind
+    ours = tally(cases, _to_pil(sample)).colour_and_kind
     problems: tuple[tuple[str, str], ...] = ()
     if abs(ours - exact) > SCORE_APART:
         problems = (
             (
-                f"{ours:.0%} of {len(cases)} pictures show what was asked for, PyTorch's do in {exact:.0%}",
-                "Look at the submodels' distances and at the picture.",
+                f"{ours:.0%} of {len(cases)} images show what was asked for, PyTorch's do in {exact:.0%}",
+                "Look at the submodels' distances and at the image.",
             ),
         )
     return MeaningVerdict(len(cases), exact, ours, problems)

@@ -1,4 +1,4 @@
-"""Pictures: arrays to PIL images, and PNG files that say how they were made."""
+"""Images: arrays to PIL images, and PNG files that say how they were made."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def to_pil(images: torch.Tensor) -> list[Image]:
     import torch
     from PIL import Image
 
-    return [Image.fromarray(picture) for picture in (images * 255).round().to(torch.uint8).cpu().numpy()]
+    return [Image.fromarray(image) for image in (images * 255).round().to(torch.uint8).cpu().numpy()]
 
 
-def write_png(picture: Image, path: Path, settings: Mapping[str, Any]) -> None:
+def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
     """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
     from PIL.PngImagePlugin import PngInfo
 
     chunk = PngInfo()
     chunk.add_itxt(SETTINGS_CHUNK, json.dumps(settings, ensure_ascii=False, sort_keys=True))
     with replacing(path) as temporary:
-        picture.save(temporary, format="PNG", pnginfo=chunk)
+        image.save(temporary, format="PNG", pnginfo=chunk)
