@@ -41,6 +41,7 @@ from sdflow.runtime.start import (
     require_size,
 )
 from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.text import run_rows
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.vae import decode, encode
 from sdflow.targets import TARGETS, Target
@@ -236,27 +237,8 @@ class Pipeline:
             return self.family.condition(self._run_text, self.companions, self.options, request)
 
     def _run_text(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A submodel on any number of rows, equal ones computed once. Two at a time, as with guidance: one shape for any
-        number."""
-        import torch
-
-        columns = list(inputs.values())
-        rows = [b"".join(column[index].numpy().tobytes() for column in columns) for index in range(len(columns[0]))]
-        once = list(dict.fromkeys(rows))
-        wanted = [rows.index(row) for row in once]
-        found: dict[str, list[torch.Tensor]] = {}
         with self._using(name) as submodel:
-            bound = submodel.bound(**{port: (2, *value.shape[1:]) for port, value in inputs.items()})
-            read = submodel.part.read(submodel.config) if submodel.part.read else None
-            for begin in range(0, len(wanted), 2):
-                pair = wanted[begin : begin + 2]
-                for port, value in inputs.items():
-                    bound.inputs[port].copy_(value[pair])  # a single one goes to both places
-                for output, value in bound.run().items():
-                    if read is None or output in read:
-                        found.setdefault(output, []).extend(value[: len(pair)].clone())
-        order = [once.index(row) for row in rows]
-        return {output: torch.stack([values[index] for index in order]) for output, values in found.items()}
+            return run_rows(submodel, inputs)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents."""
