@@ -92,9 +92,10 @@ Start = Callable[[str, Sequence[str], Mapping[str, str], Path, Descriptors], Wor
 """Starts `python -m` with a module and its arguments; environment, home and current folder, descriptors."""
 
 
-SIDE_BY_SIDE = {"OMP_WAIT_POLICY": "PASSIVE"}
+SIDE_BY_SIDE = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """For workers that share the cores with others. Threads of torch that wait spin otherwise, and take a core from a worker
-that has work: two traces on two cores took 16 s, and take 9."""
+that has work: two traces on two cores took 16 s, and take 9. Those of OpenBLAS wait for one another; a pass that computes
+much has threads of its own."""
 
 
 def run_worker(

@@ -179,6 +179,10 @@ MOST_WITH_LOW_PARTS = 0.5
 """Of the rows and the columns; with more, one product of everything costs less."""
 
 
+_BLOCK = 1 << 16
+"""Values of a product that are computed at a time: they stay in the processor's cache."""
+
+
 def _product(up: Floats, down: Floats) -> Floats:
     """up @ down, the same bits on every machine: float32 sums depend on the order in which a processor adds.
 
@@ -192,16 +196,23 @@ def _product(up: Floats, down: Floats) -> Floats:
     # Factors by powers of two are exact wherever they stand: here they cost least.
     high_up *= unit_up * unit_down
     low_up *= unit_up * unit_down * 2.0**-bits
-    total = high_up @ high_down
     left, right = np.hstack([high_up * 2.0**-bits, low_up]), np.vstack([low_down, high_down])
     rows, columns = low_up.any(axis=1), low_down.any(axis=0)
-    if rows.mean() + columns.mean() > MOST_WITH_LOW_PARTS:
-        total += left @ right
-    else:  # the rest has float16's few bits, all of them in the high parts
-        whole_rows = total[rows] + left[rows] @ right
-        total[:, columns] += left @ right[:, columns]
-        total[rows] = whole_rows
-    return total.astype(np.float32)
+    all_low = rows.mean() + columns.mean() > MOST_WITH_LOW_PARTS
+    right_columns = right[:, columns]
+    product = np.empty((up.shape[0], down.shape[1]), np.float32)
+    step = max(1, _BLOCK // max(1, product.shape[1]))
+    for block in (slice(begin, begin + step) for begin in range(0, len(product), step)):
+        total = high_up[block] @ high_down
+        if all_low:
+            total += left[block] @ right
+        else:  # the rest has float16's few bits, all of them in the high parts
+            low = rows[block]
+            whole_rows = total[low] + left[block][low] @ right
+            total[:, columns] += left[block] @ right_columns
+            total[low] = whole_rows
+        product[block] = total
+    return product
 
 
 def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:

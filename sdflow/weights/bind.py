@@ -190,15 +190,14 @@ def _require_same_layout(base: Path, size: int) -> None:
 
 
 def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
-    import numpy as np
-
+    from sdflow.weights.layout import contiguous
     from sdflow.weights.recipe import evaluate
 
     try:
         values = evaluate(recipe, tensors.read, counts)
     except ValueError as error:
         raise PassError(f"the recipe of {tensor.name}: {error}", remedy=REMEDY) from error
-    return np.ascontiguousarray(values)
+    return contiguous(values)
 
 
 def _inline(tensor: Any, values: NDArray[Any]) -> Any:

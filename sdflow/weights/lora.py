@@ -68,9 +68,10 @@ class Merged:
         if not layers:
             return values
         from sdflow.sources.lora import lora_delta
+        from sdflow.weights.half import add_to
 
         total = lora_delta(layers[0][0], values.shape, layers[0][1])
         for layer, scale in layers[1:]:
             total += lora_delta(layer, values.shape, scale)
-        total += values
+        add_to(total, values)
         return total

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdflow.weights.half import AtLimit, to_float16
+from sdflow.weights.layout import contiguous, joined
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -151,9 +152,9 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, counts, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
-        return _evaluate(recipe.of, read, counts, rounding).reshape(recipe.shape)
+        return contiguous(_evaluate(recipe.of, read, counts, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
-        return np.concatenate([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
+        return joined([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
     if isinstance(recipe, Sum):
         total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
         return to_float16(total, rounding.smallest, rounding.largest, counts) if rounding else total
