@@ -18,12 +18,10 @@ from typing import Any
 from sdflow import __version__
 from sdflow.digest import FileEntry
 from sdflow.errors import UsageError
+from sdflow.families import DEFAULT, FAMILIES
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
-STABLE_DIFFUSION = "stable_diffusion"
-"""The family of a manifest that names none: for long there was no other."""
-
 NOT_SAID = ""
 """`Origin.verified` of a manifest that says nothing of it."""
 
@@ -86,7 +84,7 @@ class Origin:
     loras: tuple[MergedLora, ...] = ()
     chains: Mapping[str, Chain] = field(default_factory=dict)
     verified: str | None = NOT_SAID
-    family: str = STABLE_DIFFUSION
+    family: str = DEFAULT
     components: Mapping[str, str] = field(default_factory=dict)
 
     def pinned_model(self, where: str) -> str:
@@ -155,7 +153,7 @@ class Manifest:
         }
         if origin.verified != NOT_SAID:
             content["verified"] = origin.verified
-        if origin.family != STABLE_DIFFUSION:
+        if origin.family != DEFAULT:
             content["family"] = origin.family
         if origin.components:
             content["components"] = dict(origin.components)
@@ -250,13 +248,13 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         name=_get(value, "name", str),
         target=_get(value, "target", str),
         model=_get_or(value, "model", str, None),
-        checkpoint=_get_or(value, "checkpoint", dict, None),
+        checkpoint=_checkpoint(value),
         allow_pickle=_get_or(value, "allow_pickle", bool, False),
         carry_weights=_get_or(value, "carry_weights", bool, False),
         loras=tuple(_lora(each) for each in _objects(value, "loras")),
         chains={name: _chain(each) for name, each in submodels.items() if "steps" in each},
         verified=_get_or(value, "verified", str, None) if "verified" in value else NOT_SAID,
-        family=_get_or(value, "family", str, None) or STABLE_DIFFUSION,
+        family=_family(value),
         components=_references(value, "components"),
     )
     files = _get(value, "files", list)
@@ -269,6 +267,22 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         copied=_get_or(value, "copied", bool, False),
         sdflow_version=str(value.get("sdflow_version", "")),
     )
+
+
+def _checkpoint(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: dict[str, Any] | None = _get_or(value, "checkpoint", dict, None)
+    components = _get_or(found or {}, "components", dict, None) or {}
+    for name in components:
+        _get(components, name, dict)
+    return found
+
+
+def _family(value: Mapping[str, Any]) -> str:
+    """A manifest that names none is of the family that was there first."""
+    found: str = _get_or(value, "family", str, None) or DEFAULT
+    if found not in FAMILIES:
+        raise ValueError(f"'family' is {found!r:.40}, known are {', '.join(FAMILIES)}")
+    return found
 
 
 def _references(value: Mapping[str, Any], key: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdflow.errors import UsageError
 from sdflow.families.base import Family, Part
 from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
@@ -41,13 +40,6 @@ LIBRARY_MODULES: tuple[str, ...] = tuple(
     )
 )
 """The modules of diffusers and transformers that hold the models' classes."""
-
-
-def find_family(name: str, where: str) -> Family:
-    """The family of this name, which stands at `where`. Raises UsageError when there is none."""
-    if name not in FAMILIES:
-        raise UsageError(f"no family is named {name}", where=where, remedy=f"Known: {', '.join(FAMILIES)}.")
-    return FAMILIES[name]
 
 
 def part_of(load: Mapping[str, Any], submodel: str) -> Part:

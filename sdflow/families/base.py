@@ -152,9 +152,7 @@ class Family:
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
-    prompts. assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the
-    usual one.
-    guidance_scale: where the caller names none, as in diffusers.
+    prompts. guidance_scale: where the caller names none, as in diffusers.
     assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the usual one.
     """
 

@@ -167,7 +167,7 @@ class Model:
         return random.standard_normal(shape, np.float32)
 
     def current_name(self, name: str) -> str:
-        """A tensor's name in a checkpoint without what older releases called otherwise; compare it with `known_name`."""
+        """A tensor's name in a checkpoint as the class has it today: older releases called some otherwise."""
         return name
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:

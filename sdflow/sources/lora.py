@@ -197,7 +197,7 @@ def _product(up: Floats, down: Floats) -> Floats:
     high_up *= unit_up * unit_down
     low_up *= unit_up * unit_down * 2.0**-bits
     left, right = np.hstack([high_up * 2.0**-bits, low_up]), np.vstack([low_down, high_down])
-    rows, columns = low_up.any(axis=1), low_down.any(axis=0)
+    rows, columns = np.asarray(low_up.any(axis=1)), np.asarray(low_down.any(axis=0))
     all_low = rows.mean() + columns.mean() > MOST_WITH_LOW_PARTS
     right_columns = right[:, columns]
     product = np.empty((up.shape[0], down.shape[1]), np.float32)

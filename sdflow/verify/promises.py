@@ -13,7 +13,7 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
 from sdflow.digest import digest_file, digest_tree
 from sdflow.errors import PassError
-from sdflow.families import find_family
+from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.manifest import Part as Built
@@ -42,7 +42,7 @@ def check_promises(
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
-    family = family or find_family(manifest.origin.family, str(folder / MANIFEST_FILE))
+    family = family or FAMILIES[manifest.origin.family]
     found = [*_components(folder, family, manifest)]
     port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
