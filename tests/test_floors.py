@@ -18,7 +18,7 @@ FLOORS = {
     for floor, names in enumerate(
         (
             "errors digest units image_sizes distance yardstick atomic_write",
-            "models families targets artifact manifest machine workers worker_server worker_group samples replace_folder "
+            "models families prompts targets artifact manifest machine workers worker_server worker_group samples replace_folder "
             "user_folder",
             "config store sources onnx_model",
             "passes weights",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
 from sdflow.models.base import Config, Model, Original, halved
+from sdflow.prompts.reading import PLAIN, Reading
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,8 @@ class Part:
     name: as in workflows and keys. component: the checkpoint's folder. about: for the workflow's schema.
     optional: a checkpoint may lack it. read: the outputs that drawing reads, by its config; None: all. layouts: where it lies in
     files in the original layout; the first whose prefix a file has. lora: how its tensors' names begin in LoRA files.
-    config: entries of its config that are set on purpose; they choose the graph's outputs.
+    config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
+    files of textual inversion that hold one for each text encoder.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Part:
     layouts: tuple[Layout, ...] = ()
     lora: tuple[str, ...] = ()
     config: Config = field(default_factory=dict)
+    embedding: str | None = None
 
     def layout(self, prefix: str) -> Layout:
         """The layout with this prefix; the first with none of it for "": in a file that holds this part alone."""
@@ -120,6 +123,7 @@ class Request:
 
     negatives: None where the caller gave none. guidance_scale: up to 1 there is no guidance. height, width: of the image
     in pixels. more: what only some families take (`Family.arguments`), each None where the caller did not say it.
+    reading: how the texts are read.
     """
 
     prompts: Sequence[str]
@@ -128,6 +132,7 @@ class Request:
     height: int
     width: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    reading: Reading = PLAIN
 
     @property
     def guided(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run, token_ids
+from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
@@ -98,7 +99,8 @@ class StableDiffusion(Family):
         texts = list(request.prompts)
         if request.guided:
             texts = [*(request.negatives or [""] * len(texts)), *texts]
-        hidden = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], texts)})["last_hidden_state"]
+        encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
+        hidden = encoded.hidden("last_hidden_state")
         return Conditions({"encoder_hidden_states": hidden}, halves=2 if request.guided else 1)
 
     def torch_pipeline(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run, token_ids
+from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
 from sdflow.families.stable_diffusion import (
     UNET_LAYOUT,
     VAE_LAYOUT,
@@ -14,11 +14,13 @@ from sdflow.families.stable_diffusion import (
     unet_fingerprint,
     vae_fingerprint,
 )
+from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText, ClipTextWithProjection
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
+from sdflow.prompts.reading import Reading
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,7 @@ class StableDiffusionXL(Family):
             layouts=(Layout("conditioner.embedders.0.transformer."),),
             lora=("lora_te1_", "text_encoder."),
             config=_LAYERS,
+            embedding="clip_l",
         ),
         Part(
             "text_encoder_2",
@@ -51,6 +54,7 @@ class StableDiffusionXL(Family):
             layouts=(Layout("conditioner.embedders.1.model.", open_clip_names, open_clip_unused),),
             lora=("lora_te2_", "text_encoder_2."),
             config=_LAYERS,
+            embedding="clip_g",
         ),
         Part(
             "unet",
@@ -111,7 +115,7 @@ class StableDiffusionXL(Family):
             )
         if request.guided and not zeros:
             texts = _Texts(request.negatives or [""] * count, more.get("negative_prompt_2")) + texts
-        hidden, pooled = texts.encoded(run, companions)
+        hidden, pooled = texts.encoded(run, companions, request.reading)
         if request.guided and zeros:
             hidden, pooled = (torch.cat([torch.zeros_like(each), each]) for each in (hidden, pooled))
         height, width = more.get("original_size") or (request.height, request.width)
@@ -147,14 +151,17 @@ class _Texts:
     def __add__(self, other: _Texts) -> _Texts:
         return _Texts([*self.first, *other.first], [*self.second, *other.second])
 
-    def encoded(self, run: Run, companions: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of each text, (texts, 77, both widths), and of the second texts as wholes, (texts, width)."""
+    def encoded(self, run: Run, companions: Mapping[str, Any], reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of each text, (texts, tokens, both widths), and of the second texts as wholes, (texts, width)."""
         import torch
 
-        first = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], self.first)})
-        second = run("text_encoder_2", {"input_ids": token_ids(companions["tokenizer_2"], self.second)})
-        hidden = [outputs[max(_layer_outputs(outputs), key=_layer)] for outputs in (first, second)]
-        return torch.cat(hidden, dim=-1), second["text_embeds"]
+        texts = {
+            "text_encoder": (companions["tokenizer"], self.first),
+            "text_encoder_2": (companions["tokenizer_2"], self.second),
+        }
+        encoded = encode(run, reading, texts)
+        hidden = [each.hidden(max(_layer_outputs(each.outputs), key=_layer)) for each in encoded.values()]
+        return torch.cat(hidden, dim=-1), encoded["text_encoder_2"].whole("text_embeds")
 
 
 def _last_but_one(config: Config) -> str:

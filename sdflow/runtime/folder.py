@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
-from sdflow.runtime.submodel import Submodel, place
+from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target
 
@@ -95,8 +95,10 @@ def load_submodel(
     weights = DeviceWeights(model, where.device) if fixed else None
     part, config = (family or folder_family(folder)).part(submodel), submodel_config(folder, submodel)
 
-    def load(wanted: Shapes | None, graph: Any = None, capture: bool = False) -> Any:
+    def load(wanted: Shapes | None, graph: Any = None, capture: bool = False, edits: Sequence[Edit] = ()) -> Any:
         held = None
+        if graph is None and edits:
+            graph = read_edited(model, edits)
         if weights is not None and graph is not None:
             with where.current():
                 held = weights.of(graph)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.base import Conditions, Family, Request
 from sdflow.machine.providers import onnxruntime_for
+from sdflow.prompts.reading import Reading
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
 from sdflow.runtime.folder import (
@@ -41,9 +42,10 @@ from sdflow.runtime.start import (
     require_size,
 )
 from sdflow.runtime.submodel import Bound, Submodel
-from sdflow.runtime.text import run_rows
+from sdflow.runtime.text import run_rows, with_words, without_last_layers
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.vae import decode, encode
+from sdflow.sources.embedding import Embedding, read_embedding, split_word
 from sdflow.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Pipeline:
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
     options: of model_index.json, as the family reads them.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
+    words: that stand in prompts for learned vectors.
     """
 
     def __init__(
@@ -82,11 +85,15 @@ class Pipeline:
         *,
         low_memory: bool = False,
         split: bool = True,
+        words: Sequence[Embedding] = (),
     ) -> None:
         if missing := [name for name in family.drawing if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
         self.family = family
-        self.submodels = submodels
+        texts = {name: with_words(submodels[name], family, words) for name in family.text}
+        self.submodels = {**submodels, **texts}
+        self.words = {word.word: word.count for word in words}
+        self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
         self.scheduler = companions["scheduler"]
         self.options = {**family.options, **(options or {})}
@@ -110,12 +117,14 @@ class Pipeline:
         engine_cache: Path | None = None,
         threads: int | None = None,
         tuning: Tuning = UNTUNED,
+        embeddings: Sequence[Path | str | Embedding] = (),
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         scheduler: one of `schedule.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if it is
         there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose
-        for this machine: `recorded_tuning(folder, target).tuning`.
+        for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
+        FILE:WORD; their words may stand in prompts.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
@@ -123,11 +132,12 @@ class Pipeline:
         folder = Path(folder)
         family = folder_family(folder)
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
+        words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]
 
         def load(name: str) -> Submodel:
             # The encoder is for images to start from: loaded when the first one comes. The denoiser is taken apart then.
             late = (family.encoder, family.denoiser) if target.name in TAKEN_APART else (family.encoder,)
-            lazy = low_memory or target.session.static_shapes or name in late
+            lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
             graphs = () if low_memory else cuda_graphs
             options = LoadOptions(engine_cache, threads, tuning)
             return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
@@ -135,7 +145,7 @@ class Pipeline:
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))
         options = read_options(folder)
-        pipeline = cls(family, submodels, load_companions(folder), options, low_memory=low_memory)
+        pipeline = cls(family, submodels, load_companions(folder), options, low_memory=low_memory, words=words)
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
         return pipeline
@@ -157,6 +167,8 @@ class Pipeline:
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: np.ndarray | torch.Tensor | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
+        prompt_syntax: str = "plain",
+        clip_skip: int | None = None,
         callback_on_text_end: Callable[[], None] | None = None,
         callback_on_step_end: Callable[[int, int, int], None] | None = None,
         **more: Any,
@@ -167,9 +179,10 @@ class Pipeline:
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
         guidance_scale: None for the family's; above 1, each run of the denoiser has batch 2 per image. strength: the
         part of the steps that an image goes through, by default 0.8, and 1 with a mask. latents: (images, channels,
-        height / 8, width / 8), standard normal; the generator draws them when None. callback_on_text_end: called when
-        the prompts are encoded. callback_on_step_end: called with index and timestep of a run of the denoiser and how
-        many there are. more: what the family's pipeline takes besides (`Family.arguments`).
+        height / 8, width / 8), standard normal; the generator draws them when None. prompt_syntax: how prompts are read
+        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
+        callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
+        a run of the denoiser and how many there are. more: what the family's pipeline takes besides (`Family.arguments`).
         Raises UsageError for sizes and images that the model cannot take.
         """
         import torch
@@ -217,9 +230,15 @@ class Pipeline:
                 shape[2] * self.latents.scale,
                 shape[3] * self.latents.scale,
                 {name: per_image(value, num_images_per_prompt) for name, value in more.items()},
+                Reading(prompt_syntax, self.words),
             )
-            denoiser = self.denoiser(start, len(prompts) * (2 if guided else 1))
-            conditions = self.condition(request)
+            rows = len(prompts) * (2 if guided else 1)
+            if request.reading.plain and not clip_skip:
+                denoiser = self.denoiser(start, rows)
+                conditions = self.condition(request)
+            else:  # how long the texts are, their encoding tells
+                conditions = self.condition(request, clip_skip or 0)
+                denoiser = self.denoiser(start, rows, conditions)
             if callback_on_text_end is not None:
                 callback_on_text_end()
             result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end)
@@ -231,14 +250,15 @@ class Pipeline:
             drawn, flagged = self.check_safety(self.decode(result))
             return Images(drawn.cpu().numpy() if output_type == "np" else to_pil(drawn), flagged)
 
-    def condition(self, request: Request) -> Conditions:
+    def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
         """What the denoiser reads for these prompts, on the device."""
-        with self.place.current():
-            return self.family.condition(self._run_text, self.companions, self.options, request)
 
-    def _run_text(self, name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with self._using(name) as submodel:
-            return run_rows(submodel, inputs)
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name, clip_skip) as submodel:
+                return run_rows(submodel, inputs)
+
+        with self.place.current():
+            return self.family.condition(run, self.companions, self.options, request)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents."""
@@ -281,23 +301,34 @@ class Pipeline:
     # Steps of a call
 
     @contextmanager
-    def _using(self, name: str) -> Iterator[Submodel]:
-        submodel = self.submodels[name]
+    def _using(self, name: str, clip_skip: int = 0) -> Iterator[Submodel]:
+        submodel = self._shorter(name, clip_skip) if clip_skip else self.submodels[name]
         yield submodel
         if self.low_memory:
             submodel.unload()
 
-    def denoiser(self, start: Start, rows: int) -> Denoiser:
-        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there."""
+    def _shorter(self, name: str, clip_skip: int) -> Submodel:
+        """A text encoder without its last layers; one of each is kept."""
+        count, submodel = self._shortened.get(name, (0, None))
+        if submodel is None or count != clip_skip:
+            self._shortened[name] = clip_skip, without_last_layers(self.submodels[name], clip_skip)
+        return self._shortened[name][1]
+
+    def denoiser(self, start: Start, rows: int, conditions: Conditions | None = None) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
+        where they are known already; without them, the texts are as long as the model reads at once."""
         family, submodels = self.family, self.submodels
         model, (images, channels, *size) = submodels[family.denoiser], start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
         texts = [submodels[name] for name in family.text]
-        length = max(int(text.config["max_position_embeddings"]) for text in texts)
+        if conditions is None:
+            length = max(int(text.config["max_position_embeddings"]) for text in texts)
+        else:
+            length = _length(model, conditions)
         sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
         if model.path is None or not self.split:
             return WholeDenoiser(model, shape, sizes)
-        key = (shape, rows)
+        key = (shape, rows, length)
         if key not in self._denoisers:
             while len(self._denoisers) >= DENOISERS_KEPT:
                 self._denoisers.pop(next(iter(self._denoisers)))
@@ -305,7 +336,8 @@ class Pipeline:
                 parted = pool.submit(_parted_or_whole, model, shape, sizes)
                 others: list[Future[Bound]] = []
                 if not self.low_memory:
-                    others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                    waiting = texts if conditions is None else ()
+                    others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in waiting]
                     decoder = submodels[family.decoder]
                     others.append(pool.submit(decoder.bound, **decoder.shapes({**sizes, "batch": 1})))
                 self._denoisers[key] = parted.result()
@@ -328,6 +360,14 @@ class Pipeline:
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:
         with self._using(self.family.encoder) as encoder:
             return encode(encoder, images, self.latents, tiles=self.low_memory)
+
+
+def _length(denoiser: Submodel, conditions: Conditions) -> int:
+    """How many tokens the texts have."""
+    for port in denoiser.part.model.ports(denoiser.config).inputs:
+        if "sequence" in port.axes:
+            return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
+    raise AssertionError("a denoiser that reads no texts")
 
 
 def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Denoiser:

@@ -82,8 +82,8 @@ def create_session(
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    elif target.session.static_shapes:
-        for name, size in free_dimensions(read_graph(model), shapes or {}, str(model)).items():
+    if target.session.static_shapes:
+        for name, size in free_dimensions(graph or read_graph(model), shapes or {}, str(model)).items():
             session_options.add_free_dimension_override_by_name(name, size)
     for name, value in (weights or {}).items():
         session_options.add_initializer(name, value)

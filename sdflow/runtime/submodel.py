@@ -24,6 +24,7 @@ from sdflow.runtime.sessions import Shapes, free_dimensions, read_graph
 
 if TYPE_CHECKING:
     import numpy as np
+    import onnx
     import onnxruntime
     import torch
 
@@ -32,7 +33,10 @@ KEPT = 4
 
 LoadSession = Callable[..., "onnxruntime.InferenceSession"]
 """Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto and whether it may
-be captured, to a session."""
+be captured, to a session; `edits` of the whole graph."""
+
+Edit = Callable[["onnx.ModelProto"], None]
+"""Changes a graph in place, before a session is made of it."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ class Submodel:
     load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. path: of the
     model; with it a session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which
     can be captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
+    edits: what is changed in the graph as it is loaded.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class Submodel:
         fixed: bool = False,
         outputs: Sequence[str] | None = None,
         weights: DeviceWeights | None = None,
+        edits: Sequence[Edit] = (),
     ) -> None:
         self.part = part
         self.config = config
@@ -203,6 +209,7 @@ class Submodel:
         self.path = path
         self.static_shapes = static_shapes
         self._load, self._fixed, self._outputs, self._weights = load, fixed, outputs, weights
+        self._edits = tuple(edits)
         self._session: Any = None
         self._session_shapes: Shapes | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
@@ -217,8 +224,24 @@ class Submodel:
         wanted = shapes if self.static_shapes else None
         if self._session is None or (wanted is not None and wanted != self._session_shapes):
             self.unload()
-            self._session, self._session_shapes = self._load(wanted), wanted
+            self._session, self._session_shapes = self._load(wanted, edits=self._edits), wanted
         return self._session
+
+    def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
+        """The same submodel with one more change of its graph, or read by another config; it loads sessions of its own."""
+        config = self.config if config is None else config
+        return Submodel(
+            self._load,
+            self.part,
+            config,
+            self.place,
+            static_shapes=self.static_shapes,
+            path=self.path,
+            fixed=self._fixed,
+            outputs=None if self.part.read is None else self.part.read(config),
+            weights=self._weights,
+            edits=self._edits if edit is None else (*self._edits, edit),
+        )
 
     def unload(self) -> None:
         """Give the sessions' memory and all bound tensors back."""
@@ -283,7 +306,7 @@ class Submodel:
         if not self._fixed or self.path is None:
             return self.load(shapes)
         try:
-            graph = read_graph(self.path)
+            graph = read_edited(self.path, self._edits)
             sizes = free_dimensions(graph, shapes, str(self.path))
             return self.part_session(specialize(graph, sizes, self._outputs))
         except PassError as error:
@@ -300,6 +323,14 @@ class Submodel:
                 bound.inputs[name].copy_(torch.from_numpy(value))
             outputs = bound.run()
             return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in outputs.items()}
+
+
+def read_edited(model: Path, edits: Sequence[Edit]) -> onnx.ModelProto:
+    """The model without its external data, changed. Raises VerificationError as `read_graph`, and what the edits raise."""
+    graph = read_graph(model)
+    for edit in edits:
+        edit(graph)
+    return graph
 
 
 def _input_types(session: Any) -> dict[str, str]:

@@ -178,7 +178,7 @@ def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
     device: "cpu", or "meta" for names and shapes alone. Values are read as they are used, but from files of the oldest
     format (torch before 1.6), which are read whole. Raises CheckpointError for anything else.
     """
-    return _weights(file, _unpickled(file, device))
+    return _weights(file, unpickled(file, device))
 
 
 def pickled_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], int | None]:
@@ -186,13 +186,13 @@ def pickled_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], int | None]:
 
     Raises CheckpointError as `load_pickle` does.
     """
-    value = _unpickled(file, "meta")
+    value = unpickled(file, "meta")
     step = value.get("global_step") if isinstance(value, dict) and "state_dict" in value else None
     shapes = {name: tuple(tensor.shape) for name, tensor in _weights(file, value).items()}
     return shapes, step if isinstance(step, int) else None
 
 
-def _unpickled(file: Path, device: str) -> Any:
+def unpickled(file: Path, device: str) -> Any:
     import pickle
     import zipfile
 

@@ -1,0 +1,159 @@
+"""Files of textual inversion: words whose vectors were learned (Gal et al. 2022, https://arxiv.org/abs/2208.01618).
+
+Known are those of AUTOMATIC1111's webui and kohya's sd-scripts (`emb_params`, `string_to_param`; for Stable Diffusion XL
+`clip_l` and `clip_g`), and diffusers' learned_embeds, whose one tensor has the word's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Part
+from sdflow.sources.reference import PICKLE_SUFFIXES
+from sdflow.sources.safetensors_file import read_float_tensors, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+ONLY = "emb_params"
+"""The tensor of a file with one for all text encoders, in webui's files."""
+_IN_PICKLES = "string_to_param"
+_REMEDY = "Known are files of AUTOMATIC1111's webui, kohya's sd-scripts and diffusers (learned_embeds)."
+MOST_VECTORS = 75
+"""More tokens than this a text encoder of CLIP does not read at once."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A word and its vectors: for each text encoder's name in the file, or ONLY, (vectors, width) float32."""
+
+    word: str
+    path: Path
+    tensors: Mapping[str, Floats]
+
+    @property
+    def count(self) -> int:
+        """How many vectors stand for the word."""
+        return len(next(iter(self.tensors.values())))
+
+
+def embedding_names() -> tuple[str, ...]:
+    """The tensors of a file that holds one for each text encoder, in their order."""
+    return tuple(
+        dict.fromkeys(part.embedding for family in FAMILIES.values() for part in family.parts if part.embedding)
+    )
+
+
+def split_word(text: str) -> tuple[Path, str | None]:
+    """`FILE:WORD` in two; the second None where it is not there."""
+    path, colon, word = text.rpartition(":")
+    if not colon or Path(text).is_file() or not Path(path).suffix:
+        return Path(text).expanduser(), None
+    return Path(path).expanduser(), word
+
+
+def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = False) -> Embedding:
+    """The vectors of a file. word: what stands for them in prompts; None: as the file says, else its name.
+
+    Raises CheckpointError for what cannot be read, is no such file, or is pickled where pickles are not allowed.
+    """
+    if not path.is_file():
+        raise CheckpointError("no such file", where=str(path), remedy="Check the path of the embedding.")
+    if path.suffix in PICKLE_SUFFIXES:
+        if not allow_pickle:
+            raise CheckpointError(
+                "is pickled, and pickles can run any code when they are loaded",
+                where=str(path),
+                remedy="Take a .safetensors file of it; or, if you trust the file, say --allow-pickle: it is then loaded "
+                "with weights_only=True.",
+            )
+        tensors, said = _from_pickle(path)
+    elif path.suffix == ".safetensors":
+        tensors, said = _named(path, {name: entry.shape for name, entry in read_header(path).items()})
+        found = read_float_tensors(path, tensors.values())
+        tensors = {name: found[stored] for name, stored in tensors.items()}
+    else:
+        raise CheckpointError(f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=_REMEDY)
+    return Embedding(_word(path, word or said), path, _checked(path, tensors))
+
+
+def _named(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], str | None]:
+    """Our name of each tensor -> its name in the file; the word, where the file says it."""
+    if shapes.keys() == set(embedding_names()):
+        return {name: name for name in shapes}, None
+    if len(shapes) == 1:
+        (name,) = shapes
+        return {ONLY: name}, None if name in (ONLY, "*") else name
+    raise CheckpointError(f"holds {len(shapes)} tensors: this is no embedding", where=str(path), remedy=_REMEDY)
+
+
+def _from_pickle(path: Path) -> tuple[dict[str, Any], str | None]:
+    import torch
+
+    from sdflow.sources.load import unpickled
+
+    value = unpickled(path, "cpu")
+    value = value.get(_IN_PICKLES, value) if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not all(isinstance(each, torch.Tensor) for each in value.values()):
+        raise CheckpointError("holds no vectors of a word", where=str(path), remedy=_REMEDY)
+    tensors = {str(name): tensor.detach().float().numpy() for name, tensor in value.items()}
+    named, said = _named(path, {name: tensor.shape for name, tensor in tensors.items()})
+    return {name: tensors[stored] for name, stored in named.items()}, said
+
+
+def _word(path: Path, said: str | None) -> str:
+    word = path.stem if said is None else said
+    if not word.strip() or word != word.strip():
+        raise CheckpointError(
+            f"{word!r} is no word",
+            where=str(path),
+            remedy=f"Name one: {path.name}:WORD. It stands in prompts for the file.",
+        )
+    return word
+
+
+def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Floats]:
+    """The vectors as (vectors, width), as many for each text encoder."""
+    import numpy as np
+
+    found: dict[str, Floats] = {}
+    for name, tensor in tensors.items():
+        rows = tensor[None] if tensor.ndim == 1 else tensor
+        if rows.ndim != 2 or not rows.size or len(rows) > MOST_VECTORS or not np.isfinite(rows).all():
+            raise CheckpointError(
+                f"{name} is {list(tensor.shape)}, or holds what is no number: these are no vectors of a word",
+                where=str(path),
+                remedy=_REMEDY,
+            )
+        found[name] = rows
+    if len({len(rows) for rows in found.values()}) != 1:
+        raise CheckpointError("has more vectors for one text encoder than for another", where=str(path), remedy=_REMEDY)
+    return found
+
+
+def vectors_for(word: Embedding, part: Part, parts: Sequence[Part], width: int) -> Floats:
+    """The vectors for one of a family's text encoders, of this width.
+
+    Raises UsageError for those of another family's.
+    """
+    name = ONLY if part.embedding is None else part.embedding
+    found = word.tensors.get(name)
+    if found is None or found.shape[1] != width:
+        there = ", ".join(f"{key} {rows.shape[1]} wide" for key, rows in word.tensors.items())
+        wanted = " and ".join(each.embedding or ONLY for each in parts)
+        raise UsageError(
+            f"holds {there}; this pipeline's {part.name.replace('_', ' ')} reads vectors {width} wide"
+            + ("" if found is not None else f", its text encoders {wanted}"),
+            where=str(word.path),
+            remedy="Take an embedding that was made for this kind of model: 768 are Stable Diffusion 1.x, 1024 2.x, "
+            "768 and 1280 together XL.",
+        )
+    return found
