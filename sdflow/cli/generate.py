@@ -39,6 +39,33 @@ def generate(
     target_size: Annotated[
         str | None, typer.Option(help="SDXL: HEIGHTxWIDTH that it seems to be for.", show_default=False)
     ] = None,
+    prompt_syntax: Annotated[
+        str,
+        typer.Option(
+            help="How prompts are read. plain: all of it is text, 75 tokens of it. a1111: (word:1.3), ((word)), [word], BREAK, "
+            "any length.",
+            metavar="plain|a1111",
+        ),
+    ] = "plain",
+    clip_skip: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Last layers of the text encoders to leave out, as diffusers counts: 1 is what others call clip skip 2.",
+            show_default=False,
+        ),
+    ] = None,
+    embedding: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A textual inversion file; its word, else its name, stands for it in prompts. Repeatable.",
+            metavar="FILE[:WORD]",
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="Read embeddings that are pickled (.pt, .bin), running nothing in them."),
+    ] = False,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
     strength: Annotated[
@@ -115,6 +142,10 @@ def generate(
         sheet=sheet,
         low_memory=low_memory,
         threads=threads,
+        prompt_syntax=prompt_syntax,
+        clip_skip=clip_skip,
+        embeddings=embedding or (),
+        allow_pickle=allow_pickle,
         more={name: value for name, value in more.items() if value is not None},
     )
     with _progress() as progress:

@@ -15,12 +15,15 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
+from sdflow.prompts.reading import Reading
 from sdflow.runtime.folder import folder_family, folder_latents
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.schedule import require_known
 from sdflow.runtime.start import require_size
 from sdflow.runtime.tuning import Tuning
+from sdflow.runtime.words import read_words, recorded_words
+from sdflow.sources.embedding import Embedding
 from sdflow.targets import Target, find_target
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class GenerateRequest:
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
     one. height, width: pixels; None: the image's or the model's. strength, image, mask: files to start from and to draw
     into. target: None for the one that the folder was built for. batch: images drawn at once. threads: of the CPU.
+    prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of textual inversion, FILE or FILE:WORD.
     more: what the pipeline's family takes besides.
     """
 
@@ -59,6 +63,10 @@ class GenerateRequest:
     sheet: bool = True
     low_memory: bool = False
     threads: int | None = None
+    prompt_syntax: str = "plain"
+    clip_skip: int | None = None
+    embeddings: Sequence[str] = ()
+    allow_pickle: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -113,6 +121,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     """
     built = _read_whole(request.folder)
     _check(request)
+    words = _words(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
     if request.target is not None:
         target = find_target(request.target, "--target")
@@ -123,12 +132,12 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         progress.phase(recorded.note)
     progress.phase(f"loading {request.folder} on {target.title}")
     begun = time.perf_counter()
-    pipeline = _load(request, target, recorded.tuning)
+    pipeline = _load(request, target, recorded.tuning, words)
     loaded = time.perf_counter()
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
-    settings = _settings(request, pipeline, built, target)
+    settings = _settings(request, pipeline, built, target, words)
     images: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
@@ -204,7 +213,14 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
-def _load(request: GenerateRequest, target: Target, tuning: Tuning) -> Pipeline:
+def _words(request: GenerateRequest) -> list[Embedding]:
+    more = [text for text in request.more.values() if isinstance(text, str)]
+    texts = [*request.prompts, request.negative_prompt or "", *more]
+    reading = Reading(request.prompt_syntax)
+    return read_words(request.embeddings, texts, reading, allow_pickle=request.allow_pickle)
+
+
+def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline:
     return Pipeline.load(
         request.folder,
         target,
@@ -213,6 +229,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning) -> Pipeline:
         low_memory=request.low_memory,
         threads=request.threads,
         tuning=tuning,
+        embeddings=words,
     )
 
 
@@ -236,6 +253,8 @@ def _draw(
         guidance_scale=request.guidance_scale,
         strength=request.strength,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        prompt_syntax=request.prompt_syntax,
+        clip_skip=request.clip_skip,
         callback_on_step_end=on_step,
         **request.more,
     )
@@ -249,7 +268,9 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
     return lambda index, timestep, total: progress.step(label, index + 1, total)
 
 
-def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target) -> dict[str, Any]:
+def _settings(
+    request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target, words: Sequence[Embedding]
+) -> dict[str, Any]:
     """What all images of a run share, as their files tell it: enough to draw them again."""
     names = ("negative_prompt", "steps", "strength")
     given = {"image": request.image, "mask": request.mask}
@@ -258,6 +279,7 @@ def _settings(request: GenerateRequest, pipeline: Pipeline, built: Manifest, tar
         "safety_checker": request.checker,
         "guidance_scale": pipeline.family.guidance_scale if request.guidance_scale is None else request.guidance_scale,
         **request.more,
+        **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
         "scheduler": type(pipeline.scheduler).__name__,
         "target": target.name,

@@ -45,7 +45,7 @@ from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.text import run_rows, with_words, without_last_layers
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.vae import decode, encode
-from sdflow.sources.embedding import Embedding, read_embedding, split_word
+from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
 from sdflow.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Pipeline:
     ) -> None:
         if missing := [name for name in family.drawing if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
+        require_different(words)
         self.family = family
         texts = {name: with_words(submodels[name], family, words) for name in family.text}
         self.submodels = {**submodels, **texts}

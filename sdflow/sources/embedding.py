@@ -85,6 +85,18 @@ def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = 
     return Embedding(_word(path, word or said), path, _checked(path, tensors))
 
 
+def require_different(words: Sequence[Embedding]) -> None:
+    """Raises UsageError where one word stands for two embeddings; small letters and capitals are the same."""
+    seen: dict[str, Embedding] = {}
+    for each in words:
+        if (other := seen.setdefault(each.word.lower(), each)) is not each:
+            raise UsageError(
+                f"its word {each.word!r} stands for {other.path} already",
+                where=str(each.path),
+                remedy=f"Give it another: {each.path.name}:WORD.",
+            )
+
+
 def _named(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], str | None]:
     """Our name of each tensor -> its name in the file; the word, where the file says it."""
     if shapes.keys() == set(embedding_names()):

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from sdflow.errors import UsageError
 from sdflow.runtime.generate import GenerateRequest, Progress, generate
@@ -111,6 +114,9 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
         (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
         (["-p", "a", "--height", "100"], "height is 100 pixels"),
         (["-p", "a", "--out", "file"], "file: this is not a folder"),
+        (["-p", "a", "--prompt-syntax", "a111"], "no syntax of prompts is named 'a111'"),
+        (["-p", "a", "--embedding", "missing.pt"], "missing.pt: no such file"),
+        (["-p", "a", "--embedding", "file"], "file of the unknown kind"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
@@ -122,6 +128,31 @@ def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
     assert what in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
+    pipeline_folder: Path, tmp_path: Path
+) -> None:
+    save_file({"emb_params": torch.ones(2, 32)}, tmp_path / "my-style.safetensors")
+    torch.save({"string_to_param": {"*": torch.ones(1, 32)}, "name": "x"}, tmp_path / "bad-hands.pt")
+    arguments = ["-p", "a (horse:1.3) in My-Style BREAK a moon", "--negative-prompt", "(ugly)", "--seed", "7", "--steps", "2",
+                 "--height", "64", "--width", "64", "--threads", "1", "--prompt-syntax", "a1111", "--clip-skip", "1",
+                 "--embedding", "my-style.safetensors", "--embedding", "bad-hands.pt:ugly", "--allow-pickle"]  # fmt: skip
+    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    assert done.returncode == 0, done.stderr
+    settings = read_settings(tmp_path / "images/001-7.png")
+    assert (settings["prompt_syntax"], settings["clip_skip"]) == ("a1111", 1)
+    assert {word: each["name"] for word, each in settings["embeddings"].items()} == {
+        "my-style": "my-style.safetensors", "ugly": "bad-hands.pt"
+    }  # fmt: skip
+    again = GenerateRequest(
+        pipeline_folder, ["a horse"], tmp_path / "again", embeddings=[str(tmp_path / "my-style.safetensors")], **SMALL
+    )
+    with pytest.raises(UsageError, match="no prompt names 'my-style'"):
+        generate(again)
+    twice = [str(tmp_path / "my-style.safetensors"), f"{tmp_path / 'my-style.safetensors'}:MY-STYLE"]
+    with pytest.raises(UsageError, match="stands for .*my-style.safetensors already"):
+        generate(replace(again, prompts=["my-style"], embeddings=twice))
 
 
 def test_a_target_that_is_not_here_ends_with_status_5(pipeline_folder: Path, tmp_path: Path) -> None:

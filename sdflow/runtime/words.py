@@ -1,0 +1,43 @@
+"""Embeddings for a run of `sdflow generate`: read, held to its prompts, and told in its images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sdflow.digest import digest_file
+from sdflow.errors import UsageError
+from sdflow.prompts.reading import Reading
+from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
+
+
+def read_words(
+    embeddings: Sequence[str], texts: Sequence[str], reading: Reading, *, allow_pickle: bool
+) -> list[Embedding]:
+    """The embeddings, each FILE or FILE:WORD. texts: all that is read.
+
+    Raises CheckpointError for a file that is none, UsageError for two of one word, and for one that no text names.
+    """
+    words = [read_embedding(*split_word(each), allow_pickle=allow_pickle) for each in embeddings]
+    require_different(words)
+    reading = replace(reading, words={word.word: word.count for word in words})
+    named = {piece for text in texts for piece in reading.pieces(text) if isinstance(piece, tuple)}
+    for word in words:
+        if not named.intersection(reading.pieces(word.word)):
+            raise UsageError(
+                f"no prompt names {word.word!r}",
+                where=str(word.path),
+                remedy="Write the word where the embedding belongs, in a prompt or in the negative one.",
+            )
+    return words
+
+
+def recorded_words(syntax: str, clip_skip: int | None, words: Sequence[Embedding]) -> Mapping[str, Any]:
+    """How the prompts are read, as images tell it: nothing where they are read as they stand."""
+    told = {
+        "prompt_syntax": None if syntax == "plain" else syntax,
+        "clip_skip": clip_skip,
+        "embeddings": {each.word: {"name": each.path.name, "sha256": digest_file(each.path)} for each in words} or None,
+    }
+    return {name: value for name, value in told.items() if value is not None}
