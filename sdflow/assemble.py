@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,13 @@ def assemble(
     origin: Origin,
     options: Mapping[str, Any] | None = None,
     copy: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
     parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
     from, for sdflow.json. options: as of the family, for model_index.json. copy: real copies in place of links; always so
-    on Windows.
+    on Windows. check: called when everything is there, right before it takes its place: what it raises leaves `out` as it was.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
@@ -62,6 +63,7 @@ def assemble(
         out.parent.mkdir(parents=True, exist_ok=True)
         with staging_beside(out) as staging:
             _fill(staging, out, parts, companions, described, copy)
+            check()
             swap(staging, out)
         remove_stale(out)
     except OSError as error:

@@ -17,8 +17,9 @@ from sdflow.execute import Listener
 from sdflow.families import SUBMODELS, WITH_LORAS
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
+from sdflow.plan import Plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
-from sdflow.sources import reopen_checkpoint
+from sdflow.sources import require_same_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import find_target
 
@@ -51,11 +52,16 @@ def bake(
     if verify:
         (pipeline,) = workflow.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, verify=VerifySpec()),))
-    reopen_checkpoint(origin, str(base / MANIFEST_FILE), digests=cache.stat, download=True)
     options = RunOptions(
         out=out.parent, results=results if verify else out.parent, copy=copy, evaluate=False, jobs=jobs
     )
-    (result,) = run_workflow(workflow, cache, options, listener).pipelines
+
+    def of_the_base(plan: Plan) -> None:
+        checkpoint = plan.pipelines[0].checkpoint
+        assert checkpoint is not None, "planned with download=True"
+        require_same_checkpoint(checkpoint, origin, str(base / MANIFEST_FILE))
+
+    (result,) = run_workflow(workflow, cache, options, listener, planned=of_the_base).pipelines
     return result
 
 

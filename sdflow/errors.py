@@ -62,6 +62,10 @@ class CheckpointError(SdflowError):
     exit_code = 2
 
 
+class InputChanged(CheckpointError):
+    """A file that is read is no longer the one that was looked at before: what came of it would lie under a wrong key."""
+
+
 class PassError(SdflowError):
     """A pass failed, or its result does not keep what the pass or the workflow promises."""
 

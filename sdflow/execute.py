@@ -9,8 +9,8 @@ For each chain, in a thread of its own, from its first step on:
 
 A corrupt artifact that is about to be read goes to quarantine, and the chain starts again from its first step: all that
 is sound is found in the cache. A pass that was to run without weights and looked at one makes the chain start again
-with the weights carried, and the output says so. A failure publishes nothing; it and an interrupt end all workers at
-once.
+with the weights carried, and the output says so. A checkpoint, LoRA or script that has changed since its digest was
+taken ends the run. A failure publishes nothing; it and an interrupt end all workers at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
-from sdflow.errors import DamagedBase, PassError, VerificationError, WeightValueRead
+from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
+from sdflow.file_stamp import check_stamps
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
@@ -288,10 +289,11 @@ class _ChainRun:
             "config": step.config,
             "out": str(staging.files.absolute()),
         }
+        check_stamps(step.stamps)
         with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
             log = Path(folder) / "log.txt"
             try:
-                return self.group.run(
+                result = self.group.run(
                     WORKER,
                     request,
                     log=log,
@@ -299,10 +301,13 @@ class _ChainRun:
                     on_memory=lambda resident: self.listener.memory(step, resident),
                     imported=step.imported,
                 )
-            except PassError:
-                if self.executor.keep_failed:
+            except (PassError, CheckpointError) as error:
+                if self.executor.keep_failed and isinstance(error, PassError):
                     shutil.copy(log, staging.path)
+                check_stamps(step.stamps)  # what it failed of may be just that
                 raise
+        check_stamps(step.stamps)  # to the last byte it read what the key says
+        return result
 
 
 def _compare(step: Step, again: str, cached: Record) -> None:

@@ -24,6 +24,7 @@ from sdflow.config.workflow import LoraSpec, PipelineSpec, StepSpec, Workflow
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
+from sdflow.file_stamp import file_stamp
 from sdflow.machine.packages import distribution_version
 from sdflow.passes import registry
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
@@ -246,6 +247,7 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
     try:
         path = sources.find_lora(spec.reference, spec.weight_name, download=download)
+        stamp = file_stamp(path)  # before the digest: a file that changes in between is then refused when it is read
         submodels = sources.lora_submodels(path)
     except sources.CheckpointNotLocal:
         if download:
@@ -253,7 +255,7 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
         return None
     except CheckpointError as error:
         raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
-    return LoraFile(spec.reference, path, cache.stat.digest(path), spec.scale, submodels)
+    return LoraFile(spec.reference, path, cache.stat.digest(path), spec.scale, submodels, stamp)
 
 
 def _step(
@@ -265,8 +267,9 @@ def _step(
     loras: Sequence[LoraFile],
     cache: Cache,
 ) -> Step:
-    implementation = registry.find_pass(spec.pass_name, spec.folder)
     scripts = user_script_files(spec.pass_name, spec.folder) if is_user_pass(spec.pass_name) else ()
+    script_stamps = tuple(file_stamp(path) for path in scripts)  # before the pass is loaded and the digests are taken
+    implementation = registry.find_pass(spec.pass_name, spec.folder)
     return Step(
         pipeline=pipeline.name,
         submodel=submodel,
@@ -278,6 +281,7 @@ def _step(
         user_scripts=tuple(sorted(cache.stat.digest(path) for path in scripts)),
         loras=tuple(lora for lora in loras if implementation.takes_loras and submodel in lora.submodels),
         source=source,
+        script_stamps=script_stamps,
     )
 
 

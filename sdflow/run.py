@@ -8,7 +8,9 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from sdflow.assemble import assemble
@@ -17,10 +19,11 @@ from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener, Steps
+from sdflow.file_stamp import check_stamps
 from sdflow.machine.providers import require_package
 from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
-from sdflow.plan import PipelinePlan, make_plan
+from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
@@ -70,9 +73,16 @@ class RunResult:
     seconds: float
 
 
-def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener: Listener) -> RunResult:
+def run_workflow(
+    workflow: Workflow,
+    cache: Cache,
+    options: RunOptions,
+    listener: Listener,
+    planned: Callable[[Plan], None] = lambda plan: None,
+) -> RunResult:
     """Build, verify and assemble every pipeline of a workflow, side by side; then evaluate them, one after the other.
 
+    planned: called with the plan before anything runs; what it raises ends the run.
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
     started = time.perf_counter()
@@ -83,6 +93,7 @@ def run_workflow(workflow: Workflow, cache: Cache, options: RunOptions, listener
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
+    planned(plan)
     require_space(plan, cache, rebuild=options.rebuild)
     executor = Executor(
         cache,
@@ -110,16 +121,19 @@ def _assemble(
             executor.cache.check(artifact)
     assert plan.checkpoint is not None, "planned with download=True"
     extra, companions = plan.checkpoint.options, plan.checkpoint.companions
+    check = partial(
+        check_stamps, plan.checkpoint.companion_stamps
+    )  # they are copied, and what was verified is what goes in
     checked = plan.pipeline.verify if options.verify else None
     origin = replace(origin_of(plan, steps), verified=checked.level if checked else None)
     verification = None
     if checked is not None:
         with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
             trial = Path(scratch).resolve() / plan.pipeline.name
-            assemble(trial, parts=parts, companions=companions, origin=origin, options=extra)
+            assemble(trial, parts=parts, companions=companions, origin=origin, options=extra, check=check)
             with _ONE_AT_A_TIME:
                 verification = _verify(plan, checked, trial, executor, options)
-    assemble(folder, parts=parts, companions=companions, origin=origin, options=extra, copy=options.copy)
+    assemble(folder, parts=parts, companions=companions, origin=origin, options=extra, copy=options.copy, check=check)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
     result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from sdflow import sources
 from sdflow.artifact import Action
 from sdflow.config.workflow import StepSpec
+from sdflow.file_stamp import Stamp
 from sdflow.passes.base import Pass
 from sdflow.passes.user_pass import is_user_pass
 from sdflow.sources.checkpoint import config_digest
@@ -20,13 +21,17 @@ ACTION_FORMAT = 2
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA on disk: the digest of its content, its scale, how the workflow calls it, and the submodels it changes."""
+    """A LoRA on disk: the digest of its content, its scale, how the workflow calls it, and the submodels it changes.
+
+    stamp: of the file, from before it was read.
+    """
 
     reference: str
     path: Path
     sha256: str
     scale: float
     submodels: tuple[str, ...]
+    stamp: Stamp
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Step:
 
     source: the submodel's checkpoint; None while it is not on this machine.
     weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
+    script_stamps: of the user's scripts, from before they were read.
     """
 
     pipeline: str
@@ -48,6 +54,7 @@ class Step:
     loras: tuple[LoraFile, ...]
     source: sources.SubmodelCheckpoint | None
     weights: Literal["carried", "symbolic", "bound"] = "carried"
+    script_stamps: tuple[Stamp, ...] = ()
 
     @property
     def id(self) -> str:
@@ -99,6 +106,11 @@ class Step:
         if self.weights == "bound" or (self.index == 0 and self.weights == "carried"):
             return self.source.load
         return hollow(self.source.load) if self.index == 0 else {}
+
+    @property
+    def stamps(self) -> list[Stamp]:
+        """Of every file that the pass reads and its key holds the content of, but for what lies in the cache."""
+        return [*self.load.get("files", ()), *(lora.stamp for lora in self.loras), *self.script_stamps]
 
     @property
     def family(self) -> str:

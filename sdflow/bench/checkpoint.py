@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
+from sdflow.file_stamp import Stamp, check_stamps, file_stamp
 from sdflow.manifest import MANIFEST_FILE, MergedLora, read_manifest
 
 if TYPE_CHECKING:
     import torch
 
 
-def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
+def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, torch.nn.Module]:
     """Component -> its module in float32 on the CPU, with the LoRAs of the pipeline merged.
 
+    read: gets the stamps of the files. Weights may be read from them as long as the modules are in use (they are mapped).
     Raises UsageError when the manifest does not say what the pipeline was built from, or when that has changed since;
     CheckpointError when it cannot be read.
     """
@@ -29,18 +31,22 @@ def torch_modules(folder: Path) -> dict[str, torch.nn.Module]:
     modules = {
         family.part(name).component: load_module(name, checkpoint.submodels[name].load) for name in family.drawing
     }
+    stamps = checkpoint.stamps(family.drawing)
     for lora in origin.loras:
-        _merge(lora, family, modules, where)
+        stamps.append(_merge(lora, family, modules, where))
+    if read is not None:
+        read += stamps
     return modules
 
 
-def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Module], where: str) -> None:
-    """W + scale x delta in float32, in place."""
+def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Module], where: str) -> Stamp:
+    """W + scale x delta in float32, in place. Returns the stamp of the file that was read."""
     import torch
 
     from sdflow.sources import find_lora, lora_delta, lora_submodels, read_lora
 
     path = find_lora(lora.reference, lora.weight_name, download=False)
+    stamp = file_stamp(path)  # before the digest
     if digest_file(path) != lora.sha256:
         raise UsageError(
             f"the LoRA {lora.reference} is not the one that this pipeline was built with",
@@ -52,3 +58,5 @@ def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Modu
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         for key, layer in read_lora(path, {submodel: shapes}, family.name)[submodel].items():
             state[key] += torch.from_numpy(lora_delta(layer, shapes[key], lora.scale))
+    check_stamps([stamp], "its digest was taken")
+    return stamp

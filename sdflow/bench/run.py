@@ -25,6 +25,7 @@ from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
+from sdflow.file_stamp import check_stamps, folder_stamps
 from sdflow.machine.device import cuda_device, has_cuda
 from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
@@ -92,6 +93,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
         runner.load_references(active)
         for index, case in enumerate(request.cases):
             runner.measure(index, case, active)
+    check_stamps(runner.read, "the measurement began")
     return BenchResult(
         pipeline={
             **{key: getattr(origin, key) for key in ("name", "model", "target")},
@@ -134,6 +136,7 @@ class _Runner:
     def __init__(self, request: BenchRequest, device: Device, say: Say) -> None:
         self.request, self.device, self.say = request, device, say
         self.notes: list[str] = []
+        self.read = folder_stamps(request.folder)
         self.modules: Mapping[str, torch.nn.Module] = {}
         self.references: dict[SweepPoint, np.ndarray] = {}
         self.tolerances: dict[tuple[str, SweepPoint], tuple[float, str]] = {}
@@ -143,7 +146,7 @@ class _Runner:
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
-        self.modules = torch_modules(self.request.folder)
+        self.modules = torch_modules(self.request.folder, self.read)
         if not self.request.check:
             return
         self.say("drawing the reference: PyTorch, float32")

@@ -7,15 +7,18 @@ that it imports from its own folder are too.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
-from sdflow.digest import digest_file
 from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig
 
@@ -79,18 +82,20 @@ def _script(name: str, folder: Path) -> Path:
 
 def _load(script: Path) -> ModuleType:
     # The name holds the content: a changed script is a new module, and two scripts of one name do not meet.
-    name = f"sdflow_user_{script.stem}_{digest_file(script)[:16]}"
+    content = script.read_bytes()
+    name = f"sdflow_user_{script.stem}_{hashlib.sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, script)
-    if spec is None or spec.loader is None:
+    if spec is None:
         raise PassError("cannot be loaded as Python", where=str(script))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     beside = str(script.parent)
     sys.path.insert(0, beside)
     try:
-        spec.loader.exec_module(module)
+        with _compiled_anew(script.parent):
+            exec(compile(content, script, "exec", dont_inherit=True), vars(module))
     except Exception as cause:  # The user's code may raise anything; the cause goes along.
         del sys.modules[name]
         raise PassError(
@@ -99,6 +104,40 @@ def _load(script: Path) -> ModuleType:
     finally:
         sys.path.remove(beside)
     return module
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles a module anew. Compiled code beside it counts as its own when size and second are equal, and an edit may
+    keep both."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        raise OSError(path)  # the import system then neither reads compiled code nor writes it
+
+
+@contextmanager
+def _compiled_anew(folder: Path) -> Iterator[None]:
+    """What is imported in here from this folder is compiled from its source, but for what was installed there."""
+
+    def finder(path: str) -> FileFinder:
+        place = Path(path)
+        if not place.is_relative_to(folder) or "site-packages" in place.parts:
+            raise ImportError(path)
+        return FileFinder(path, (_FromSource, SOURCE_SUFFIXES))
+
+    def forget() -> None:
+        for path in [path for path in sys.path_importer_cache if Path(path).is_relative_to(folder)]:
+            del sys.path_importer_cache[path]
+
+    forget()
+    sys.path_hooks.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.path_hooks.remove(finder)
+        forget()
+        for name, module in list(sys.modules.items()):  # another script may have another module of this name beside it
+            if isinstance(getattr(module, "__loader__", None), _FromSource):
+                del sys.modules[name]
 
 
 def _line(cause: BaseException, script: Path) -> int:

@@ -10,7 +10,7 @@ from sdflow.sources.checkpoint import (
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
 from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora, require_made_for
 from sdflow.sources.opening import open_checkpoint
-from sdflow.sources.reopening import reopen_checkpoint
+from sdflow.sources.reopening import reopen_checkpoint, require_same_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -28,5 +28,6 @@ __all__ = [
     "read_lora",
     "reopen_checkpoint",
     "require_made_for",
+    "require_same_checkpoint",
     "submodel_config",
 ]

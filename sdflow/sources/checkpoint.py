@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families.base import Family, Part
+from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
 _ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
@@ -68,6 +69,7 @@ class Checkpoint:
     provenance: JSON for the pipeline's manifest: kind, where it came from, digests of the files.
     submodels: by submodel name; not those that the family calls optional, where the checkpoint has none.
     companions: tokenizers, scheduler, feature extractor -> folder.
+    companion_stamps: of the files in these folders, from before they were read.
     facts: JSON: image_size (pixels), granularity (height and width are multiples of so many pixels), latent_channels,
         vae_scale_factor, scaling_factor, scheduler (class name), requires_safety_checker.
     options: the entries of model_index.json that the family's pipelines read (`Family.options`).
@@ -82,31 +84,17 @@ class Checkpoint:
     facts: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    companion_stamps: tuple[Stamp, ...] = ()
+
+    def stamps(self, submodels: Collection[str] | None = None) -> list[Stamp]:
+        """Of every file that loading these submodels (None: all) and the companions reads, from before it was read."""
+        loads = [source.load for name, source in self.submodels.items() if submodels is None or name in submodels]
+        return [*self.companion_stamps, *(stamp for load in loads for stamp in load.get("files", ()))]
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config.json without the entries that name the program or the folder it came from."""
     return digest_json({key: value for key, value in config.items() if key not in _ORIGIN_KEYS})
-
-
-def file_stamp(path: Path) -> dict[str, Any]:
-    """JSON that tells whether a file is still the one that was opened: path, size in bytes, mtime in nanoseconds."""
-    stat = path.stat()
-    return {"path": str(path.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
-def check_stamps(stamps: Iterable[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError when a file is no longer the one that was opened (its digest is in a cache key)."""
-    for stamp in stamps:
-        path = Path(stamp["path"])
-        try:
-            same = file_stamp(path) == dict(stamp)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-        if not same:
-            raise CheckpointError(
-                "has changed since the build was planned", where=str(path), remedy="Start the command again."
-            )
 
 
 def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:

@@ -17,13 +17,13 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import EXCHANGEABLE
 from sdflow.families.base import Part
+from sdflow.file_stamp import file_stamp
 from sdflow.models.base import Port
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
     MissingFile,
     SubmodelCheckpoint,
-    file_stamp,
     pipeline_facts,
     side_by_side,
 )

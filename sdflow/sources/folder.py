@@ -12,6 +12,7 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
+from sdflow.file_stamp import Stamp, file_stamp, folder_stamps
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import (
     Checkpoint,
@@ -19,7 +20,6 @@ from sdflow.sources.checkpoint import (
     MissingFile,
     SubmodelCheckpoint,
     config_digest,
-    file_stamp,
     pipeline_facts,
     read_options,
     side_by_side,
@@ -46,7 +46,7 @@ class ComponentFiles:
 
     config: dict[str, Any]
     weights: Weights
-    stamps: list[dict[str, Any]]
+    stamps: list[Stamp]
     notes: tuple[str, ...]
 
     def digests(self, digests: FileDigests) -> dict[Path, str]:
@@ -113,6 +113,7 @@ def open_folder(
 
     submodels = submodels_of(family, {name: configs[name] for name in found}, build)
     companions = _companions(folder, family, submodels)
+    stamps = [stamp for companion in companions.values() for stamp in folder_stamps(companion)]  # before the digests
     for path in sorted(path for companion in companions.values() for path in companion.iterdir() if path.is_file()):
         files[path.relative_to(folder).as_posix()] = digests.digest(path)
     return Checkpoint(
@@ -127,6 +128,7 @@ def open_folder(
         },
         options=read_options(family, index),
         notes=tuple(note for component in found.values() for note in component.notes),
+        companion_stamps=tuple(stamps),
     )
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import CheckpointError
 from sdflow.families import part_of
 from sdflow.families.base import Companion, Part
+from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Config, Model
-from sdflow.sources.checkpoint import Checkpoint, check_stamps, listing
+from sdflow.sources.checkpoint import Checkpoint, listing
 from sdflow.sources.fitting import fit
 from sdflow.sources.synthetic import tensors_for
 

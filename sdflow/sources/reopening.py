@@ -25,14 +25,20 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, downl
         allow_pickle=origin.allow_pickle,
         components=origin.pinned_components(),
     )
+    require_same_checkpoint(checkpoint, origin, where)
+    return checkpoint
+
+
+def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:
+    """Raise UsageError when a checkpoint's content is not what the manifest says that it was."""
     if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
+        model = origin.pinned_model(where)
         others = "".join(f", {name} {reference}" for name, reference in origin.components.items())
         raise UsageError(
             f"the checkpoint {model}{others} is not the one that this pipeline was built from",
             where=where,
             remedy="Put back the files that it was built from, or run its workflow again.",
         )
-    return checkpoint
 
 
 def _content(provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
 from sdflow.families.base import Family, Part
+from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
     SubmodelCheckpoint,
     config_digest,
-    file_stamp,
     pipeline_facts,
     read_options,
     side_by_side,
@@ -129,7 +129,7 @@ def part_of_file(
     config: Mapping[str, Any],
     family: Family,
     content: Mapping[str, str],
-    stamp: Mapping[str, Any],
+    stamp: Stamp,
     prefix: str | None,
 ) -> SubmodelCheckpoint:
     """A part in one file. content: the digest of its tensors (`tensors`), or of the whole pickle (`file`). stamp: of the

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sdflow import file_stamp
 from sdflow.digest import digest_file
 from sdflow.errors import CacheError
 from sdflow.store.layout import Layout, discard
@@ -45,8 +46,7 @@ class Known(NamedTuple):
 
 def identity(stat: os.stat_result) -> str:
     """What of a file's stat must be the same for its content to count as the same."""
-    changed = 0 if os.name == "nt" else stat.st_ctime_ns
-    return f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}:{changed}"
+    return ":".join(map(str, file_stamp.identity(stat)))
 
 
 def _schema(connection: sqlite3.Connection) -> int:
@@ -83,8 +83,7 @@ class StatCache:
             value = compute(path)
             after = path.stat()
             if identity(before) == identity(after):
-                touched = before.st_mtime_ns if os.name == "nt" else before.st_ctime_ns
-                if settled or touched < began - SETTLED_NS:
+                if settled or file_stamp.changed_ns(before) < began - SETTLED_NS:
                     self.remember([Known(path, what, identity(after), value)])
                 return value
         raise CacheError(

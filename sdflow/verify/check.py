@@ -22,8 +22,9 @@ from typing import Any
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
-from sdflow.errors import UsageError
+from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families.base import Family
+from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import read_options
@@ -85,6 +86,7 @@ def verify(
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies.
     """
     started = time.perf_counter()
+    folder_stamps = _stamps_of_folder(subject.folder)  # before any digest is taken of it
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with _scratch() as scratch, cache.lease():
@@ -95,7 +97,8 @@ def verify(
             known = None if fresh else cache.lookup(action)
             if known is not None:
                 return _as_kept(known, subject)
-            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), progress)
+            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress)
+        check_stamps(folder_stamps, "its verification began")
         result = replace(
             Verification.from_json(worker.value["verification"]),
             artifacts=dict(built.digests),
@@ -112,6 +115,15 @@ def _scratch() -> Iterator[Path]:
     """A folder for what a verification writes; gone afterwards, however it ends."""
     with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as folder:
         yield Path(folder)
+
+
+def _stamps_of_folder(folder: Path) -> list[Stamp]:
+    try:
+        return folder_stamps(folder)
+    except OSError as error:  # a link to what is gone from the cache, say
+        raise UsageError(
+            f"cannot be read: {error.strerror}", where=str(error.filename or folder), remedy="Run its workflow again."
+        ) from error
 
 
 def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> _Built:
@@ -231,7 +243,7 @@ def _reference(
                 selection=selection,
                 out=staging.files.absolute(),
             )
-            worker = _work(wanted, replace(request, reference=wanted.out), progress)
+            worker = _work(wanted, replace(request, reference=wanted.out), subject, progress)
             return staging.publish(worker.value["reference"], _run_facts(worker)), worker
 
 
@@ -242,10 +254,18 @@ def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
     return RecipeCheck(submodel, structure.absolute(), bound)
 
 
-def _work(wanted: ReferenceRequest | None, request: JudgeRequest, progress: Progress) -> WorkerResult:
+def _work(wanted: ReferenceRequest | None, request: JudgeRequest, subject: Subject, progress: Progress) -> WorkerResult:
+    """Raises InputChanged when a file of the checkpoint or a LoRA is no longer the one whose digest is in a key."""
     content = {"reference": wanted.to_json() if wanted else None, "judge": request.to_json()}
     with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
-        return run_worker(WORKER, content, log=Path(folder) / "log.txt", environment=ENVIRONMENT, on_phase=progress)
+        log = Path(folder) / "log.txt"
+        try:
+            result = run_worker(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
+        except (PassError, CheckpointError):
+            check_stamps(subject.stamps)  # what it failed of may be just that
+            raise
+    check_stamps(subject.stamps)
+    return result
 
 
 def _run_facts(worker: WorkerResult) -> dict[str, Any]:

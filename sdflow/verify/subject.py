@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sdflow.config.workflow import ImageSpec
 from sdflow.errors import UsageError
+from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.sources import Checkpoint, find_lora, lora_submodels, reopen_checkpoint
 from sdflow.step import LoraFile
@@ -30,6 +31,11 @@ class Subject:
     image: ImageSpec = field(default_factory=ImageSpec)
     allow_fallback: bool = False
 
+    @property
+    def stamps(self) -> list[Stamp]:
+        """Of every file that the PyTorch model is made of, from before its digest was taken."""
+        return [*self.checkpoint.stamps(), *(lora.stamp for lora in self.loras)]
+
 
 def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
     """The subject that a pipeline folder's sdflow.json names.
@@ -43,13 +49,14 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
     loras = []
     for lora in origin.loras:
         path = find_lora(lora.reference, lora.weight_name, download=False)
+        stamp = file_stamp(path)  # before the digest
         if cache.stat.digest(path) != lora.sha256:
             raise UsageError(
                 f"the LoRA {path} is not the one it was built with",
                 where=where,
                 remedy="Put back what it was built from, or run its workflow again.",
             )
-        loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path)))
+        loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path), stamp))
     return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)))
 
 

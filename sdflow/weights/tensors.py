@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from sdflow.errors import CheckpointError
 from sdflow.families import part_of
 from sdflow.families.base import Part
+from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Model
-from sdflow.sources.checkpoint import check_stamps
 from sdflow.sources.fitting import fit
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header

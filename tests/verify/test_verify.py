@@ -137,7 +137,8 @@ def test_a_verification_leaves_nothing_in_the_temporary_folder(
         return verify(subject, SPEC, cache, submodels=["text_encoder"], fresh=True, threads=1, progress=look)
 
     if how == "raises":
-        gone = LoraFile("gone", tmp_path / "gone.safetensors", "0" * 64, 1.0, ("unet",))
+        path = tmp_path / "gone.safetensors"
+        gone = LoraFile("gone", path, "0" * 64, 1.0, ("unet",), {"path": str(path)})
         with pytest.raises(SdflowError, match="gone"):
             verified(dataclasses.replace(subject, loras=[gone]))
     else:
