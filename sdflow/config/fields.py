@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
 
 WORKFLOW: Mapping[str, str] = {
-    "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file. Maps merge, lists "
-    "and values replace; later files win, and this file over all of them, their `targets` included.",
+    "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; base/NAME.yaml that "
+    "is not there is the one that ships with sdflow. Maps merge, lists and values replace; later files win, and this file "
+    "over all of them, their `targets` included.",
     "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
     "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",

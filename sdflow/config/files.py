@@ -10,6 +10,7 @@ from sdflow.config.merge import expect_kind, merge_documents, overlay
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
+from sdflow.shipped import shipped_workflow, shipped_workflows
 
 _MAX_EXTENDS = 32  # files above one another
 
@@ -112,6 +113,8 @@ class Files:
         for reference in extends.items if isinstance(extends, YamlList) else (extends,):
             if isinstance(reference, YamlScalar) and isinstance(reference.value, str) and reference.value:
                 written = Path(os.path.normpath(path.parent / reference.value))
+                if not written.exists():
+                    written = shipped_workflow(reference.value) or written
                 bases.append(self._read(written, reference.mark, above))
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
@@ -121,6 +124,8 @@ class Files:
 def nearest_sibling(path: Path) -> str | None:
     """A remedy for a path that does not exist: the most similar name in its folder, or the folder that is missing."""
     try:
+        if path.parent.name == "base" and (shipped := nearest(f"base/{path.name}", shipped_workflows())):
+            return shipped
         if not path.parent.is_dir():
             return f"there is no folder {str(path.parent)!r} either"
         return nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))

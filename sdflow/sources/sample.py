@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sdflow
 from sdflow.errors import CheckpointError
+from sdflow.shipped import shipped_folders
 
 
 def sample_folder(name: str) -> Path:
     """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
-    package = Path(sdflow.__file__).parent
-    folders = [package / "data" / "samples" / name, package.parent / "samples" / name]
+    folders = [folder / name for folder in shipped_folders("samples")]
     for folder in folders:
         if (folder / "model_index.json").is_file():
             return folder

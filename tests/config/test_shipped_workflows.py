@@ -1,0 +1,65 @@
+"""The workflows to extend are found from any folder, in a checkout and in an installed package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sdflow
+from sdflow.config import load_workflow
+from sdflow.errors import WorkflowError
+from sdflow.passes.registry import catalog
+from sdflow.shipped import shipped_workflow, shipped_workflows
+
+ROOT = Path(sdflow.__file__).parents[1]
+WORKFLOW = "extends: base/tiny.yaml\ntarget: cpu\n"
+
+
+def test_a_base_that_is_not_beside_the_file_is_the_one_that_ships(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(WORKFLOW)
+    loaded = load_workflow(tmp_path / "mine.yaml", catalog=catalog())
+    assert loaded.pipelines[0].model == "synthetic:sd15-tiny"
+    assert ROOT / "workflows/base/tiny.yaml" in loaded.files
+
+
+def test_a_base_beside_the_file_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/tiny.yaml").write_text("extends: ../base/sd21.yaml\nmodel: synthetic:sd21-tiny\n")
+    (tmp_path / "mine.yaml").write_text(WORKFLOW)
+    with pytest.raises(WorkflowError, match=r"there is no file .*base/sd21.yaml"):
+        load_workflow(tmp_path / "mine.yaml", catalog=catalog())
+
+
+def test_a_misspelt_base_is_told_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: base/sd15x.yaml\ntarget: cpu\n")
+    with pytest.raises(WorkflowError, match=r"did you mean 'base/sd15.yaml'"):
+        load_workflow(tmp_path / "mine.yaml", catalog=catalog())
+
+
+@pytest.mark.parametrize("reference", ["sd15.yaml", "base/../base/sd15.yaml", "/base/sd15.yaml", "base/no.yaml"])
+def test_only_a_base_is_looked_for(reference: str) -> None:
+    assert shipped_workflow(reference) is None
+
+
+def test_an_installed_package_has_them_too(tmp_path: Path) -> None:
+    """The package laid out as the wheel lays it out, far from the checkout."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    shutil.copytree(ROOT / "sdflow", tmp_path / "site/sdflow", ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(ROOT / source, tmp_path / "site" / target)
+    (tmp_path / "mine.yaml").write_text(WORKFLOW)
+    done = subprocess.run(
+        [sys.executable, "-m", "sdflow", "validate", "mine.yaml"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "mine.yaml: valid" in done.stdout
+    assert {Path(name).name for name in shipped_workflows()} == {
+        path.name for path in (tmp_path / "site/sdflow/data/workflows/base").glob("*.yaml")
+    }
