@@ -24,18 +24,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
     ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",
-    **{
-        ("runtime/schedule.py", name): "the schedulers that --scheduler offers; every family draws with each of them"
-        for name in (
-            "DDIMScheduler",
-            "DPMSolverMultistepScheduler",
-            "EulerAncestralDiscreteScheduler",
-            "EulerDiscreteScheduler",
-            "LCMScheduler",
-            "PNDMScheduler",
-            "UniPCMultistepScheduler",
-        )
-    },
 }
 """(module, name) -> why it stands there."""
 

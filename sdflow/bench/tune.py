@@ -26,6 +26,7 @@ from sdflow.evaluate.statistics import percentile
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.folder import folder_defaults
 from sdflow.runtime.recorded_tuning import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
@@ -193,7 +194,7 @@ class _Tuner:
         self.folder, self.target, self.rounds = folder, target, rounds
         self.device = Device("cuda" if target.session.needs_cuda else "cpu")
         self.tolerance = SESSIONS_APART[dtype_of(folder, Engine("", "", target=target.name), self.device)]
-        self.settings = Settings()
+        self.settings = Settings(guidance_scale=folder_defaults(folder)["text"].guidance_scale)
         self._case = case
 
     @property
@@ -254,7 +255,9 @@ class _Tuner:
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():
             noise = latents(case, settings.seed, pipeline.latents).to(pipeline.place.device)
-            request = Request([settings.prompt] * case.batch, None, settings.guidance_scale, case.height, case.width)
+            width = pipeline.family.guidance_width(pipeline.configs)
+            prompts = [settings.prompt] * case.batch
+            request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width)
             denoiser = pipeline.denoiser(Start(noise, []), case.batch * (2 if request.guided else 1))
             conditions = pipeline.condition(request)
             schedule = pipeline.schedule(case.steps, guidance_scale=settings.guidance_scale if request.guided else None)

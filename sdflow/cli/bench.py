@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from sdflow.bench.sweep import SweepPoint
+    from sdflow.families.defaults import Defaults
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
@@ -26,12 +27,16 @@ def bench(
         str | None,
         typer.Option(help="Pixels of both sides. Default: the model's own.", metavar="N,...", show_default=False),
     ] = None,
-    steps: Annotated[str, typer.Option(help="Steps an image.", metavar="N,...")] = "50",
+    steps: Annotated[
+        str | None, typer.Option(help="Steps an image. Default: the model's.", metavar="N,...", show_default=False)
+    ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = (
         "a photo of an astronaut riding a horse on mars"
     ),
     negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
-    guidance_scale: Annotated[float, typer.Option(help="1 switches guidance off.")] = 7.5,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="1 switches guidance off. Default: the model's.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the latents.")] = 0,
     scheduler: Annotated[str | None, typer.Option(help="ddim, euler, dpm++_2m, unipc, pndm. Default: its own.")] = None,
     warmup: Annotated[int, typer.Option(min=1, help="Calls after the first that are not counted.")] = 1,
@@ -78,7 +83,8 @@ def bench(
     cases = _cases(pipeline, batch, size, steps, scheduler)
     from sdflow.bench.sweep import Settings
 
-    settings = Settings(prompt, negative_prompt, guidance_scale, seed, scheduler, warmup, rounds, threads, tuning)
+    guidance = _own(pipeline).guidance_scale if guidance_scale is None else guidance_scale
+    settings = Settings(prompt, negative_prompt, guidance, seed, scheduler, warmup, rounds, threads, tuning)
     result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit), _say)
     files = write_files(result, out) if out is not None else []
     print_bench(result, files, as_json=json)
@@ -95,7 +101,9 @@ def tune(
     target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
     size: Annotated[int | None, typer.Option(min=8, help="Pixels of both sides.", show_default=False)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at once.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps an image.")] = 4,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps an image. Default: 4, or the model's.", show_default=False)
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
     option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
     json: AsJson = False,
@@ -111,15 +119,15 @@ def tune(
     if target is not None and target not in TARGETS:
         raise UsageError(f"no target is named {target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}.")
     pixels = size or _own_size(pipeline)
-    case = SweepPoint(batch, pixels, pixels, steps)
+    case = SweepPoint(batch, pixels, pixels, min(4, _own(pipeline).steps) if steps is None else steps)
     result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
 
 
-def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: str | None) -> list[SweepPoint]:
+def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:
     from sdflow.bench.sweep import sweep
     from sdflow.errors import UsageError
-    from sdflow.runtime.schedule import require_known
+    from sdflow.families.schedulers import require_known
 
     if scheduler is not None:
         require_known(scheduler)
@@ -130,7 +138,8 @@ def _cases(pipeline: Path, batch: str, size: str | None, steps: str, scheduler: 
                 remedy="Take ddim, euler, dpm++_2m, unipc or pndm.",
             )
     sizes = [_own_size(pipeline)] if size is None else _numbers("--size", size)
-    return list(sweep(_numbers("--batch", batch), sizes, _numbers("--steps", steps)))
+    counts = [_own(pipeline).steps] if steps is None else _numbers("--steps", steps)
+    return list(sweep(_numbers("--batch", batch), sizes, counts))
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -140,6 +149,15 @@ def _numbers(option: str, text: str) -> list[int]:
     if 0 in numbers:
         raise UsageError(f"{text!r} is not a list of whole numbers", where=option, remedy=f"Write {option} 1,8.")
     return list(dict.fromkeys(numbers))
+
+
+def _own(pipeline: Path) -> Defaults:
+    """What an image from text takes where the caller says nothing."""
+    from sdflow.manifest import read_manifest
+    from sdflow.runtime.folder import folder_defaults
+
+    read_manifest(pipeline)
+    return folder_defaults(pipeline)["text"]
 
 
 def _own_size(pipeline: Path) -> int:

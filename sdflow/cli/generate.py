@@ -71,7 +71,8 @@ def generate(
     strength: Annotated[
         float | None,
         typer.Option(
-            help="Part of the steps that the image goes through. Default: 0.8; 1 with a mask.", show_default=False
+            help="Part of the steps that the image goes through. Default: the model's, 0.8 or for SDXL 0.3; 1 with a mask.",
+            show_default=False,
         ),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
@@ -81,7 +82,12 @@ def generate(
             min=0, max=2**63, help="Of the first image; counts up. Default: a random one.", show_default=False
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per image.")] = 50,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps per image. Default: the model's, 50, or 1 to 8 of few-step models.", show_default=False
+        ),
+    ] = None,
     guidance_scale: Annotated[
         float | None,
         typer.Option(
@@ -92,7 +98,10 @@ def generate(
     height: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the model's own.")] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="ddim, euler, euler_a, dpm++_2m, unipc, lcm, pndm. Default: the pipeline's.")
+        str | None,
+        typer.Option(
+            help="ddim, euler, euler_a, each also as ..._trailing, dpm++_2m, unipc, lcm, tcd, pndm. Default: the pipeline's."
+        ),
     ] = None,
     checker: Annotated[
         bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")

@@ -81,9 +81,12 @@ class ImageFields(_Fields):
     negative_prompt: Annotated[str | None, Field(description="What not to draw; null: nothing is said of it.")] = (
         ImageSpec.negative_prompt
     )
-    steps: Annotated[Positive, Field(description="Denoising steps.")] = ImageSpec.steps
+    steps: Annotated[
+        Positive | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
+    ] = ImageSpec.steps
     guidance_scale: Annotated[
-        float, Field(ge=0, allow_inf_nan=False, description="Classifier-free guidance; up to 1 there is none.")
+        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
+        Field(description="Classifier-free guidance; up to 1 there is none. null: the model's."),
     ] = ImageSpec.guidance_scale
     seed: Annotated[int, Field(ge=0, lt=2**63, description="Of the first latents.")] = ImageSpec.seed
     height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height

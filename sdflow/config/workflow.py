@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from sdflow.families.defaults import Defaults
 
 
 @dataclass(frozen=True, order=True)
@@ -53,9 +55,14 @@ class LatencySpec:
     runs: int = 10
 
 
+STEPS = 20
+"""Of an evaluation's image, where the model needs no fewer."""
+
+
 @dataclass(frozen=True)
 class ImageSpec:
-    """The image that an evaluation draws. Height and width in pixels; None: the model's own size.
+    """The image that an evaluation draws. Height and width in pixels; None: the model's own size. Steps and guidance scale:
+    None: the model's, of the steps at most STEPS.
 
     prompts: when there are any, the image is a sheet of them all, the seed counting up from `seed`; `prompt` is then
         only what is timed.
@@ -63,12 +70,18 @@ class ImageSpec:
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
     negative_prompt: str | None = None
-    steps: int = 20
-    guidance_scale: float = 7.5
+    steps: int | None = None
+    guidance_scale: float | None = None
     seed: int = 0
     height: int | None = None
     width: int | None = None
     prompts: tuple[str, ...] = ()
+
+    def settled(self, own: Defaults) -> ImageSpec:
+        """With the model's own steps and guidance scale where none are named."""
+        steps = min(STEPS, own.steps) if self.steps is None else self.steps
+        guidance_scale = own.guidance_scale if self.guidance_scale is None else self.guidance_scale
+        return replace(self, steps=steps, guidance_scale=guidance_scale)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from sdflow.manifest import read_manifest
 from sdflow.models.base import Sizes
 from sdflow.runtime.availability import try_target
 from sdflow.runtime.folder import (
+    folder_defaults,
     folder_family,
     folder_latents,
     load_companions,
@@ -117,7 +118,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
             where=request.name,
             remedy="Add the submodel, or write `evaluate: {image: null, latency: null}`.",
         )
-    image = at_own_size(request.folder, request.spec.image or ImageSpec())
+    image = as_the_model_draws(request.folder, request.spec.image or ImageSpec())
     loaded: dict[str, Submodel] = {}
     parts: dict[str, SubmodelResult] = {}
     for name, inputs in pipeline_inputs(request.folder, image).items():
@@ -134,7 +135,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
         provider=provider,
         submodels=parts,
         pipeline=pipeline_latency,
-        settings={**asdict(image), "denoiser_batch": _denoiser_batch(image)},
+        settings={**asdict(image), "denoiser_batch": _denoiser_batch(request.folder, image)},
         image=str(request.image) if request.image and request.spec.image else None,
         nsfw_content_detected=flagged,
         peak_memory_bytes=peak_memory(),
@@ -146,17 +147,18 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     )
 
 
-def at_own_size(folder: Path, image: ImageSpec) -> ImageSpec:
-    """The image with the model's own height and width in pixels where the spec names none."""
+def as_the_model_draws(folder: Path, image: ImageSpec) -> ImageSpec:
+    """The image with the model's own height and width in pixels, steps and guidance where the spec names none."""
     own = folder_latents(folder).image_size
-    return replace(image, height=image.height or own, width=image.width or own)
+    settled = image.settled(folder_defaults(folder)["text"])
+    return replace(settled, height=image.height or own, width=image.width or own)
 
 
 def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
     """Submodel -> random inputs at the shapes of a pipeline that draws one such image."""
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
-    batches = {**dict.fromkeys(family.text, 2), family.denoiser: _denoiser_batch(image)}
+    batches = {**dict.fromkeys(family.text, 2), family.denoiser: _denoiser_batch(folder, image)}
     sizes = Sizes(
         height=image.height or latents.image_size,
         width=image.width or latents.image_size,
@@ -169,8 +171,10 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
     }
 
 
-def _denoiser_batch(image: ImageSpec) -> int:
-    return 2 if image.guidance_scale > 1 else 1
+def _denoiser_batch(folder: Path, image: ImageSpec) -> int:
+    family = folder_family(folder)
+    assert image.guidance_scale is not None, "settled"
+    return 2 if family.guided({family.denoiser: submodel_config(folder, family.denoiser)}, image.guidance_scale) else 1
 
 
 def _evaluate_submodel(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
-from sdflow.models.base import Config, Model, Original, halved
+from sdflow.families.defaults import Defaults, Task, settled
+from sdflow.models.base import GUIDANCE, Config, Model, Original, halved
 from sdflow.prompts.reading import PLAIN, Reading
 
 if TYPE_CHECKING:
@@ -122,8 +123,9 @@ class Request:
     """What is drawn: one entry of `prompts` and `negatives` for each image.
 
     negatives: None where the caller gave none. guidance_scale: up to 1 there is no guidance. height, width: of the image
-    in pixels. more: what only some families take (`Family.arguments`), each None where the caller did not say it.
-    reading: how the texts are read.
+    in pixels. guidance_width: of the embedding in which the denoiser takes the guidance scale; None: it takes none.
+    more: what only some families take (`Family.arguments`), each None where the caller did not say it. reading: how the
+    texts are read.
     """
 
     prompts: Sequence[str]
@@ -131,13 +133,20 @@ class Request:
     guidance_scale: float
     height: int
     width: int
+    guidance_width: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     reading: Reading = PLAIN
 
     @property
     def guided(self) -> bool:
         """Whether there is classifier-free guidance: each image then takes two rows, the negative prompts' first."""
-        return self.guidance_scale > 1
+        return self.guidance_scale > 1 and self.guidance_width is None
+
+    def guidance_inputs(self) -> dict[str, torch.Tensor]:
+        """The guidance scale as an input of the denoiser, a row for each image, where it takes it so."""
+        if self.guidance_width is None:
+            return {}
+        return {GUIDANCE: guidance_embedding(self.guidance_scale, self.guidance_width).repeat(len(self.prompts), 1)}
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,9 @@ class Family:
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
-    prompts. guidance_scale: where the caller names none, as in diffusers.
-    assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the usual one.
+    prompts. assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the
+    usual one. strength_spreads: the steps from an image are spread over what its strength leaves, where the scheduler can;
+    else some are left out. defaults: of a call for each task, as in the signatures of diffusers' pipelines.
     """
 
     name: str
@@ -173,14 +183,15 @@ class Family:
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]
     arguments: tuple[str, ...]
-    guidance_scale: float
+    strength_spreads: bool = False
+    defaults: ClassVar[Mapping[Task, Defaults]]
     embeddings: tuple[str, ...]
     assembled_as: str
     architectures: tuple[str, ...]
 
-    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         """Tensors of a file in the original layout whose shapes together say which architecture it is: those of these
-        configs, by component."""
+        configs, by component. None: of a tensor that must not be there."""
         raise NotImplementedError
 
     def title_of(self, configs: Mapping[str, Config]) -> str:
@@ -238,9 +249,39 @@ class Family:
             found[part.component] = (*found.get(part.component, ()), part)
         return found
 
+    def defaults_of(
+        self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
+    ) -> dict[Task, Defaults]:
+        """What a call of a model with these configs, by part, takes where the caller says nothing: `settled`."""
+        return settled(self.defaults, configs[self.denoiser], scheduler, said)
+
+    def guidance_width(self, configs: Mapping[str, Config]) -> int | None:
+        """Of the embedding in which the denoiser takes the guidance scale; None where it takes none."""
+        width = configs[self.denoiser].get("time_cond_proj_dim")
+        return None if width is None else int(width)
+
+    def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
+        """Whether there is classifier-free guidance: each image then takes two rows of the denoiser."""
+        return scale > 1 and self.guidance_width(configs) is None
+
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """configs: by part. Raises KeyError or TypeError for one that lacks something."""
         return Latents.of(configs[self.denoiser], configs[self.decoder])
+
+
+def guidance_embedding(scale: float, width: int) -> torch.Tensor:
+    """(1, width): sines and cosines of a guidance scale. Above 1 is what guidance adds, as the paper counts it.
+
+    After diffusers' StableDiffusionPipeline.get_guidance_scale_embedding; https://arxiv.org/abs/2310.04378, section 4.3.
+    """
+    import torch
+
+    half = width // 2
+    step = torch.log(torch.tensor(10000.0)) / (half - 1)  # in float32 throughout: angles are in the thousands
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -step)
+    angles = (torch.tensor([scale - 1.0], dtype=torch.float32) * 1000.0)[:, None] * frequencies[None]
+    embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
+    return torch.nn.functional.pad(embedding, (0, width - 2 * half))
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:

@@ -22,6 +22,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 """state_dict key -> shape."""
 
 
+GUIDANCE = "timestep_cond"
+"""The input in which a denoiser takes the guidance scale, embedded: diffusers' name for it."""
+
 EXACT = ("timestep", "time_ids")
 """Inputs whose values float16 would round away: timesteps between whole numbers, sizes above 2048 pixels."""
 

@@ -3,6 +3,7 @@
 - `timestep` is float32 of shape [1]: diffusers feeds `np.array([t])` in the type that the session declares, and
   optimum-onnx adds an axis when the input has one. An integer type would cut off the fractions of Euler's and DPM's
   timesteps. Its axis is fixed: one timestep for the whole batch.
+- The UNet of a latent consistency model also takes `timestep_cond`: the guidance scale, embedded.
 - The UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
   width of the original image, top and left of the crop, height and width of the target, in pixels.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import Config, Model, Original, Port, Ports, Sizes, halved
+from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Sizes, halved
 from sdflow.models.ldm_names import ldm_unet_names
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 TIME_IDS = 6
 """Numbers of pixels in `time_ids`."""
 
-_MORE_INPUTS = ("class_embed_type", "addition_embed_type", "time_cond_proj_dim", "num_class_embeds")
+_MORE_INPUTS = ("class_embed_type", "addition_embed_type", "num_class_embeds")
+
+_MAIN = ("sample", "timestep", "encoder_hidden_states")
 
 _READS_TEXT = re.compile(r"attn2_to_[kv](_lora)?$")
 _TRANSFORMER = re.compile(r"transformer_blocks_(\d+)_")
@@ -59,6 +62,7 @@ class UNet(Model):
                 Port("timestep", "float32", (1,)),
                 Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
                 *_added_conditions(config),
+                *_guidance(config),
             ),
             outputs=(
                 Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
@@ -80,29 +84,28 @@ class UNet(Model):
         """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
         original = module.forward
 
-        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
-            return original(sample, timestep, encoder_hidden_states, return_dict=False)[0]
+        more = [port.name for port in self.ports(module.config).inputs[len(_MAIN) :]]
 
-        def forward_xl(sample: Any, timestep: Any, encoder_hidden_states: Any, text_embeds: Any, time_ids: Any) -> Any:
-            added = {"text_embeds": text_embeds, "time_ids": time_ids}
-            return original(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, *others: Any) -> Any:
+            given = _arguments(dict(zip(more, others, strict=True)))
+            return original(sample, timestep, encoder_hidden_states, **given, return_dict=False)[0]
 
-        module.forward = forward if module.config.addition_embed_type is None else forward_xl
+        module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        main = ("sample", "timestep", "encoder_hidden_states")
-        added = {name: value for name, value in inputs.items() if name not in main}
-        given = {"added_cond_kwargs": added} if added else {}
-        sample, timestep, text = (inputs[name] for name in main)
+        given = _arguments({name: value for name, value in inputs.items() if name not in _MAIN})
+        sample, timestep, text = (inputs[name] for name in _MAIN)
         return {"out_sample": module(sample, timestep, encoder_hidden_states=text, **given).sample}
 
     def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         sample, timestep = args
+        guidance = kwargs.get(GUIDANCE)
         return {
             "sample": sample,
             "timestep": timestep.reshape(1).float(),
             "encoder_hidden_states": kwargs["encoder_hidden_states"],
             **(kwargs.get("added_cond_kwargs") or {}),
+            **({} if guidance is None else {GUIDANCE: guidance}),
         }
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
@@ -131,6 +134,19 @@ class UNet(Model):
         if _FIRST_ATTENTION.match(module) and "Attn" not in config.get("down_block_types", ["Attn"])[0]:
             return "this UNet has no attention there"
         return None
+
+
+def _arguments(more: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the module's forward beside the main ones, from inputs by name."""
+    added = {name: value for name, value in more.items() if name != GUIDANCE}
+    guidance = {GUIDANCE: more[GUIDANCE]} if GUIDANCE in more else {}
+    return {**({"added_cond_kwargs": added} if added else {}), **guidance}
+
+
+def _guidance(config: Config) -> tuple[Port, ...]:
+    """What the UNet of a latent consistency model takes besides."""
+    width = config.get("time_cond_proj_dim")
+    return () if width is None else (Port(GUIDANCE, "float32", ("batch", width)),)
 
 
 def _added_conditions(config: Config) -> tuple[Port, ...]:

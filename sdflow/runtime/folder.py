@@ -12,11 +12,15 @@ from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
+from sdflow.families.defaults import Defaults, Task
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target
+
+SCHEDULER = "scheduler"
+"""What every family calls the companion that has the steps."""
 
 TAKEN_APART = ("cpu", "cuda")
 """The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
@@ -63,6 +67,16 @@ def folder_latents(folder: Path) -> Latents:
         return family.latents(configs)
     except (KeyError, TypeError) as error:
         raise UsageError(f"a config.json of the submodels has no {error}", where=str(folder), remedy=DAMAGED) from error
+
+
+def folder_defaults(folder: Path) -> dict[Task, Defaults]:
+    """What a call of a pipeline folder takes where the caller says nothing, for each task.
+
+    Raises UsageError for a folder that lacks the denoiser or the scheduler's config.
+    """
+    family = folder_family(folder)
+    configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
+    return family.defaults_of(configs, _read_json(folder / SCHEDULER / family.companions[SCHEDULER].file), {})
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:

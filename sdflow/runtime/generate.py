@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.families.schedulers import require_known
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.folder import folder_family, folder_latents
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
-from sdflow.runtime.schedule import require_known
 from sdflow.runtime.start import require_size
 from sdflow.runtime.tuning import Tuning
 from sdflow.runtime.words import read_words, recorded_words
@@ -37,10 +37,10 @@ class GenerateRequest:
     """What to draw.
 
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
-    one. height, width: pixels; None: the image's or the model's. strength, image, mask: files to start from and to draw
-    into. target: None for the one that the folder was built for. batch: images drawn at once. threads: of the CPU.
-    prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of textual inversion, FILE or FILE:WORD.
-    more: what the pipeline's family takes besides.
+    one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength: None: the model's.
+    image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
+    images drawn at once. threads: of the CPU. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
+    textual inversion, FILE or FILE:WORD. more: what the pipeline's family takes besides.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class GenerateRequest:
     images: int = 1
     height: int | None = None
     width: int | None = None
-    steps: int = 50
+    steps: int | None = None
     guidance_scale: float | None = None
     strength: float | None = None
     image: Path | None = None
@@ -272,12 +272,16 @@ def _settings(
     request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target, words: Sequence[Embedding]
 ) -> dict[str, Any]:
     """What all images of a run share, as their files tell it: enough to draw them again."""
-    names = ("negative_prompt", "steps", "strength")
+    own = pipeline.defaults["text" if request.image is None else "image" if request.mask is None else "inpaint"]
+    strength = own.strength if request.strength is None else request.strength
     given = {"image": request.image, "mask": request.mask}
     return {
-        **{name: getattr(request, name) for name in names},
+        "negative_prompt": request.negative_prompt,
+        "steps": own.steps_at(strength) if request.steps is None else request.steps,
+        "strength": None if request.image is None else strength,
         "safety_checker": request.checker,
-        "guidance_scale": pipeline.family.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        "guidance_scale": own.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        "eta": own.eta,
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},

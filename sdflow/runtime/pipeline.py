@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.base import Conditions, Family, Request
+from sdflow.families.defaults import Defaults, Task
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
 from sdflow.runtime.folder import (
+    SCHEDULER,
     TAKEN_APART,
+    folder_defaults,
     folder_family,
     load_companions,
     load_submodel,
@@ -71,7 +74,7 @@ class Pipeline:
     """Draws images from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
-    options: of model_index.json, as the family reads them.
+    options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
     words: that stand in prompts for learned vectors.
     """
@@ -83,6 +86,7 @@ class Pipeline:
         companions: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
         *,
+        defaults: Mapping[Task, Defaults] | None = None,
         low_memory: bool = False,
         split: bool = True,
         words: Sequence[Embedding] = (),
@@ -96,12 +100,15 @@ class Pipeline:
         self.words = {word.word: word.count for word in words}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
-        self.scheduler = companions["scheduler"]
+        self.scheduler = companions[SCHEDULER]
         self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
         self.split = split
         self.place = submodels[family.denoiser].place
-        self.latents = family.latents({name: submodel.config for name, submodel in submodels.items()})
+        self.configs = {name: submodel.config for name, submodel in submodels.items()}
+        self.latents = family.latents(self.configs)
+        told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
+        self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._denoisers: dict[tuple[Any, ...], Denoiser] = {}
 
@@ -122,9 +129,9 @@ class Pipeline:
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
-        scheduler: one of `schedule.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if it is
-        there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose
-        for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
+        scheduler: one of `families.schedulers.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if
+        it is there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune`
+        chose for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
         FILE:WORD; their words may stand in prompts.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
@@ -145,8 +152,15 @@ class Pipeline:
 
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))
-        options = read_options(folder)
-        pipeline = cls(family, submodels, load_companions(folder), options, low_memory=low_memory, words=words)
+        pipeline = cls(
+            family,
+            submodels,
+            load_companions(folder),
+            read_options(folder),
+            defaults=folder_defaults(folder),
+            low_memory=low_memory,
+            words=words,
+        )
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
         return pipeline
@@ -160,11 +174,11 @@ class Pipeline:
         negative_prompt: str | Sequence[str] | None = None,
         height: int | None = None,
         width: int | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         strength: float | None = None,
         num_images_per_prompt: int = 1,
-        eta: float = 0.0,
+        eta: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: np.ndarray | torch.Tensor | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
@@ -178,8 +192,8 @@ class Pipeline:
 
         image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
-        guidance_scale: None for the family's; above 1, each run of the denoiser has batch 2 per image. strength: the
-        part of the steps that an image goes through, by default 0.8, and 1 with a mask. latents: (images, channels,
+        guidance_scale: above 1, each run of the denoiser has batch 2 per image. strength: the part of the steps that an
+        image goes through. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
@@ -197,11 +211,11 @@ class Pipeline:
                 raise UsageError(
                     f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
                 )
-            if strength is None:
-                strength = 0.8 if image is not None and mask_image is None else 1.0
-            if guidance_scale is None:
-                guidance_scale = self.family.guidance_scale
-            guided = guidance_scale > 1
+            own = self.defaults["text" if image is None else "image" if mask_image is None else "inpaint"]
+            strength = own.strength if strength is None else strength
+            steps = own.steps_at(strength) if num_inference_steps is None else num_inference_steps
+            guidance_scale = own.guidance_scale if guidance_scale is None else guidance_scale
+            guided = self.family.guided(self.configs, guidance_scale)
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
@@ -213,12 +227,12 @@ class Pipeline:
                 else read_mask(mask_image, *(size * self.latents.scale for size in shape[2:]))
             )
             schedule = self.schedule(
-                num_inference_steps,
+                steps,
                 strength=strength if image is not None else 1.0,
                 # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
                 from_image=image is not None and (mask is None or (strength < 1 and latents is None)),
                 inpaint=mask is not None,
-                eta=eta,
+                eta=own.eta if eta is None else eta,
                 guidance_scale=guidance_scale if guided else None,
             )
             noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, latents, generator)]
@@ -230,6 +244,7 @@ class Pipeline:
                 guidance_scale,
                 shape[2] * self.latents.scale,
                 shape[3] * self.latents.scale,
+                self.family.guidance_width(self.configs),
                 {name: per_image(value, num_images_per_prompt) for name, value in more.items()},
                 Reading(prompt_syntax, self.words),
             )
@@ -351,7 +366,9 @@ class Pipeline:
         of `schedule.trace`."""
         key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, *options.items())
         if key not in self._schedules:
-            schedule = trace(self.scheduler, steps, self.family.scheduler_config, **options)
+            schedule = trace(
+                self.scheduler, steps, self.family.scheduler_config, spread=self.family.strength_spreads, **options
+            )
             guided = schedule if guidance_scale is None else schedule.guided(guidance_scale)
             while len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))

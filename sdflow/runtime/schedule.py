@@ -11,25 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.families.schedulers import SCHEDULERS, require_known
 
 if TYPE_CHECKING:
     import torch
-
-SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "ddim": ("DDIMScheduler", {}),
-    "euler": ("EulerDiscreteScheduler", {}),
-    "euler_a": ("EulerAncestralDiscreteScheduler", {}),
-    "dpm++_2m": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "solver_order": 2}),
-    "unipc": ("UniPCMultistepScheduler", {}),
-    "lcm": ("LCMScheduler", {}),
-    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
-}
-"""Name -> class in diffusers, and the options that make it what the name says."""
 
 NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
 """The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
@@ -81,17 +70,6 @@ class Schedule:
         return replace(self, **tensors)
 
 
-def require_known(name: str) -> None:
-    """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
-    if name not in SCHEDULERS:
-        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
-        raise UsageError(
-            f"no scheduler is named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-            where="--scheduler",
-            remedy=f"Known: {', '.join(SCHEDULERS)}.",
-        )
-
-
 def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
     """The scheduler that `SCHEDULERS` knows by this name, with the noise schedule of another one's config.
 
@@ -113,17 +91,20 @@ def trace(
     from_image: bool = False,
     inpaint: bool = False,
     eta: float = 0.0,
+    spread: bool = False,
 ) -> Schedule:
     """The factors of a diffusers scheduler; the scheduler itself is left as it is.
 
     fixed: what the pipeline sets in the scheduler's config. strength: the part of the steps that is taken, the last one.
     from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
+    spread: all steps are taken, in that part, where the scheduler can.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
     import torch
 
     scheduler = _fresh(scheduler, fixed)
-    options = (steps, strength, from_image, inpaint, eta)
+    spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
+    options = (steps, strength, from_image, inpaint, eta, spread)
     schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
     if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
         raise UsageError(
@@ -134,7 +115,14 @@ def trace(
 
 
 def _trace(
-    scheduler: Any, steps: int, strength: float, from_image: bool, inpaint: bool, eta: float, unit: float
+    scheduler: Any,
+    steps: int,
+    strength: float,
+    from_image: bool,
+    inpaint: bool,
+    eta: float,
+    spread: bool,
+    unit: float,
 ) -> Schedule:
     import torch
     from torch.overrides import TorchFunctionMode
@@ -143,11 +131,11 @@ def _trace(
         raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
     scheduler = _fresh(scheduler, {})
     try:
-        scheduler.set_timesteps(steps)
+        scheduler.set_timesteps(steps, **({"strength": strength} if spread else {}))
     except ValueError as error:
         raise UsageError(f"{type(scheduler).__name__} cannot make {steps} steps: {error}") from error
     # As in diffusers' image to image: a strength of 0.8 leaves out the first fifth.
-    left = min(int(steps * strength), steps)
+    left = steps if spread else min(int(steps * strength), steps)
     if left == 0:
         raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
     skipped = (steps - left) * scheduler.order

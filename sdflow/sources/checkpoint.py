@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families.base import Family, Part
+from sdflow.families.defaults import Defaults, Task
 from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
@@ -90,6 +92,12 @@ class Checkpoint:
         """Of every file that loading these submodels (None: all) and the companions reads, from before it was read."""
         loads = [source.load for name, source in self.submodels.items() if submodels is None or name in submodels]
         return [*self.companion_stamps, *(stamp for load in loads for stamp in load.get("files", ()))]
+
+    def defaults(self) -> dict[Task, Defaults]:
+        """What a call of its pipeline takes where the caller says nothing, for each task."""
+        scheduler = self.companions["scheduler"] / self.family.companions["scheduler"].file
+        configs = {name: submodel.load["config"] for name, submodel in self.submodels.items()}
+        return self.family.defaults_of(configs, json.loads(scheduler.read_text(encoding="utf-8")), {})
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family, Request, Tensors
-from sdflow.runtime.folder import folder_latents, load_companions, read_options
+from sdflow.runtime.folder import folder_latents, load_companions, read_options, submodel_config
 from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
@@ -75,7 +75,8 @@ def _text_to_image(
 
     companions, latents = load_companions(folder), folder_latents(folder)
     height, width = (latents.scale * size for size in first.shape[2:])
-    request = Request(prompts, None, selection.guidance_scale, height, width)
+    guidance_width = family.guidance_width({family.denoiser: submodel_config(folder, family.denoiser)})
+    request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width)
     conditions = family.condition(run_torch, companions, read_options(folder), request)
 
     scheduler = companions["scheduler"]

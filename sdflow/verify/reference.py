@@ -174,7 +174,7 @@ class _Run:
                 encoded(prompts, guided=False)
             return {name: fed for name, fed, _ in calls}
 
-        guided = selection.guidance_scale > 1
+        guided = self.family.guided(self._configs(), selection.guidance_scale)
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], guided)
         sample = encoded([case.prompt for case in _sample_cases(selection)], guided) if selection.sample_cases else None
@@ -256,8 +256,11 @@ class _Run:
         pipeline.set_progress_bar_config(disable=True)
         return networks, pipeline
 
+    def _configs(self) -> dict[str, Any]:
+        return {name: load["config"] for name, load in self.request.loads.items()}
+
     def _latents(self) -> Latents:
-        return self.family.latents({name: load["config"] for name, load in self.request.loads.items()})
+        return self.family.latents(self._configs())
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""

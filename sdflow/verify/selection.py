@@ -18,6 +18,8 @@ QUICK_TIMESTEPS = (500.5, 0.5)
 """Half a step changes most near 0: a timestep that is cut to a whole number shows there."""
 QUICK_LATENTS = 8
 """Rows and columns of the latents at the quick level, where the denoiser's levels allow it."""
+QUICK_STEPS, FULL_STEPS = 3, 10
+"""Of denoising; fewer of a model that is made for fewer."""
 SAMPLE_CASES = 24
 PROMPTS = (
     "a photo of an astronaut riding a horse on mars",
@@ -102,13 +104,14 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
     vae_shapes = [(2, max(1, rows // 2), columns)]  # it halves nothing; its work grows with the pixels alone
     if full:
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
+    drawn = checkpoint.defaults()["text"]
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
     drawing = {*family.drawing} <= {*submodels}
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),
-        steps=spec.steps or (10 if full else 3),
-        guidance_scale=image.guidance_scale,
+        steps=spec.steps or min(FULL_STEPS if full else QUICK_STEPS, drawn.steps),
+        guidance_scale=drawn.guidance_scale if image.guidance_scale is None else image.guidance_scale,
         seed=image.seed,
         rows=rows,
         columns=columns,

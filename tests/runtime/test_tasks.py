@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 
 from sdflow.errors import UsageError
+from sdflow.families.schedulers import SCHEDULERS
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import SCHEDULERS, named_scheduler, trace
+from sdflow.runtime.schedule import named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions, create_session
 from sdflow.runtime.submodel import KEPT, Submodel
 from sdflow.sources import Checkpoint, load_module

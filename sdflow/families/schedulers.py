@@ -1,0 +1,45 @@
+"""The schedulers that a pipeline may be given by name. Every family draws with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.models.base import Config
+
+_TRAILING = {"timestep_spacing": "trailing"}
+
+SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    "ddim_trailing": ("DDIMScheduler", _TRAILING),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_trailing": ("EulerDiscreteScheduler", _TRAILING),
+    "euler_a": ("EulerAncestralDiscreteScheduler", {}),
+    "euler_a_trailing": ("EulerAncestralDiscreteScheduler", _TRAILING),
+    "dpm++_2m": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+    "tcd": ("TCDScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+}
+"""Name -> class in diffusers, and the options that make it what the name says."""
+
+
+def require_known(name: str, where: str = "--scheduler") -> None:
+    """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
+    if name not in SCHEDULERS:
+        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
+        raise UsageError(
+            f"no scheduler is named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=where,
+            remedy=f"Known: {', '.join(SCHEDULERS)}.",
+        )
+
+
+def renamed(config: Config, name: str) -> dict[str, Any]:
+    """A scheduler's config as one of SCHEDULERS, with the same noise schedule. What the other class does not know stays
+    there, as diffusers leaves it."""
+    cls, options = SCHEDULERS[name]
+    return {**config, "_class_name": cls, **options}
