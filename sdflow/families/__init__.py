@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdflow.families.base import Family, Part
+from sdflow.families.latent_consistency import LatentConsistency
 from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (StableDiffusion(), StableDiffusionXL())}
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (StableDiffusion(), StableDiffusionXL(), LatentConsistency())
+}
 
 DEFAULT = "stable_diffusion"
 """The family of manifests and loads that name none: there was only this one."""

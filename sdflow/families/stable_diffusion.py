@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.defaults import Defaults, Task
 from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText
@@ -75,12 +76,16 @@ class StableDiffusion(Family):
     scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
     options: ClassVar[Mapping[str, Any]] = {}
     arguments = ()
-    guidance_scale = 7.5
+    defaults: ClassVar[Mapping[Task, Defaults]] = {
+        "text": Defaults(steps=50, guidance_scale=7.5),
+        "image": Defaults(steps=50, guidance_scale=7.5, strength=0.8),
+        "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
+    }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
     assembled_as = "OnnxStableDiffusionPipeline"
-    architectures = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny")
+    architectures = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny", "sd-turbo", "sd-turbo-tiny")
 
-    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         return {
             **unet_fingerprint(configs["unet"]),
             **vae_fingerprint(configs["vae"]),
@@ -100,8 +105,8 @@ class StableDiffusion(Family):
         if request.guided:
             texts = [*(request.negatives or [""] * len(texts)), *texts]
         encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
-        hidden = encoded.hidden("last_hidden_state")
-        return Conditions({"encoder_hidden_states": hidden}, halves=2 if request.guided else 1)
+        inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
+        return Conditions(inputs, halves=2 if request.guided else 1)
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
@@ -133,14 +138,16 @@ def text_fingerprint(text: Config, clip: Layout, open_clip: Layout | None = None
     return {f"{clip.prefix}embeddings.{name}": shape for name, shape in names.items()}
 
 
-def unet_fingerprint(unet: Config) -> dict[str, tuple[int, ...]]:
+def unet_fingerprint(unet: Config) -> dict[str, tuple[int, ...] | None]:
     """The tensors that tell one UNet from another."""
     prefix, width, deepest = UNET_LAYOUT.prefix, unet["block_out_channels"][0], unet["block_out_channels"][-1]
     attention = "1.transformer_blocks.0.attn2.to_k.weight"
     # The first place with attention: behind conv_in, each level has its layers and, between levels, one that halves.
     level = next(index for index, kind in enumerate(unet["down_block_types"]) if kind.startswith("CrossAttn"))
     first = 1 + level * (unet["layers_per_block"] + 1)
+    guidance = unet.get("time_cond_proj_dim")
     return {
+        f"{prefix}time_embedding.cond_proj.weight": None if guidance is None else (width, guidance),
         f"{prefix}input_blocks.0.0.weight": (width, unet["in_channels"], 3, 3),
         f"{prefix}input_blocks.{first}.{attention}": (unet["block_out_channels"][level], unet["cross_attention_dim"]),
         f"{prefix}middle_block.{attention}": (deepest, unet["cross_attention_dim"]),

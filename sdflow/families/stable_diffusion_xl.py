@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.defaults import Defaults, Task
 from sdflow.families.stable_diffusion import (
     UNET_LAYOUT,
     VAE_LAYOUT,
@@ -82,12 +83,16 @@ class StableDiffusionXL(Family):
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
     arguments = ("prompt_2", "negative_prompt_2", "original_size", "crops_coords_top_left", "target_size")
-    guidance_scale = 5.0
+    defaults: ClassVar[Mapping[Task, Defaults]] = {
+        "text": Defaults(steps=50, guidance_scale=5.0),
+        "image": Defaults(steps=50, guidance_scale=5.0, strength=0.3),
+        "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
+    }
     embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     assembled_as = "ORTStableDiffusionXLPipeline"
-    architectures = ("sdxl", "sdxl-tiny")
+    architectures = ("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny")
 
-    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...]]:
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         second = configs["text_encoder_2"]
         prefix = self.part("text_encoder_2").layouts[0].prefix
         return {
@@ -124,6 +129,7 @@ class StableDiffusionXL(Family):
         sizes = torch.tensor([[height, width, top, left, *target]], dtype=torch.float32)
         time_ids = sizes.to(hidden.device).repeat(len(hidden), 1)
         inputs = {"encoder_hidden_states": hidden, "text_embeds": pooled, "time_ids": time_ids}
+        inputs |= request.guidance_inputs()
         return Conditions(inputs, halves=2 if request.guided else 1)
 
     def torch_pipeline(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 _UNET_OUTER = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
+    "time_embedding.cond_proj": "time_embedding.cond_proj",  # diffusers' own: its conversion leaves the name
     "add_embedding.linear_1": "label_emb.0.0",
     "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0",

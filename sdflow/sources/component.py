@@ -227,7 +227,7 @@ class _Source:
         configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts
                    if part.name in self.checkpoint.submodels}  # fmt: skip
         for name, wanted in family.fingerprint(configs).items():
-            if not name.startswith(begins):
+            if not name.startswith(begins) or wanted is None:
                 continue
             stored = f"{prefix}{name.removeprefix(begins)}"
             if stored not in shapes:

@@ -8,9 +8,12 @@ from pathlib import Path
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
 from sdflow.families.base import Family, Layout
+from sdflow.families.few_steps import of_this_name
 from sdflow.sources.architectures import architecture_config
 
 Shapes = Mapping[str, tuple[int, ...]]
+Fingerprint = Mapping[str, tuple[int, ...] | None]
+"""Tensor -> its shape; None: there is none."""
 Said = tuple[str, str]
 """How the denoiser predicts, as a scheduler's config calls it, and what in the file says so."""
 
@@ -75,6 +78,7 @@ def choose(path: Path, fitting: Sequence[str], said: Said | None, wanted: str | 
     if wanted is not None:
         odd = said is not None and said[0] != predicts[wanted]
         return wanted, (f"{path.name} is taken for {wanted}, although {said[1]}.",) if said and odd else ()
+    fitting = of_this_name(fitting, path.name)
     if said is not None:
         prediction, why = said
         agreed = [name for name in fitting if predicts[name] == prediction]
@@ -136,7 +140,7 @@ def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
     )
 
 
-def _fingerprint(architecture: str) -> Shapes:
+def _fingerprint(architecture: str) -> Fingerprint:
     family = family_of_architecture(architecture)
     components = [part.component for part in family.parts if part.layouts]
     return family.fingerprint({name: architecture_config(architecture, name) for name in components})
@@ -155,7 +159,7 @@ def _current(shapes: Shapes) -> Shapes:
     return found
 
 
-def _description(shapes: Shapes, nearest: str, wanted: Shapes) -> str:
+def _description(shapes: Shapes, nearest: str, wanted: Fingerprint) -> str:
     denoiser = next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
     for begin, what in _OTHERS:
         if any(name.removeprefix(denoiser).startswith(begin) for name in shapes):
@@ -168,14 +172,16 @@ def _description(shapes: Shapes, nearest: str, wanted: Shapes) -> str:
         layout.prefix
         for part in family.parts
         for layout in part.layouts
-        if part.name not in there and any(name.startswith(layout.prefix) for name in wanted)
+        if part.name not in there and any(name.startswith(layout.prefix) for name in wanted if wanted[name] is not None)
     )
     if missing:
         return f"it holds no tensors under {', '.join(missing)}{related}"
-    name = next(name for name, shape in wanted.items() if shapes.get(name) != shape)
+    name, expected = next(each for each in wanted.items() if shapes.get(each[0]) != each[1])
     if name not in shapes:
         return f"it holds no tensor {name}{related}"
+    if expected is None:
+        return f"it holds {name}, which {nearest} does not have{related}"
     first = name.endswith("input_blocks.0.0.weight") and len(shapes[name]) > 1
     kind = _CHANNELS.get(shapes[name][1]) if first else None
     named = f" ({kind})" if kind else ""
-    return f"{name} is {list(shapes[name])}{named}, in {nearest} it is {list(wanted[name])}{related}"
+    return f"{name} is {list(shapes[name])}{named}, in {nearest} it is {list(expected)}{related}"

@@ -68,7 +68,7 @@ def open_single_file(
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
-        known = _Description(*json.loads(digests.value(path, "single-file-architecture-3", _describe_pickle)))
+        known = _Description(*json.loads(digests.value(path, "single-file-architecture-4", _describe_pickle)))
     elif path.suffix == ".safetensors":
         known, header = _describe(path), read_header(path)
     else:

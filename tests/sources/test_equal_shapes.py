@@ -87,7 +87,7 @@ def test_the_user_says_which_it_is(architecture: str, original: dict[str, torch.
     assert checkpoint.submodels["unet"].load["config"] == architecture_config(architecture, "unet")
     assert prediction(checkpoint) == architecture_config(architecture, "scheduler")["prediction_type"]
     assert checkpoint.reference.endswith(f"#{architecture}")
-    with pytest.raises(CheckpointError, match="has the shapes of sd21 and of sd21-base, not of sdxl"):
+    with pytest.raises(CheckpointError, match="has the shapes of sd21 and of sd21-base and of sd-turbo, not of sdxl"):
         opened(f"{tmp_path / 'model.safetensors'}#sdxl")
 
 

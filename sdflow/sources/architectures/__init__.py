@@ -1,7 +1,7 @@
 """The architectures that sdflow ships configurations of: what a single file or random weights are filled into.
 
 Each family says which are its own (`Family.architectures`). A folder here is a whole pipeline folder but for the weights,
-and for what `_LENDERS` says.
+and for what `_LENDERS` and `_BASES` say.
 """
 
 from __future__ import annotations
@@ -28,31 +28,48 @@ _LENDERS = {
     ("sdxl-tiny", "tokenizer_2"): "sd21/tokenizer",
 }
 
+# Architecture -> the one that it is, but for the entries of the JSON files in its own folder.
+_BASES = {
+    "sd-turbo": "sd21-base",
+    "sd-turbo-tiny": "sd21-tiny",
+    "sdxl-turbo": "sdxl",
+    "sdxl-turbo-tiny": "sdxl-tiny",
+    "lcm": "sd15",
+    "lcm-tiny": "sd15-tiny",
+}
+
 
 @cache
-def _read(path: str) -> str:
-    return (_ROOT / path).read_text("utf-8")
+def _read(architecture: str, path: str) -> str:
+    """The JSON of a file of an architecture: that of its base, if it has one, with its own entries."""
+    base, own = _BASES.get(architecture), _ROOT / architecture / path
+    if base is None:
+        return own.read_text("utf-8")
+    entries = json.loads(own.read_text("utf-8")) if own.is_file() else {}
+    return json.dumps({**json.loads(_read(base, path)), **entries})
 
 
 def architecture_config(architecture: str, component: str) -> dict[str, Any]:
     """The config.json of a component ("unet", "vae", "text_encoder", "safety_checker", "scheduler", ...)."""
     _check(architecture)
-    config: dict[str, Any] = json.loads(
-        _read(f"{architecture}/{component}/{_CONFIG_FILE.get(component, 'config.json')}")
-    )
+    file = _CONFIG_FILE.get(component, "config.json")
+    config: dict[str, Any] = json.loads(_read(architecture, f"{component}/{file}"))
     return config
 
 
 def architecture_index(architecture: str) -> dict[str, Any]:
     """Its model_index.json: the pipeline's class, and for each component its library and class, or two nulls."""
     _check(architecture)
-    index: dict[str, Any] = json.loads(_read(f"{architecture}/model_index.json"))
+    index: dict[str, Any] = json.loads(_read(architecture, "model_index.json"))
     return index
 
 
 def companion_folder(architecture: str, companion: str) -> Path:
     """The folder of "tokenizer", "tokenizer_2", "scheduler" or "feature_extractor"; of a tokenizer it may be another's."""
     _check(architecture)
+    base = _BASES.get(architecture)
+    if base is not None and not (_ROOT / architecture / companion).is_dir():
+        return companion_folder(base, companion)
     return _ROOT / _LENDERS.get((architecture, companion), f"{architecture}/{companion}")
 
 

@@ -1,0 +1,238 @@
+"""Models that draw in few steps draw what diffusers' own pipelines draw with them (fp32 on the CPU, small): SD-Turbo, SDXL-Turbo
+and latent consistency models, each by its own scheduler, with its own defaults.
+
+diffusers is given the image to start from as latents: what it encodes itself is a sample, not the mean.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from tiny_pipeline import artifact_of
+
+from sdflow.assemble import assemble
+from sdflow.errors import UsageError
+from sdflow.families import FAMILIES
+from sdflow.families.defaults import Defaults, told_by_configs
+from sdflow.manifest import Origin
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.folder import folder_defaults, read_index
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+
+TOLERANCE = 1e-4  # of pixel values in [0, 1]
+SIZE = 64
+PROMPT = "a horse on the moon"
+TURBO = {"steps": 4, "guidance_scale": 0.0}  # what its configs say; its name says that one is enough
+LCM = {"steps": 4, "guidance_scale": 8.5}
+MODELS = {
+    "sd-turbo-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", TURBO),
+    "sdxl-turbo-tiny": ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", TURBO),
+    "lcm-tiny": ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline", LCM),
+}
+
+
+class Built:
+    """A small model: our folder on ONNX Runtime, and diffusers' modules."""
+
+    def __init__(self, architecture: str, root: Path) -> None:
+        checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+        family = checkpoint.family
+        wanted = [name for name in checkpoint.submodels if name != family.checker]
+        for name in wanted:
+            (root / "parts" / name).mkdir(parents=True)
+            inputs = PassInputs(name, None, checkpoint.submodels[name].load, family.name)
+            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
+        self.text, self.image, self.own = MODELS[architecture]
+        self.folder = root / "pipeline"
+        assemble(
+            self.folder,
+            parts={name: artifact_of(root / "parts" / name) for name in wanted},
+            companions=checkpoint.companions,
+            origin=Origin(architecture, "cpu", family=family.name),
+            options=checkpoint.options,
+        )
+        self.ours = Pipeline.load(self.folder, "cpu", threads=1)
+        parts = dict(load_pipeline(checkpoint).components)
+        self.parts = {**parts, "safety_checker": None} if "safety_checker" in parts else parts
+
+    def theirs(self, cls: str) -> Any:
+        extra = {"requires_safety_checker": False} if "safety_checker" in self.parts else {"add_watermarker": False}
+        made = getattr(diffusers, cls)(**{**self.parts, **extra})
+        made.set_progress_bar_config(disable=True)
+        return made
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Built(request.param, tmp_path_factory.mktemp(request.param))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def start(built: Built) -> torch.Tensor:
+    """Latents of an image."""
+    rows, columns = np.mgrid[0:SIZE, 0:SIZE] / SIZE
+    pixels = torch.from_numpy(np.stack([rows, columns, 1 - rows])[None] * 2 - 1).float()
+    vae = built.parts["vae"]
+    with torch.no_grad():
+        latents: torch.Tensor = vae.encode(pixels).latent_dist.mode() * vae.config.scaling_factor
+    return latents
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def assert_equal(drawn: Any, expected: Any) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    assert drawn.shape == expected.shape
+    difference = np.abs(drawn - expected).max()
+    assert difference <= TOLERANCE, f"largest difference {difference}"
+
+
+@pytest.mark.parametrize("steps", [1, None])
+@pytest.mark.parametrize("images", [1, 2])
+def test_text_to_image_equals_diffusers(built: Built, steps: int | None, images: int) -> None:
+    """Without a word about steps and guidance: what the model says itself is what diffusers is told."""
+    settings = {"output_type": "np", "height": SIZE, "width": 2 * SIZE, "num_images_per_prompt": images}
+    told = {
+        "num_inference_steps": built.own["steps"] if steps is None else steps,
+        "guidance_scale": built.own["guidance_scale"],
+    }
+    expected = built.theirs(built.text)(PROMPT, generator=generator(), **settings, **told).images
+    drawn = built.ours(PROMPT, generator=generator(), num_inference_steps=steps, **settings).images
+    assert_equal(drawn, expected)
+
+
+def test_the_denoiser_runs_one_row_an_image(built: Built) -> None:
+    rows = []
+    denoiser = built.ours.denoiser
+    built.ours.denoiser = lambda start, count: (rows.append(count), denoiser(start, count))[1]  # type: ignore[method-assign]
+    try:
+        built.ours(PROMPT, height=SIZE, width=SIZE, num_inference_steps=1)
+    finally:
+        del built.ours.denoiser
+    assert rows == [1]
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_image_to_image_equals_diffusers(built: Built, start: torch.Tensor, strength: float) -> None:
+    settings = {"strength": strength, "output_type": "np", "num_inference_steps": 4}
+    told = {"guidance_scale": built.own["guidance_scale"]}
+    expected = built.theirs(built.image)(PROMPT, image=start, generator=generator(), **settings, **told).images
+    assert_equal(built.ours(PROMPT, start, generator=generator(), **settings).images, expected)
+
+
+def test_guidance_is_an_input_of_a_latent_consistency_model(built: Built) -> None:
+    if built.own is not LCM:
+        assert "timestep_cond" not in built.ours.submodels["unet"].input_types
+        pytest.skip("for latent consistency models")
+    settings = {"output_type": "np", "height": SIZE, "width": SIZE, "num_inference_steps": 2}
+    drawn = {}
+    for scale in (1.0, 3.0, 12.5):
+        expected = built.theirs(built.text)(PROMPT, generator=generator(), guidance_scale=scale, **settings).images
+        drawn[scale] = built.ours(PROMPT, generator=generator(), guidance_scale=scale, **settings).images
+        assert_equal(drawn[scale], expected)
+    assert np.abs(drawn[3.0] - drawn[12.5]).max() > 10 * TOLERANCE, "guidance changes nothing"
+    with pytest.raises(UsageError, match="no negative prompt"):
+        built.ours(PROMPT, negative_prompt="grey", **settings)
+
+
+@pytest.mark.parametrize("scheduler", ["lcm", "tcd", "ddim_trailing", "euler_trailing"])
+def test_with_the_schedulers_of_few_step_loras_the_image_equals_diffusers(built: Built, scheduler: str) -> None:
+    if built.own is LCM:
+        pytest.skip("its own scheduler alone")
+    ours, theirs = built.ours, built.theirs(built.text)
+    settings = {"output_type": "np", "height": SIZE, "width": SIZE, "num_inference_steps": 3, "guidance_scale": 0.0}
+    own, theirs.scheduler = ours.scheduler, named_scheduler(scheduler, ours.scheduler.config)
+    ours.scheduler = named_scheduler(scheduler, own.config)
+    try:
+        for eta in (0.0, 1.0) if scheduler == "tcd" else (0.0,):
+            expected = theirs(PROMPT, generator=generator(), eta=eta, **settings).images
+            assert_equal(ours(PROMPT, generator=generator(), eta=eta, **settings).images, expected)
+    finally:
+        ours.scheduler = own
+
+
+def test_the_folder_says_what_diffusers_or_optimum_load_it_as(built: Built) -> None:
+    index = read_index(built.folder)
+    assert index["_class_name"] == built.ours.family.assembled_as
+    own = folder_defaults(built.folder)["text"]
+    assert own == built.ours.defaults["text"]
+    assert {"steps": own.steps, "guidance_scale": own.guidance_scale} == built.own
+
+
+# Defaults
+
+PIPELINES: Mapping[str, Mapping[str, str]] = {
+    "stable_diffusion": {
+        "text": "StableDiffusionPipeline",
+        "image": "StableDiffusionImg2ImgPipeline",
+        "inpaint": "StableDiffusionInpaintPipeline",
+    },
+    "stable_diffusion_xl": {
+        "text": "StableDiffusionXLPipeline",
+        "image": "StableDiffusionXLImg2ImgPipeline",
+        "inpaint": "StableDiffusionXLInpaintPipeline",
+    },
+    "latent_consistency": {
+        "text": "LatentConsistencyModelPipeline",
+        "image": "LatentConsistencyModelImg2ImgPipeline",
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "task"), [(family, task) for family in PIPELINES for task in PIPELINES[family]])
+def test_a_familys_defaults_are_those_of_diffusers_signatures(family: str, task: Any) -> None:
+    signature = inspect.signature(getattr(diffusers, PIPELINES[family][task]).__call__).parameters
+    own = FAMILIES[family].defaults[task]
+    said = {"steps": signature["num_inference_steps"].default, "guidance_scale": signature["guidance_scale"].default}
+    assert {"steps": own.steps, "guidance_scale": own.guidance_scale} == said
+    assert own.strength == (signature["strength"].default if "strength" in signature else 1.0)
+    assert own.eta == (signature["eta"].default if "eta" in signature else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "strength", "expected"),
+    [(50, 0.8, 50), (1, 0.8, 2), (1, 0.5, 2), (4, 0.3, 4), (1, 0.3, 4), (4, 0.1, 10), (1, 1 / 49, 50), (1, 1.0, 1)],
+)
+def test_few_steps_leave_at_least_one_whatever_the_strength(steps: int, strength: float, expected: int) -> None:
+    found = Defaults(steps, 0.0).steps_at(strength)
+    assert found == expected
+    assert int(found * strength) >= 1
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [
+        ({"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing"}, TURBO),
+        ({"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}, TURBO),
+        ({"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"}, {}),
+        ({"_class_name": "DDIMScheduler", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}, {}),
+        (
+            {
+                "_class_name": "EulerDiscreteScheduler",
+                "timestep_spacing": "trailing",
+                "prediction_type": "v_prediction",
+            },
+            {},
+        ),
+        ({"_class_name": "LCMScheduler"}, {"steps": 4, "guidance_scale": 1.0}),
+        ({"_class_name": "TCDScheduler"}, {"steps": 4, "guidance_scale": 0.0, "eta": 0.3}),
+        ({"_class_name": "PNDMScheduler"}, {}),
+    ],
+)
+def test_what_a_scheduler_tells_of_the_model(scheduler: dict[str, Any], told: dict[str, Any]) -> None:
+    assert told_by_configs({}, scheduler) == told
