@@ -17,7 +17,14 @@ FAMILIES: Mapping[str, Family] = {
 DEFAULT = "stable_diffusion"
 """The family of manifests and loads that name none: there was only this one."""
 
-SUBMODELS: Mapping[str, str] = {part.name: part.about for family in FAMILIES.values() for part in family.parts}
+NET: str = next(family.net.name for family in FAMILIES.values() if family.net is not None)
+"""What the chain of all ControlNets is called; `NET_name` is one of them."""
+
+SUBMODELS: Mapping[str, str] = {
+    part.name: part.about
+    for family in FAMILIES.values()
+    for part in (*family.parts, *([family.net] if family.net is not None else []))
+}
 """Every submodel that a workflow may name, with what it is."""
 
 WITH_LORAS: tuple[str, ...] = tuple(

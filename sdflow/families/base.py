@@ -47,7 +47,8 @@ class Part:
     optional: a checkpoint may lack it. read: the outputs that drawing reads, by its config; None: all. layouts: where it lies in
     files in the original layout; the first whose prefix a file has. lora: how its tensors' names begin in LoRA files.
     config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
-    files of textual inversion that hold one for each text encoder.
+    files of textual inversion that hold one for each text encoder. controlled: as config, where the pipeline has ControlNets.
+    repeats: of one that may be there several times, what all of them are called (`Family.net`); else "".
     """
 
     name: str
@@ -60,6 +61,13 @@ class Part:
     lora: tuple[str, ...] = ()
     config: Config = field(default_factory=dict)
     embedding: str | None = None
+    controlled: Config = field(default_factory=dict)
+    repeats: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What chains of passes and cache keys call it: its name, or that of all that are like it."""
+        return self.repeats or self.name
 
     def layout(self, prefix: str) -> Layout:
         """The layout with this prefix; the first with none of it for "": in a file that holds this part alone."""
@@ -163,6 +171,7 @@ class Family:
 
     name: in manifests. title: for people. classes: diffusers' pipelines in model_index.json that it reads.
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
+    net: a part that may be there any number of times, each with a name of its own: a ControlNet. None: there are none.
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
@@ -179,6 +188,7 @@ class Family:
     decoder: str
     encoder: str
     checker: str | None
+    net: Part | None = None
     companions: ClassVar[Mapping[str, Companion]]
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]
@@ -212,8 +222,27 @@ class Family:
         raise NotImplementedError
 
     def part(self, name: str) -> Part:
-        """The part of this name. Raises KeyError."""
+        """The part of this name, or the ControlNet. Raises KeyError."""
+        if self.net is not None and name.startswith(f"{self.net.name}_"):
+            return replace(self.net, name=name, component=name, repeats=self.net.name)
         return {part.name: part for part in self.parts}[name]
+
+    def net_name(self, name: str) -> str:
+        """The submodel that a ControlNet is which workflows and calls name so."""
+        assert self.net is not None, "a family with ControlNets"
+        return f"{self.net.name}_{name}"
+
+    def nets(self, submodels: Iterable[str]) -> dict[str, str]:
+        """The ControlNets among submodels, in order: what workflows and calls name them -> submodel."""
+        begins = None if self.net is None else f"{self.net.name}_"
+        return {} if begins is None else {
+            name.removeprefix(begins): name for name in sorted(submodels) if name.startswith(begins)
+        }  # fmt: skip
+
+    def ordered(self, submodels: Iterable[str]) -> tuple[str, ...]:
+        """Those of these names that are submodels of this family, in its order."""
+        there = set(submodels)
+        return (*(name for name in self.submodels if name in there), *self.nets(there).values())
 
     def require_arguments(self, given: Iterable[str]) -> None:
         """Raises UsageError for an argument of a call that this family does not know."""

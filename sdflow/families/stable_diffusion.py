@@ -14,13 +14,22 @@ from sdflow.families.defaults import Defaults, Task
 from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText
+from sdflow.models.controlnet import ControlNet
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.residuals import CONTROLLED
 from sdflow.models.safety_checker import SafetyChecker
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
 
 UNET_LAYOUT = Layout("model.diffusion_model.")
 VAE_LAYOUT = Layout("first_stage_model.")
+CONTROLNET = Part(
+    "controlnet",
+    ControlNet(),
+    "controlnet",
+    "A ControlNet, run beside the denoiser: this one chain is that of every net under `controlnets`.",
+    layouts=(Layout("control_model."),),
+)
 
 
 class StableDiffusion(Family):
@@ -48,6 +57,7 @@ class StableDiffusion(Family):
             layouts=(UNET_LAYOUT,),
             # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
             lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
+            controlled={CONTROLLED: True},
         ),
         Part(
             "vae_encoder",
@@ -66,6 +76,7 @@ class StableDiffusion(Family):
         ),
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
+    net = CONTROLNET
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
@@ -113,8 +124,11 @@ class StableDiffusion(Family):
     ) -> Any:
         import diffusers
 
-        return diffusers.StableDiffusionPipeline(
+        nets = [modules[name] for name in self.nets(modules).values()]
+        make = diffusers.StableDiffusionControlNetPipeline if nets else diffusers.StableDiffusionPipeline
+        return make(
             **{name: modules.get(name) for name in ("vae", "text_encoder", "unet")},
+            **({"controlnet": nets} if nets else {}),
             tokenizer=companions["tokenizer"],
             scheduler=companions["scheduler"],
             safety_checker=modules.get("safety_checker"),

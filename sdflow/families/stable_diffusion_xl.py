@@ -9,6 +9,7 @@ from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.stable_diffusion import (
+    CONTROLNET,
     UNET_LAYOUT,
     VAE_LAYOUT,
     text_fingerprint,
@@ -19,6 +20,7 @@ from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText, ClipTextWithProjection
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.residuals import CONTROLLED
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
 from sdflow.prompts.reading import Reading
@@ -64,6 +66,7 @@ class StableDiffusionXL(Family):
             "The denoiser, run once per step.",
             layouts=(UNET_LAYOUT,),
             lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
+            controlled={CONTROLLED: True},
         ),
         Part(
             "vae_encoder",
@@ -75,6 +78,7 @@ class StableDiffusionXL(Family):
         Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
+    net = CONTROLNET
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
@@ -137,8 +141,11 @@ class StableDiffusionXL(Family):
     ) -> Any:
         import diffusers
 
-        return diffusers.StableDiffusionXLPipeline(
+        nets = [modules[name] for name in self.nets(modules).values()]
+        make = diffusers.StableDiffusionXLControlNetPipeline if nets else diffusers.StableDiffusionXLPipeline
+        return make(
             **{name: modules.get(name) for name in ("vae", "text_encoder", "text_encoder_2", "unet")},
+            **({"controlnet": nets} if nets else {}),
             **{name: companions[name] for name in self.companions},
             force_zeros_for_empty_prompt=options["force_zeros_for_empty_prompt"],
             add_watermarker=False,

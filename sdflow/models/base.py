@@ -46,6 +46,23 @@ class Port:
     def dynamic_axes(self) -> dict[int, str]:
         return {index: axis for index, axis in enumerate(self.axes) if isinstance(axis, str)}
 
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape where the axes have these sizes, by name; one that is a part of another (`divided`) follows from it."""
+        return tuple(axis if isinstance(axis, int) else _size_of(axis, sizes) for axis in self.axes)
+
+
+_OVER = "_over_"
+
+
+def divided(axis: str, by: int) -> str:
+    """The name of the axis that is so many times smaller than this one."""
+    return axis if by == 1 else f"{axis}{_OVER}{by}"
+
+
+def _size_of(axis: str, sizes: Mapping[str, int]) -> int:
+    whole, over, by = axis.partition(_OVER)
+    return sizes[whole] // int(by) if over else sizes[axis]
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -140,6 +157,14 @@ class Model:
         """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
         raise NotImplementedError
 
+    def beside(self, denoiser: Config) -> Config:
+        """The config of such a model for a denoiser with this config, where a file has none. For ControlNets."""
+        raise NotImplementedError
+
+    def telling(self, config: Config) -> Shapes:
+        """Tensors by which a file is known to hold such a model, of this config. For ControlNets."""
+        raise NotImplementedError
+
     def to_float16(self, module: Any) -> None:
         """Make the module plain float16 PyTorch, for `reference`: what a float16 graph is measured by."""
         module.half()
@@ -156,12 +181,8 @@ class Model:
         if scale := self.scale(config):
             axes |= {"latent_height": sizes.height // scale, "latent_width": sizes.width // scale}
         random = np.random.default_rng(seed)
-        return {
-            port.name: self.values(
-                port, [axes[axis] if isinstance(axis, str) else axis for axis in port.axes], config, random
-            )
-            for port in self.ports(config).inputs
-        }
+        ports = self.ports(config).inputs
+        return {port.name: self.values(port, list(port.shape(axes)), config, random) for port in ports}
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
         """Made-up values of one input: standard normal, unless a subclass knows better."""

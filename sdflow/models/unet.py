@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.errors import PassError
 from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Sizes, halved
 from sdflow.models.ldm_names import ldm_unet_names
+from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,24 +46,19 @@ class UNet(Model):
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import UNet2DConditionModel
 
-        module: torch.nn.Module = UNet2DConditionModel.from_config(dict(config))
-        return module
+        known = {name: value for name, value in config.items() if name != CONTROLLED}
+        module = UNet2DConditionModel.from_config(known)
+        if config.get(CONTROLLED):
+            module.register_to_config(**{CONTROLLED: True})  # for `traced`
+        made: torch.nn.Module = module
+        return made
 
     def ports(self, config: Config) -> Ports:
-        for option in _MORE_INPUTS:
-            if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
-                raise PassError(
-                    f"{option}={config[option]!r}: this UNet has inputs beside sample, timestep and encoder_hidden_states",
-                    where="unet",
-                    remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
-                )
         return Ports(
             inputs=(
-                Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
-                Port("timestep", "float32", (1,)),
-                Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
-                *_added_conditions(config),
+                *main_ports(config, "unet"),
                 *_guidance(config),
+                *(residual_ports(config) if config.get(CONTROLLED) else ()),
             ),
             outputs=(
                 Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
@@ -74,11 +70,7 @@ class UNet(Model):
         return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        if port.name == "timestep":
-            return random.uniform(0, 1000, shape).astype(port.dtype)
-        if port.name == "time_ids":
-            return random.integers(0, 1025, shape).astype(port.dtype)
-        return super().values(port, shape, config, random)
+        return made_up(port, shape, random)
 
     def traced(self, module: Any) -> None:
         """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
@@ -106,6 +98,7 @@ class UNet(Model):
             "encoder_hidden_states": kwargs["encoder_hidden_states"],
             **(kwargs.get("added_cond_kwargs") or {}),
             **({} if guidance is None else {GUIDANCE: guidance}),
+            **by_name(kwargs.get("down_block_additional_residuals"), kwargs.get("mid_block_additional_residual")),
         }
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
@@ -138,15 +131,46 @@ class UNet(Model):
 
 def _arguments(more: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the module's forward beside the main ones, from inputs by name."""
-    added = {name: value for name, value in more.items() if name != GUIDANCE}
+    added = {name: value for name, value in more.items() if name != GUIDANCE and not is_residual(name)}
     guidance = {GUIDANCE: more[GUIDANCE]} if GUIDANCE in more else {}
-    return {**({"added_cond_kwargs": added} if added else {}), **guidance}
+    return {**({"added_cond_kwargs": added} if added else {}), **guidance, **as_arguments(more)}
 
 
 def _guidance(config: Config) -> tuple[Port, ...]:
     """What the UNet of a latent consistency model takes besides."""
     width = config.get("time_cond_proj_dim")
     return () if width is None else (Port(GUIDANCE, "float32", ("batch", width)),)
+
+
+def main_ports(config: Config, where: str) -> tuple[Port, ...]:
+    """The inputs of a UNet of Stable Diffusion, which its ControlNets have too: latents, timestep, text, sizes.
+
+    where: what has the config, for messages. Raises PassError for a config with other inputs.
+    """
+    for option in _MORE_INPUTS:
+        if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
+            raise PassError(
+                f"{option}={config[option]!r}: this UNet has inputs beside sample, timestep and encoder_hidden_states",
+                where=where,
+                remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
+            )
+    return (
+        Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
+        Port("timestep", "float32", (1,)),
+        Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
+        *_added_conditions(config),
+    )
+
+
+def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.ndarray:
+    """Made-up values of one of them."""
+    import numpy as np
+
+    if port.name == "timestep":
+        return random.uniform(0, 1000, shape).astype(port.dtype)
+    if port.name == "time_ids":
+        return random.integers(0, 1025, shape).astype(port.dtype)
+    return random.standard_normal(shape, np.float32)
 
 
 def _added_conditions(config: Config) -> tuple[Port, ...]:

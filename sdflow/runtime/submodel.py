@@ -256,10 +256,7 @@ class Submodel:
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Input name -> shape where the graph's axes have these sizes, by name."""
-        ports = self.part.model.ports(self.config).inputs
-        return {
-            port.name: tuple(sizes[axis] if isinstance(axis, str) else axis for axis in port.axes) for port in ports
-        }
+        return {port.name: port.shape(sizes) for port in self.part.model.ports(self.config).inputs}
 
     @property
     def input_types(self) -> dict[str, str]:

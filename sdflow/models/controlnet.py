@@ -1,0 +1,166 @@
+"""diffusers' ControlNetModel: from an image beside the prompt to what a UNet adds to its own values.
+
+https://arxiv.org/abs/2302.05543. It has the first half of the UNet, and takes what the UNet takes, and the image in [0, 1]. How
+much its outputs count is not in the graph: whoever adds them to the UNet's inputs multiplies them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.errors import PassError
+from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes, halved
+from sdflow.models.ldm_names import ldm_unet_names
+from sdflow.models.residuals import by_name, residual_ports
+from sdflow.models.unet import made_up, main_ports
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_HINT_CHANNELS = (16, 32, 96, 256)
+"""Of diffusers' ControlNetModel where its config does not say them: each after the first halves the image once."""
+
+_OF_UNET = (
+    "act_fn", "addition_embed_type", "addition_time_embed_dim", "attention_head_dim", "block_out_channels",
+    "class_embed_type", "cross_attention_dim", "down_block_types", "downsample_padding", "encoder_hid_dim",
+    "encoder_hid_dim_type", "flip_sin_to_cos", "freq_shift", "layers_per_block", "mid_block_scale_factor",
+    "mid_block_type", "norm_eps", "norm_num_groups", "num_attention_heads", "num_class_embeds", "only_cross_attention",
+    "projection_class_embeddings_input_dim", "resnet_time_scale_shift", "transformer_layers_per_block",
+    "upcast_attention", "use_linear_projection",
+)  # fmt: skip
+"""What `ControlNetModel.from_unet` takes over, as far as checkpoints of Stable Diffusion set it."""
+
+# https://github.com/lllyasviel/ControlNet, cldm/cldm.py
+_ORIGINAL: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"controlnet_cond_embedding\.conv_in\."), lambda found: "input_hint_block.0."),
+    (
+        re.compile(r"controlnet_cond_embedding\.blocks\.(\d+)\."),
+        lambda found: f"input_hint_block.{2 * int(found[1]) + 2}.",
+    ),
+    (re.compile(r"controlnet_down_blocks\.(\d+)\."), lambda found: f"zero_convs.{found[1]}.0."),
+    (re.compile(r"controlnet_mid_block\."), lambda found: "middle_block_out.0."),
+)
+_LAST_HINT = "controlnet_cond_embedding.conv_out."
+
+
+class ControlNet(Model):
+    """A tensor for each skip connection of the UNet, and one for its middle."""
+
+    class_name: ClassVar[str] = "ControlNetModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.controlnets.controlnet"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import ControlNetModel
+
+        module: torch.nn.Module = ControlNetModel.from_config(dict(config))
+        return module
+
+    def beside(self, unet: Config) -> Config:
+        """The config of a ControlNet for this UNet, where there is none: in a file with tensors alone."""
+        own = {name: unet[name] for name in _OF_UNET if name in unet}
+        return {
+            "_class_name": self.class_name,
+            **own,
+            "in_channels": unet["out_channels"],
+            "conditioning_channels": 3,
+            "conditioning_embedding_out_channels": list(_HINT_CHANNELS),
+            "controlnet_conditioning_channel_order": "rgb",
+            "global_pool_conditions": False,
+        }
+
+    def telling(self, config: Config) -> Shapes:
+        """Tensors whose shapes together tell one for another kind of UNet, and what is no ControlNet."""
+        widths, hint = config["block_out_channels"], _hint_channels(config)
+        return {
+            "conv_in.weight": (widths[0], config["in_channels"], 3, 3),
+            "controlnet_cond_embedding.conv_in.weight": (hint[0], config.get("conditioning_channels", 3), 3, 3),
+            "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight": (
+                widths[-1],
+                config["cross_attention_dim"],
+            ),
+        }
+
+    def ports(self, config: Config) -> Ports:
+        if config.get("global_pool_conditions"):
+            raise PassError(
+                "global_pool_conditions: this ControlNet gives one value for the whole image, which is not supported",
+                where="ControlNet",
+                remedy="Leave it out. Those that keep the image's places (canny, depth, openpose and so on) are supported.",
+            )
+        image = Port("controlnet_cond", "float32", ("batch", config.get("conditioning_channels", 3), "height", "width"))
+        sample, timestep, text, *more = main_ports(config, "ControlNet")
+        return Ports(inputs=(sample, timestep, text, image, *more), outputs=residual_ports(config))
+
+    def scale(self, config: Config) -> int:
+        return int(2 ** (len(_hint_channels(config)) - 1))
+
+    def smallest(self, config: Config) -> Sizes:
+        pixels = 2 * halved(config) * self.scale(config)
+        return Sizes(batch=2, height=pixels, width=pixels)
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        import numpy as np
+
+        if port.name == "controlnet_cond":
+            return random.random(shape, np.float32)
+        return made_up(port, shape, random)
+
+    def traced(self, module: Any) -> None:
+        """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
+        original = module.forward
+
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, controlnet_cond: Any) -> Any:
+            skips, middle = original(sample, timestep, encoder_hidden_states, controlnet_cond, return_dict=False)
+            return *skips, middle
+
+        def forward_xl(
+            sample: Any,
+            timestep: Any,
+            encoder_hidden_states: Any,
+            controlnet_cond: Any,
+            text_embeds: Any,
+            time_ids: Any,
+        ) -> Any:
+            added = {"text_embeds": text_embeds, "time_ids": time_ids}
+            skips, middle = original(
+                sample, timestep, encoder_hidden_states, controlnet_cond, added_cond_kwargs=added, return_dict=False
+            )
+            return *skips, middle
+
+        module.forward = forward if module.config.addition_embed_type is None else forward_xl
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        main = ("sample", "timestep", "encoder_hidden_states", "controlnet_cond")
+        added = {name: value for name, value in inputs.items() if name not in main}
+        found = module(**{name: inputs[name] for name in main}, **({"added_cond_kwargs": added} if added else {}))
+        return by_name(found.down_block_res_samples, found.mid_block_res_sample)
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        given = {**dict(zip(("sample", "timestep"), args, strict=False)), **kwargs}
+        return {
+            "sample": given["sample"],
+            "timestep": given["timestep"].reshape(1).float(),
+            "encoder_hidden_states": given["encoder_hidden_states"],
+            "controlnet_cond": given["controlnet_cond"],
+            **(given.get("added_cond_kwargs") or {}),
+        }
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        keys = list(keys)
+        blocks = {found[1] for key in keys if (found := re.match(r"controlnet_cond_embedding\.blocks\.(\d+)\.", key))}
+        names = ldm_unet_names(keys)
+        for key in keys:
+            for pattern, replaced in _ORIGINAL:
+                if found := pattern.match(key):
+                    names[key] = replaced(found) + key[found.end() :]
+            if key.startswith(_LAST_HINT):
+                names[key] = f"input_hint_block.{2 * len(blocks) + 2}.{key.removeprefix(_LAST_HINT)}"
+        return {key: Original(name) for key, name in names.items()}
+
+
+def _hint_channels(config: Config) -> Sequence[int]:
+    return config.get("conditioning_embedding_out_channels") or _HINT_CHANNELS
