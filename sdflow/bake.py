@@ -14,7 +14,7 @@ from pathlib import Path
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
-from sdflow.families import SUBMODELS, WITH_LORAS
+from sdflow.families import FAMILIES, WITH_LORAS
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import Plan
@@ -117,9 +117,8 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
     mark = Mark(str(path), 0, 0)
     own = [LoraSpec(lora.reference, lora.scale, lora.weight_name, mark) for lora in origin.loras]
     submodels = {}
-    for submodel in SUBMODELS:
-        if (chain := origin.chains.get(submodel)) is None:
-            continue
+    for submodel in FAMILIES[origin.family].ordered(origin.chains):
+        chain = origin.chains[submodel]
         if chain.written is None:
             raise UsageError(
                 f"does not say by which passes {submodel} was built",
@@ -133,6 +132,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         model=origin.pinned_model(str(path)),
         model_mark=mark,
         components=origin.pinned_components(),
+        controlnets=origin.pinned_nets(),
         target=find_target(origin.target, str(path)).name,
         loras=(*own, *loras),
         submodels=submodels,

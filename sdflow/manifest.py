@@ -70,7 +70,7 @@ class Origin:
     """What a pipeline was built from, and for what.
 
     model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
-    where they are from. checkpoint: what identifies its content. chains: submodel
+    where they are from. controlnets: name -> where it is from. checkpoint: what identifies its content. chains: submodel
     -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
     NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
     """
@@ -86,6 +86,7 @@ class Origin:
     verified: str | None = NOT_SAID
     family: str = DEFAULT
     components: Mapping[str, str] = field(default_factory=dict)
+    controlnets: Mapping[str, str] = field(default_factory=dict)
 
     def pinned_model(self, where: str) -> str:
         """The model, a checkpoint of the hub at the commit that was used.
@@ -100,8 +101,15 @@ class Origin:
 
     def pinned_components(self) -> dict[str, str]:
         """The components that are not the checkpoint's own, those of the hub at the commit that was used."""
-        found = (self.checkpoint or {}).get("components", {})
-        return {name: _pinned(reference, found.get(name, {})) for name, reference in self.components.items()}
+        return self._pinned(self.components, "components")
+
+    def pinned_nets(self) -> dict[str, str]:
+        """The ControlNets by name, those of the hub at the commit that was used."""
+        return self._pinned(self.controlnets, "controlnets")
+
+    def _pinned(self, references: Mapping[str, str], kind: str) -> dict[str, str]:
+        found = (self.checkpoint or {}).get(kind, {})
+        return {name: _pinned(reference, found.get(name, {})) for name, reference in references.items()}
 
 
 def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:
@@ -157,6 +165,8 @@ class Manifest:
             content["family"] = origin.family
         if origin.components:
             content["components"] = dict(origin.components)
+        if origin.controlnets:
+            content["controlnets"] = dict(origin.controlnets)
         return content
 
     def to_bytes(self) -> bytes:
@@ -256,6 +266,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         verified=_get_or(value, "verified", str, None) if "verified" in value else NOT_SAID,
         family=_family(value),
         components=_references(value, "components"),
+        controlnets=_references(value, "controlnets"),
     )
     files = _get(value, "files", list)
     if not all(isinstance(path, str) for path in files):

@@ -100,7 +100,9 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     checked: set[tuple[str, str, str | None]] = set()
     plans = []
     for pipeline in workflow.pipelines:
-        key = digest_json([pipeline.model, pipeline.allow_pickle, dict(pipeline.components)])
+        key = digest_json(
+            [pipeline.model, pipeline.allow_pickle, dict(pipeline.components), dict(pipeline.controlnets)]
+        )
         if key not in opened:
             opened[key] = _open(pipeline, cache, download)
         for spec in pipeline.loras:
@@ -123,6 +125,7 @@ def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Check
             download=download,
             allow_pickle=pipeline.allow_pickle,
             components=pipeline.components,
+            nets=pipeline.controlnets,
         )
     except sources.CheckpointNotLocal:
         if download:

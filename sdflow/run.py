@@ -217,6 +217,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
             for submodel, chain in steps.items()
         },
         components=pipeline.components,
+        controlnets=pipeline.controlnets,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 

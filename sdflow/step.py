@@ -10,6 +10,7 @@ from typing import Any, Literal
 from sdflow import sources
 from sdflow.artifact import Action
 from sdflow.config.workflow import StepSpec
+from sdflow.families import part_of
 from sdflow.file_stamp import Stamp
 from sdflow.passes.base import Pass
 from sdflow.passes.user_pass import is_user_pass
@@ -89,7 +90,7 @@ class Step:
             {
                 "format": ACTION_FORMAT,
                 "pass": {"name": self.implementation.name, "version": self.implementation.version},
-                "submodel": self.submodel,
+                "submodel": part_of(self.source.load, self.submodel).kind,
                 "config": self.config,
                 "inputs": inputs,
                 "uses": self.uses,

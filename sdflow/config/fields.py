@@ -17,6 +17,7 @@ WORKFLOW: Mapping[str, str] = {
     "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
+    "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
@@ -29,6 +30,8 @@ WORKFLOW: Mapping[str, str] = {
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
 }
+NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
+"""A ControlNet's name, a regular expression: it becomes a part of a folder's name."""
 OVERLAY: Mapping[str, str] = {
     "passes": "Changes to the steps of these passes in every submodel that has them. null removes them.",
     "submodels": "Changes to single submodels, after those of `passes`.",

@@ -6,7 +6,8 @@ come the submodels and `evaluate`; everything else is the same for all targets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, is_null, unknown_keys
 from sdflow.config.fields import (
+    NET_NAME,
     WORKFLOW,
     EvaluateFields,
     VerifyFields,
@@ -29,7 +31,7 @@ from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
-from sdflow.families import DRAWING, EXCHANGEABLE, WITH_LORAS
+from sdflow.families import DRAWING, EXCHANGEABLE, NET, WITH_LORAS
 
 
 def load_workflow(
@@ -59,11 +61,14 @@ def load_workflow(
     return Workflow(path.absolute(), tuple(files.read), tuple(found for found in pipelines if found is not None))
 
 
+_Chain = tuple[tuple[StepSpec, PassInfo], ...]
+
+
 @dataclass(frozen=True)
 class _ForTarget:
     """What all pipelines for one target have in common."""
 
-    chains: dict[str, tuple[tuple[StepSpec, PassInfo], ...]]
+    chains: dict[str, _Chain]
     evaluate: EvaluateSpec
     verify: VerifySpec | None
 
@@ -80,6 +85,7 @@ class _Loader:
         self.allow_pickle = self._flag("allow_pickle")
         self.carry_weights = self._flag("carry_weights")
         self.components = self._components(document.entries.get("components"))
+        self.controlnets = self._controlnets(document.entries.get("controlnets"))
         self._targets: dict[str, _ForTarget] = {}
         self._models: dict[int, str | None] = {}
         self._loras: dict[int, tuple[LoraSpec, ...]] = {}
@@ -117,13 +123,14 @@ class _Loader:
             # Without LoRAs there is nothing to merge.
             submodels={
                 name: tuple(spec for spec, info in chain if loras or not info.takes_loras)
-                for name, chain in common.chains.items()
+                for name, chain in self._with_nets(common.chains).items()
             },
             evaluate=common.evaluate,
             verify=common.verify,
             allow_pickle=self.allow_pickle,
             carry_weights=self.carry_weights,
             components=self.components,
+            controlnets=self.controlnets,
         )
 
     def _flag(self, key: str) -> bool:
@@ -149,6 +156,32 @@ class _Loader:
             if name in EXCHANGEABLE and not is_null(each)
         }
         return {name: reference for name, reference in found.items() if reference is not None}
+
+    def _controlnets(self, node: Node | None) -> dict[str, str]:
+        if node is None or is_null(node):
+            return {}
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map like {canny: hf:owner/name}, or null", "`controlnets`", self.problems)
+            return {}
+        found = {}
+        for name, each in node.entries.items():
+            if not re.fullmatch(NET_NAME, name):
+                kind = "up to 32 of a-z, 0-9, _ and -, of which the first is a letter or a digit"
+                self.problems.add(node.keys[name], f"{name!r} is no name for a ControlNet", kind)
+            elif not is_null(each):
+                found[name] = model_reference(
+                    each, self.files.folder(each.mark), self.allow_pickle, self.problems, f"`controlnets.{name}`"
+                )
+        return {name: reference for name, reference in found.items() if reference is not None}
+
+    def _with_nets(self, chains: Mapping[str, _Chain]) -> dict[str, _Chain]:
+        """The chains with that of the ControlNets once for each of them."""
+        others = {name: chain for name, chain in chains.items() if name != NET}
+        if self.controlnets and NET not in chains:
+            text = f"no chain for the ControlNets: `submodels` has no {NET}"
+            self.problems.add(self.document.mark, text, "extend a file that has it")
+            return others
+        return {**others, **{f"{NET}_{name}": chains[NET] for name in sorted(self.controlnets)}}
 
     def _for_target(self, target: str) -> _ForTarget:
         if target not in self._targets:

@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from sdflow.config.catalog import PassCatalog
 from sdflow.config.fields import (
     MATRIX,
+    NET_NAME,
     OVERLAY,
     STEP,
     SUBMODEL,
@@ -95,6 +96,16 @@ def json_schema(catalog: PassCatalog) -> Schema:
                             for name, about in EXCHANGEABLE.items()
                         }
                     ),
+                    {"type": "null"},
+                ]
+            },
+            "controlnets": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "patternProperties": {f"^{NET_NAME}$": {"anyOf": [_TEXT, {"type": "null"}]}},
+                    },
                     {"type": "null"},
                 ]
             },

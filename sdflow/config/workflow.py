@@ -107,7 +107,7 @@ class VerifySpec:
 class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
-    components: those that are not the model's own, and the references that they come from.
+    components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
     verify: None: the artifacts are not verified.
     """
 
@@ -122,6 +122,7 @@ class PipelineSpec:
     allow_pickle: bool = False
     carry_weights: bool = False
     components: Mapping[str, str] = field(default_factory=dict)
+    controlnets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A component of a checkpoint from elsewhere: another VAE in place of its own.
+"""A component of a checkpoint from elsewhere: another VAE in place of its own; `sdflow.sources.nets` uses it too.
 
 Where it may come from: a folder or repository that is the component, as save_pretrained writes it; one that is a pipeline
 and has it; a synthetic checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file
@@ -73,7 +73,7 @@ def with_component(
             where=reference,
             remedy=f"Known: {', '.join(EXCHANGEABLE)}.",
         )
-    source = _Source(checkpoint, component, reference, digests, allow_pickle)
+    source = Source(checkpoint, component, reference, digests, allow_pickle)
     found = source.open(download)
     _require_equal_ports(checkpoint, source.parts, found, reference)
     changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
@@ -94,7 +94,7 @@ def with_component(
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Where a component comes from, and the checkpoint that it is for."""
 
     checkpoint: Checkpoint
@@ -110,7 +110,7 @@ class _Source:
     def open(self, download: bool) -> Found:
         parsed = parse_reference(self.reference)
         if isinstance(parsed, SyntheticReference):
-            return self._synthetic(parsed)
+            return self.synthetic(parsed)
         if isinstance(parsed, SampleReference):
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
         if isinstance(parsed, HubReference):
@@ -132,7 +132,8 @@ class _Source:
             remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
         )
 
-    def _synthetic(self, parsed: SyntheticReference) -> Found:
+    def synthetic(self, parsed: SyntheticReference) -> Found:
+        """From a shipped architecture with random weights."""
         other = open_synthetic(self.reference, parsed.architecture, parsed.seed)
         family = self.checkpoint.family.name
         submodels = {
@@ -189,8 +190,8 @@ class _Source:
         else:
             header = read_header(path)
             shapes = {name: entry.shape for name, entry in header.items()}
-        prefix = self._prefix(shapes)
-        self._require_shapes(path, shapes, prefix or "")
+        prefix = self.prefix(shapes)
+        self.require_shapes(path, shapes, prefix)
         work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
         if not pickled:
             what, entries = f"tensors-1/{self.component}", under(header, prefix or "")
@@ -199,17 +200,18 @@ class _Source:
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
         return Found(
             {
-                part.name: part_of_file(part, self._own_config(part), self.checkpoint.family, content, stamp, prefix)
+                part.name: part_of_file(part, self.own_config(part), self.checkpoint.family, content, stamp, prefix)
                 for part in self.parts
             },
             {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
             (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
         )
 
-    def _own_config(self, part: Part) -> dict[str, Any]:
+    def own_config(self, part: Part) -> dict[str, Any]:
+        """The config.json of a part whose file has none."""
         return dict(self.checkpoint.submodels[part.name].load["config"])
 
-    def _prefix(self, names: Iterable[str]) -> str | None:
+    def prefix(self, names: Iterable[str]) -> str | None:
         """How the component's names begin in a file in the original layout; None: the names are diffusers'."""
         names = list(names)
         for layout in self.parts[0].layouts:
@@ -218,7 +220,7 @@ class _Source:
         # diffusers' blocks are `down_blocks.0`, the original ones `down.0`.
         return None if any("_blocks." in name for name in names) else ""
 
-    def _require_shapes(self, path: Path, shapes: Shapes, prefix: str) -> None:
+    def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
         """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
 
         These are the first convolutions, which both layouts name alike. That every tensor fits is seen when it is loaded.
@@ -229,7 +231,7 @@ class _Source:
         for name, wanted in family.fingerprint(configs).items():
             if not name.startswith(begins) or wanted is None:
                 continue
-            stored = f"{prefix}{name.removeprefix(begins)}"
+            stored = f"{prefix or ''}{name.removeprefix(begins)}"
             if stored not in shapes:
                 raise CheckpointError(
                     f"it holds no tensor {stored}: this is no {self.component}",
@@ -254,19 +256,20 @@ def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: F
     """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
     images fit."""
     for part in parts:
-        own = _ports(part, checkpoint.submodels[part.name], checkpoint.reference)
-        other = _ports(part, found.submodels[part.name], reference)
+        own = ports_of(part, checkpoint.submodels[part.name], checkpoint.reference)
+        other = ports_of(part, found.submodels[part.name], reference)
         for wanted, port in zip(own, other, strict=True):
             if port != wanted:
                 raise CheckpointError(
-                    f"{port.name} of its {part.name} is ({_axes(port)}), and that of {checkpoint.reference} is "
-                    f"({_axes(wanted)})",
+                    f"{port.name} of its {part.name} is ({axes(port)}), and that of {checkpoint.reference} is "
+                    f"({axes(wanted)})",
                     where=reference,
                     remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
                 )
 
 
-def _ports(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
+def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
+    """Inputs and outputs of the graph that a part will be. where: its reference. Raises CheckpointError."""
     try:
         ports = part.model.ports(submodel.load["config"])
     except KeyError as error:
@@ -274,7 +277,7 @@ def _ports(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, 
     return (*ports.inputs, *ports.outputs)
 
 
-def _axes(port: Port) -> str:
+def axes(port: Port) -> str:
     return ", ".join(map(str, port.axes))
 
 

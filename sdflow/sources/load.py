@@ -83,6 +83,9 @@ def load_pipeline(checkpoint: Checkpoint) -> Any:
         for component, parts in family.components.items()
         if parts[-1].name in checkpoint.submodels
     }
+    modules |= {
+        name: load_module(name, checkpoint.submodels[name].load) for name in family.nets(checkpoint.submodels).values()
+    }
     companions = {
         name: load_companion(family.companions[name], folder, checkpoint.reference)
         for name, folder in checkpoint.companions.items()

@@ -9,6 +9,7 @@ from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
 from sdflow.sources.hub import open_hub
+from sdflow.sources.nets import with_nets
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import open_single_file
@@ -22,10 +23,12 @@ def open_checkpoint(
     download: bool,
     allow_pickle: bool = False,
     components: Mapping[str, str] | None = None,
+    nets: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
-    components: component -> where it comes from in place of the checkpoint's own. download: whether the hub may be asked;
+    components: component -> where it comes from in place of the checkpoint's own. nets: ControlNets, by the
+        names that the pipeline will have for them, and where they come from. download: whether the hub may be asked;
         without it, only what the local hub cache holds is found.
     Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
     everything else that is missing, damaged or not supported.
@@ -35,7 +38,9 @@ def open_checkpoint(
         checkpoint = with_component(
             checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
         )
-    return checkpoint
+    if not nets:
+        return checkpoint
+    return with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
 
 
 def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bool) -> Checkpoint:

@@ -10,6 +10,9 @@ from sdflow.manifest import Origin
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.opening import open_checkpoint
 
+_WITHIN = ("components", "controlnets")
+"""Entries of a provenance that hold provenances by name."""
+
 
 def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, download: bool = False) -> Checkpoint:
     """The checkpoint with its exchanged components; those of the hub at the commits that were used.
@@ -24,6 +27,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, downl
         download=download,
         allow_pickle=origin.allow_pickle,
         components=origin.pinned_components(),
+        nets=origin.pinned_nets(),
     )
     require_same_checkpoint(checkpoint, origin, where)
     return checkpoint
@@ -33,7 +37,8 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
     """Raise UsageError when a checkpoint's content is not what the manifest says that it was."""
     if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
         model = origin.pinned_model(where)
-        others = "".join(f", {name} {reference}" for name, reference in origin.components.items())
+        also = {**origin.components, **origin.controlnets}
+        others = "".join(f", {name} {reference}" for name, reference in also.items())
         raise UsageError(
             f"the checkpoint {model}{others} is not the one that this pipeline was built from",
             where=where,
@@ -43,6 +48,8 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
 
 def _content(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The provenance without names that may mean something else today: a branch of the hub stands beside its commit."""
-    components = {name: _content(each) for name, each in provenance.get("components", {}).items()}
-    kept = {key: value for key, value in provenance.items() if key not in ("revision", "components")}
-    return {**kept, "components": components}
+    kept = {key: value for key, value in provenance.items() if key not in ("revision", *_WITHIN)}
+    return {
+        **kept,
+        **{key: {name: _content(each) for name, each in provenance.get(key, {}).items()} for key in _WITHIN},
+    }

@@ -43,13 +43,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
         return SubmodelCheckpoint(
-            identity={
-                "kind": "synthetic",
-                "class": part.model.class_name,
-                "config": config_digest(config),
-                "seed": seed,
-                "generator": GENERATOR_VERSION,
-            },
+            identity=synthetic_identity(part.model, config, seed),
             load={"kind": "synthetic", "family": family.name, "config": config, "seed": seed},
         )
 
@@ -70,6 +64,17 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         },
         options=read_options(family, index),
     )
+
+
+def synthetic_identity(model: Model, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What tells random weights apart, for the cache key."""
+    return {
+        "kind": "synthetic",
+        "class": model.class_name,
+        "config": config_digest(config),
+        "seed": seed,
+        "generator": GENERATOR_VERSION,
+    }
 
 
 def synthetic_tensors(

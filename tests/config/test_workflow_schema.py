@@ -14,7 +14,7 @@ import yaml
 
 from sdflow.config import json_schema, load_workflow
 from sdflow.errors import WorkflowError
-from sdflow.families import SUBMODELS
+from sdflow.families import NET, SUBMODELS
 from sdflow.passes.registry import catalog
 from sdflow.targets import TARGETS
 
@@ -56,7 +56,8 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
     for pipeline in load_workflow(ROOT / name, catalog=catalog()).pipelines:
         assert pipeline.name.startswith(Path(name).stem)
         assert Path(name).stem.endswith(pipeline.target)
-        assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in lacks]
+        nets = [f"{NET}_{each}" for each in sorted(pipeline.controlnets)]
+        assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in (*lacks, NET)] + nets
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -93,6 +94,8 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
             model = "model=synthetic:sdxl" if "sdxl" in current else "model=synthetic:sd15"
             # The sample's LoRAs fit the sample alone, which is there without a download.
             overrides = [] if "shapes" in current else [model]
+            if "controlnet" in current:  # of the model's own size, and here
+                overrides.append("controlnets={canny: '%s'}" % model.partition("=")[2])
             workflow = load_workflow(current, catalog=catalog(), overrides=overrides)
             assert sorted(map(str, workflow.files)) == sorted(opened[current]), current
             steps[current] = sum(len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines)
