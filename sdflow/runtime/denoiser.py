@@ -39,6 +39,11 @@ class WholeDenoiser:
         self._bound = model.bound(**{**model.shapes(sizes), "sample": (rows, *shape[1:])})
         self.sample = self._bound.inputs["sample"].view(rows // shape[0], *shape)
 
+    @property
+    def inputs(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the graph reads, by input."""
+        return self._bound.inputs
+
     def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
         for name, value in conditions.items():
             self._bound.inputs[name].copy_(value)

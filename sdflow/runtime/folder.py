@@ -56,7 +56,7 @@ def read_options(folder: Path) -> dict[str, Any]:
 def onnx_submodels(folder: Path) -> list[str]:
     """The submodels of a pipeline folder that hold an ONNX graph, in order. Raises UsageError when there is no pipeline."""
     components = read_index(folder)
-    return [name for name in folder_family(folder).submodels if components.get(name) == ONNX_COMPONENT]
+    return list(folder_family(folder).ordered(name for name in components if components[name] == ONNX_COMPONENT))
 
 
 def folder_latents(folder: Path) -> Latents:

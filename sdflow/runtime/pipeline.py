@@ -20,6 +20,7 @@ from sdflow.families.base import Conditions, Family, Request
 from sdflow.families.defaults import Defaults, Task
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.prompts.reading import Reading
+from sdflow.runtime.control import Control, ControlledDenoiser, controls_of, read_controls, require_controls
 from sdflow.runtime.denoise import Start, denoise
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
 from sdflow.runtime.folder import (
@@ -104,6 +105,7 @@ class Pipeline:
         self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
         self.split = split
+        self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
         self.configs = {name: submodel.config for name, submodel in submodels.items()}
         self.latents = family.latents(self.configs)
@@ -143,8 +145,9 @@ class Pipeline:
         words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]
 
         def load(name: str) -> Submodel:
-            # The encoder is for images to start from: loaded when the first one comes. The denoiser is taken apart then.
-            late = (family.encoder, family.denoiser) if target.name in TAKEN_APART else (family.encoder,)
+            # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
+            late = (family.encoder, *family.nets(names).values())
+            late = (*late, family.denoiser) if target.name in TAKEN_APART else late
             lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
             graphs = () if low_memory else cuda_graphs
             options = LoadOptions(engine_cache, threads, tuning)
@@ -181,6 +184,11 @@ class Pipeline:
         eta: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: np.ndarray | torch.Tensor | None = None,
+        control: Mapping[str, Any] | None = None,
+        control_scale: float | Mapping[str, float] = 1.0,
+        control_guidance_start: float | Mapping[str, float] = 0.0,
+        control_guidance_end: float | Mapping[str, float] = 1.0,
+        guess_mode: bool = False,
         output_type: Literal["pil", "np", "latent"] = "pil",
         prompt_syntax: str = "plain",
         clip_skip: int | None = None,
@@ -194,7 +202,9 @@ class Pipeline:
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
         guidance_scale: above 1, each run of the denoiser has batch 2 per image. strength: the part of the steps that an
         image goes through. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
-        height / 8, width / 8), standard normal; the generator draws them when None. prompt_syntax: how prompts are read
+        height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
+        their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
+        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. more: what the family's pipeline takes besides (`Family.arguments`).
@@ -204,6 +214,8 @@ class Pipeline:
 
         with self.place.current(), torch.no_grad():
             self.family.require_arguments(more)
+            controls = controls_of(control, control_scale, control_guidance_start, control_guidance_end)
+            require_controls(controls, list(self.nets))
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
             if mask_image is not None and image is None:
                 raise UsageError("a mask needs the image that it belongs to", where="mask_image")
@@ -220,6 +232,9 @@ class Pipeline:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
                 height, width = (int(size) * scale for size in image.shape[2:])
+            controls = read_controls(controls, len(prompts), height, width, self.latents.granularity)
+            for each in controls.values():
+                height, width = each.image.shape[2:]
             shape = self.latents_shape(len(prompts), height, width)
             mask = (
                 None
@@ -250,17 +265,18 @@ class Pipeline:
             )
             rows = len(prompts) * (2 if guided else 1)
             if request.reading.plain and not clip_skip:
-                denoiser = self.denoiser(start, rows)
+                denoiser = self.denoiser(start, rows, controls=controls, guess=guess_mode)
                 conditions = self.condition(request)
             else:  # how long the texts are, their encoding tells
                 conditions = self.condition(request, clip_skip or 0)
-                denoiser = self.denoiser(start, rows, conditions)
+                denoiser = self.denoiser(start, rows, conditions, controls=controls, guess=guess_mode)
             if callback_on_text_end is not None:
                 callback_on_text_end()
             result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end)
             if self.low_memory:
                 self._denoisers.clear()
-                self.submodels[self.family.denoiser].unload()
+                for submodel in (self.submodels[self.family.denoiser], *self.nets.values()):
+                    submodel.unload()
             if output_type == "latent":
                 return Images(result.cpu().numpy(), None)
             drawn, flagged = self.check_safety(self.decode(result))
@@ -330,9 +346,17 @@ class Pipeline:
             self._shortened[name] = clip_skip, without_last_layers(self.submodels[name], clip_skip)
         return self._shortened[name][1]
 
-    def denoiser(self, start: Start, rows: int, conditions: Conditions | None = None) -> Denoiser:
+    def denoiser(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None = None,
+        *,
+        controls: Mapping[str, Control] | None = None,
+        guess: bool = False,
+    ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
-        where they are known already; without them, the texts are as long as the model reads at once."""
+        where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets."""
         family, submodels = self.family, self.submodels
         model, (images, channels, *size) = submodels[family.denoiser], start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
@@ -342,6 +366,10 @@ class Pipeline:
         else:
             length = _length(model, conditions)
         sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
+        if self.nets:  # also without an image for any: what the last call added is there still
+            pixels = {"height": size[0] * self.latents.scale, "width": size[1] * self.latents.scale}
+            whole = WholeDenoiser(model, shape, sizes)
+            return ControlledDenoiser(whole, self.nets, controls or {}, {**sizes, **pixels}, images, guess=guess)
         if model.path is None or not self.split:
             return WholeDenoiser(model, shape, sizes)
         key = (shape, rows, length)

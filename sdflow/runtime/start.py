@@ -43,20 +43,21 @@ def per_image(value: Any, images: int) -> Any:
 
 def read_image(image: Any, height: int | None, width: int | None, multiple: int) -> torch.Tensor:
     """(images, 3, height, width) in [-1, 1], resized to these pixels and to a multiple; latents stay as they are."""
-    return _preprocess(image_reader(multiple, do_convert_rgb=True), image, height, width)
+    return preprocess(image_reader(multiple, do_convert_rgb=True), image, height, width, "image")
 
 
 def read_mask(mask: Any, height: int, width: int) -> torch.Tensor:
     """(masks, 1, height, width), 1 where it is white."""
     reader = image_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
-    return _preprocess(reader, mask, height, width)
+    return preprocess(reader, mask, height, width, "image")
 
 
-def _preprocess(reader: Any, image: Any, height: int | None, width: int | None) -> torch.Tensor:
+def preprocess(reader: Any, image: Any, height: int | None, width: int | None, where: str) -> torch.Tensor:
+    """What diffusers' reader makes of an image. where: for messages. Raises UsageError for what is none."""
     try:
         pixels: torch.Tensor = reader.preprocess(image, height=height, width=width)
     except ValueError as error:
-        raise UsageError(str(error), where="image") from error
+        raise UsageError(str(error), where=where) from error
     return pixels
 
 

@@ -1,0 +1,206 @@
+"""With ControlNets every family draws what diffusers' own ControlNet pipelines draw (fp32 on the CPU).
+
+The graphs are converted and not fused: what the passes do to them is held elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_pipeline import artifact_of
+
+from sdflow.assemble import assemble
+from sdflow.errors import UsageError
+from sdflow.manifest import Origin
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+
+TOLERANCE = 1e-4  # of pixel values in [0, 1]
+SIZE = 64
+PROMPT = "a horse on the moon"
+SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np", "guidance_scale": 5.0}
+KINDS = {"sd15-tiny": "StableDiffusion", "sdxl-tiny": "StableDiffusionXL"}
+
+
+class Built:
+    """A small pipeline with the ControlNets `edges` and `depth`: our folder on ONNX Runtime, and diffusers' modules."""
+
+    def __init__(self, architecture: str, root: Path) -> None:
+        nets = {"edges": f"synthetic:{architecture}?seed=1", "depth": f"synthetic:{architecture}?seed=2"}
+        opened = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False, nets=nets)
+        family = opened.family
+        for name, submodel in opened.submodels.items():
+            if name == family.checker:
+                continue
+            (root / "parts" / name).mkdir(parents=True)
+            inputs = PassInputs(name, None, submodel.load, family.name)
+            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
+        self.architecture, self.folder = architecture, root / "pipeline"
+        assemble(
+            self.folder,
+            parts={path.name: artifact_of(path) for path in (root / "parts").iterdir()},
+            companions=opened.companions,
+            origin=Origin(architecture, "cpu", family=family.name),
+            options=opened.options,
+        )
+        self.ours = Pipeline.load(self.folder, "cpu", threads=1)
+        self.torch = load_pipeline(opened)
+        self.nets = dict(zip(("depth", "edges"), self.torch.controlnet.nets, strict=True))
+
+    def theirs(self, kind: str, *nets: str) -> Any:
+        """diffusers' pipeline with these ControlNets. kind: how its class ends, before `Pipeline`."""
+        parts = {name: part for name, part in self.torch.components.items() if name != "controlnet"}
+        if nets:
+            parts["controlnet"] = [self.nets[name] for name in nets] if len(nets) > 1 else self.nets[nets[0]]
+        xl = self.architecture == "sdxl-tiny"
+        extra = {"add_watermarker": False} if xl else {"safety_checker": None, "requires_safety_checker": False}
+        made = getattr(diffusers, f"{KINDS[self.architecture]}{kind}Pipeline")(**{**parts, **extra})
+        made.set_progress_bar_config(disable=True)
+        return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def pattern(seed: int, height: int = SIZE, width: int = SIZE) -> Image.Image:
+    squares = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3))
+    return Image.fromarray(squares.repeat(8, 0).repeat(8, 1).astype("uint8"))
+
+
+EDGES, DEPTH = pattern(1), pattern(2)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def assert_equal(drawn: Any, expected: Any) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    assert drawn.shape == expected.shape
+    difference = np.abs(drawn - expected).max()
+    assert difference <= TOLERANCE, f"largest difference {difference}"
+
+
+def differ(one: Any, other: Any) -> bool:
+    return bool(np.abs(one - other).max() > 10 * TOLERANCE)
+
+
+def test_one_net_with_its_scale_equals_diffusers(built: Built) -> None:
+    theirs = built.theirs("ControlNet", "edges")
+    expected = theirs(PROMPT, image=EDGES, controlnet_conditioning_scale=0.6, generator=generator(), **SETTINGS)
+    drawn = built.ours(PROMPT, control={"edges": EDGES}, control_scale=0.6, generator=generator(), **SETTINGS)
+    assert_equal(drawn.images, expected.images)
+    stronger = built.ours(PROMPT, control={"edges": EDGES}, generator=generator(), **SETTINGS)
+    assert differ(drawn.images, stronger.images), "the scale changes nothing"
+
+
+def test_two_nets_with_starts_and_ends_of_their_own_equal_diffusers(built: Built) -> None:
+    """In the second step both run, in the first and last one does. The images are of another size, and are resized."""
+    expected = built.theirs("ControlNet", "edges", "depth")(
+        PROMPT,
+        image=[EDGES, DEPTH],
+        controlnet_conditioning_scale=[0.5, 0.8],
+        control_guidance_start=[0.0, 0.25],
+        control_guidance_end=[0.75, 1.0],
+        height=SIZE,
+        width=2 * SIZE,
+        generator=generator(),
+        **SETTINGS,
+    )
+    given: dict[str, Any] = {"height": SIZE, "width": 2 * SIZE, **SETTINGS}
+    drawn = built.ours(
+        PROMPT,
+        control={"edges": EDGES, "depth": DEPTH},
+        control_scale={"edges": 0.5, "depth": 0.8},
+        control_guidance_start={"depth": 0.25},
+        control_guidance_end={"edges": 0.75},
+        generator=generator(),
+        **given,
+    )
+    assert_equal(drawn.images, expected.images)
+
+
+def test_nets_change_from_call_to_call_and_without_any_the_image_is_the_plain_one(built: Built) -> None:
+    """One UNet serves all of them, and nothing of a call stays for the next."""
+    height, width = SIZE, 2 * SIZE
+    given: dict[str, Any] = {"height": height, "width": width, **SETTINGS}
+    for name in ("edges", "depth"):
+        expected = built.theirs("ControlNet", name)(PROMPT, image=pattern(5), generator=generator(), **given)
+        assert_equal(
+            built.ours(PROMPT, control={name: pattern(5)}, generator=generator(), **given).images, expected.images
+        )
+    plain = built.theirs("")(PROMPT, generator=generator(), **given)
+    assert_equal(built.ours(PROMPT, generator=generator(), **given).images, plain.images)
+
+
+def test_several_images_of_several_prompts_without_guidance_equal_diffusers(built: Built) -> None:
+    settings = {**SETTINGS, "guidance_scale": 1.0, "num_inference_steps": 2, "num_images_per_prompt": 2}
+    prompts = [PROMPT, "a red house"]
+    theirs = built.theirs("ControlNet", "edges")
+    expected = theirs(prompts, image=[EDGES, DEPTH], generator=generator(), **settings)
+    drawn = built.ours(prompts, control={"edges": [EDGES, DEPTH]}, generator=generator(), **settings)
+    assert_equal(drawn.images, expected.images)
+
+
+def test_guess_mode_equals_diffusers(built: Built) -> None:
+    theirs = built.theirs("ControlNet", "edges")
+    expected = theirs(PROMPT, image=EDGES, guess_mode=True, generator=generator(), **SETTINGS)
+    drawn = built.ours(PROMPT, control={"edges": EDGES}, guess_mode=True, generator=generator(), **SETTINGS)
+    assert_equal(drawn.images, expected.images)
+    plain = built.ours(PROMPT, control={"edges": EDGES}, generator=generator(), **SETTINGS)
+    assert differ(drawn.images, plain.images), "guess mode changes nothing"
+
+
+def test_image_to_image_equals_diffusers(built: Built) -> None:
+    vae = built.torch.vae
+    pixels = torch.from_numpy(np.asarray(pattern(4)) / 127.5 - 1).float().permute(2, 0, 1)[None]
+    with torch.no_grad():  # what diffusers encodes the image to, without the noise that it would draw for that
+        latents = vae.encode(pixels).latent_dist.mode() * vae.config.scaling_factor
+    settings = {**SETTINGS, "strength": 0.6}
+    theirs = built.theirs("ControlNetImg2Img", "edges")
+    given = {"control_image": EDGES, "controlnet_conditioning_scale": 0.7, "control_guidance_end": 1.0}
+    expected = theirs(PROMPT, image=latents, **given, generator=generator(), **settings)
+    drawn = built.ours(
+        PROMPT, pattern(4), control={"edges": EDGES}, control_scale=0.7, generator=generator(), **settings
+    )
+    assert_equal(drawn.images, expected.images)
+
+
+def test_the_image_takes_the_size_of_the_control_image(built: Built) -> None:
+    settings = {**SETTINGS, "num_inference_steps": 2}
+    drawn = built.ours(PROMPT, control={"edges": pattern(1, 64, 136)}, generator=generator(), **settings)
+    assert drawn.images.shape[1:3] == (64, 136 // built.ours.latents.granularity * built.ours.latents.granularity)
+
+
+def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
+    frugal = Pipeline.load(built.folder, "cpu", threads=1, low_memory=True)
+    settings = {**SETTINGS, "num_inference_steps": 2}
+    expected = built.ours(PROMPT, control={"edges": EDGES}, generator=generator(), **settings).images
+    assert_equal(frugal(PROMPT, control={"edges": EDGES}, generator=generator(), **settings).images, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"control": {"pose": EDGES}}, "no ControlNet 'pose'"),
+        ({"control": {"edges": EDGES}, "control_guidance_start": 0.5, "control_guidance_end": 0.5}, "begins at 0.5"),
+        ({"control": {"edges": EDGES}, "control_guidance_end": 1.5}, "ends at 1.5"),
+        ({"control": {"edges": EDGES}, "control_scale": float("nan")}, "no scale"),
+        ({"control": {"edges": EDGES}, "control_scale": {"depth": 1.0}}, "no image for the ControlNet 'depth'"),
+        ({"control": {"edges": [EDGES] * 3}}, "3 images for 1"),
+        ({"control": {"edges": "edges.png"}}, "edges"),
+    ],
+)
+def test_what_means_nothing_is_refused(built: Built, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        built.ours(PROMPT, **given, **SETTINGS)
