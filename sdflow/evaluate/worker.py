@@ -158,7 +158,8 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
     """Submodel -> random inputs at the shapes of a pipeline that draws one such image."""
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
-    batches = {**dict.fromkeys(family.text, 2), family.denoiser: _denoiser_batch(folder, image)}
+    stepped = (family.denoiser, *family.nets(configs).values())
+    batches = {**dict.fromkeys(family.text, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
     sizes = Sizes(
         height=image.height or latents.image_size,
         width=image.width or latents.image_size,

@@ -129,7 +129,7 @@ def _stamps_of_folder(folder: Path) -> list[Stamp]:
 def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> _Built:
     """Raises UsageError for a submodel that the pipeline does not have."""
     manifest = read_manifest(subject.folder)
-    built = [name for name in subject.checkpoint.family.submodels if name in manifest.parts]
+    built = subject.checkpoint.family.ordered(manifest.parts)
     if unknown := sorted(set(submodels or ()) - set(built)):
         raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
     present = [name for name in built if submodels is None or name in submodels]
@@ -209,7 +209,8 @@ def _reference(
 ) -> tuple[Record, WorkerResult | None]:
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge."""
     checkpoint = subject.checkpoint
-    needed = sorted({*selection.submodels, *checkpoint.family.drawing})
+    family = checkpoint.family
+    needed = sorted({*selection.submodels, *family.drawing, *family.nets(checkpoint.submodels).values()})
     action = Action(
         {
             "format": ACTION_FORMAT,

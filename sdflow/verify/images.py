@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family, Request, Tensors
-from sdflow.runtime.folder import folder_latents, load_companions, read_options, submodel_config
+from sdflow.runtime.folder import folder_latents, load_companions, onnx_submodels, read_options, submodel_config
+from sdflow.verify.inputs import control_images
 from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
@@ -64,7 +65,8 @@ def _text_to_image(
 ) -> np.ndarray:
     """Images, float32 (images, rows, columns, 3) in [0, 1]: the plain loop of diffusers' pipelines.
 
-    One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder.
+    One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder; with the denoiser
+    the ControlNets.
     """
     import numpy as np
     import torch
@@ -79,6 +81,12 @@ def _text_to_image(
     request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width)
     conditions = family.condition(run_torch, companions, read_options(folder), request)
 
+    nets = list(family.nets(onnx_submodels(folder)).values())
+    rows = len(prompts) * conditions.halves
+    controls = [
+        torch.from_numpy(image).repeat(rows, 1, 1, 1) for image in control_images(selection, len(nets), latents.scale)
+    ]
+
     scheduler = companions["scheduler"]
     scheduler.set_timesteps(steps)
     known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
@@ -88,6 +96,11 @@ def _text_to_image(
     for timestep in scheduler.timesteps:
         fed = scheduler.scale_model_input(torch.cat([sample] * conditions.halves), timestep)
         inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs}
+        given = [
+            run_torch(net, {**inputs, "controlnet_cond": image}) for net, image in zip(nets, controls, strict=True)
+        ]
+        for name in given[0] if given else ():
+            inputs[name] = torch.stack([each[name].float() for each in given]).sum(0)
         noise = run_torch(family.denoiser, inputs)["out_sample"].float()
         if conditions.halves == 2:
             unconditional, conditional = noise.chunk(2)

@@ -35,8 +35,20 @@ def first_latents(selection: Selection, channels: int) -> np.ndarray:
     return np.random.default_rng(selection.seed).standard_normal(shape, dtype=np.float32)
 
 
+def control_images(selection: Selection, nets: int, scale: int) -> list[np.ndarray]:
+    """What ControlNets are told, (1, 3, height, width) in [0, 1] for each: black and white squares. scale: pixels per latent."""
+    import numpy as np
+
+    random = np.random.default_rng(selection.seed + 4)
+    squares = random.integers(0, 2, (nets, 1, 1, selection.rows, selection.columns)).astype(np.float32)
+    return list(squares.repeat(3, 2).repeat(scale, 3).repeat(scale, 4))
+
+
 def further_denoiser_cases(cases: Cases, selection: Selection, network: Network) -> None:
-    """Edge timesteps, at the first latents for the largest and at the last for the others; other shapes."""
+    """Edge timesteps, at the first latents for the largest and at the last for the others; other shapes.
+
+    Also of a ControlNet, which takes what the denoiser takes, and an image.
+    """
     import numpy as np
 
     first, last = cases.get(0, "inputs"), cases.get(len(cases.cases) - 1, "inputs")
@@ -48,11 +60,20 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
         cases.add(Case(f"timestep {timestep:g}", "edge timestep", None, timestep), one)
     random = np.random.default_rng(selection.seed + 1)
     latents = latent_port(network.ports)
+    ports = {port.name: port for port in network.ports.inputs}
+    images = [value.shape[2] for name, value in first.items() if "height" in ports[name].axes]
+    pixels = images[0] // selection.rows if images else 0  # for each latent
     for batch, rows, columns in selection.shapes:
         inputs = {}
+        sizes = {"batch": batch, "latent_height": rows, "latent_width": columns}
+        sizes |= {"height": rows * pixels, "width": columns * pixels}
         for name, value in first.items():
             if name == latents.name:
                 inputs[name] = random.standard_normal((batch, value.shape[1], rows, columns), dtype=np.float32)
+            elif "height" in ports[name].axes:  # an image in [0, 1]
+                inputs[name] = random.random(ports[name].shape(sizes), dtype=np.float32)
+            elif value.ndim == 4:  # what ControlNets give: values as large as those recorded
+                inputs[name] = random.standard_normal(ports[name].shape(sizes), dtype=np.float32) * value.std()
             elif name == time:
                 inputs[name] = np.array([501], np.float32)
             else:

@@ -155,13 +155,17 @@ class _Unusable(Exception):
 
 
 class Desk:
-    """Holds the one graph that is open; a graph that is opened for the first time is judged at once."""
+    """Holds the one graph that is open, or the denoiser with its ControlNets, which take turns; a graph that is opened for the
+    first time is judged at once."""
 
     def __init__(self, request: JudgeRequest, progress: Progress) -> None:
         self.request = request
         self.progress = progress
         self.verdicts: dict[str, SubmodelVerdict] = {}
-        self._open: tuple[str, RunnableGraph] | None = None
+        self._open: dict[str, RunnableGraph] = {}
+        family = FAMILIES[request.family]
+        nets = family.nets(request.submodels).values()
+        self._together = {family.denoiser, *nets} if nets else set()
 
     def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
@@ -171,15 +175,16 @@ class Desk:
         return run_graph(graph, inputs)
 
     def close(self) -> None:
-        """Let go of the graph that is open."""
-        self._open = None
+        """Let go of what is open."""
+        self._open.clear()
         gc.collect()
 
     def open(self, submodel: str) -> RunnableGraph | None:
         """The submodel's graph, judged; None if it cannot be loaded."""
-        if self._open and self._open[0] == submodel:
-            return self._open[1]
-        self.close()
+        if submodel in self._open:
+            return self._open[submodel]
+        if not {submodel, *self._open} <= self._together:
+            self.close()
         self.progress(f"{submodel}: loading")
         try:
             graph = open_graph(self.request.folder / submodel, self.request.target, threads=self.request.threads)
@@ -190,7 +195,7 @@ class Desk:
         if submodel not in self.verdicts:
             self.progress(f"{submodel}: comparing with PyTorch")
             self.verdicts[submodel] = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
-        self._open = submodel, graph
+        self._open[submodel] = graph
         return graph
 
 

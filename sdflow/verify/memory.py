@@ -27,8 +27,10 @@ MAPS = 6
 def reference_bytes(family: Family, parameters: Mapping[str, int], activations: int) -> int:
     """The most that a stage of the reference takes. parameters: submodel -> how many; without one that is not loaded.
     activations: bytes, of the decoder."""
-    together = [family.text, (family.denoiser, family.decoder), *((name,) for name in (family.encoder, family.checker))]
-    counts = [sum(parameters.get(name, 0) for name in stage if name is not None) for stage in together]
+    nets = family.nets(parameters).values()
+    together = [family.text, (family.denoiser, family.decoder, *nets)]
+    together += [(name,) for name in (family.encoder, family.checker) if name is not None]
+    counts = [sum(parameters.get(name, 0) for name in stage) for stage in together]
     return LIBRARIES + activations + max(max(4 * count, 2 * count + min(4 * count, KEPT)) for count in counts)
 
 
@@ -59,7 +61,10 @@ def require_memory(
 
     folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice.
     """
-    needed = max(_graph_in(folder / name, target) for name in submodels)
+    graphs = {name: _graph_in(folder / name, target) for name in submodels}
+    # ControlNets stay in memory beside the denoiser while the image is drawn.
+    stepped = [graphs[name] for name in (family.denoiser, *family.nets(submodels).values()) if name in graphs]
+    needed = max(*graphs.values(), sum(stepped))
     if loads is not None:
         needed = max(needed, _reference(family, loads, selection))
     if needed > available:

@@ -47,7 +47,7 @@ def check_promises(
     port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
         found += _files(folder / submodel, submodel, part, digests)
-        if submodel not in family.submodels:
+        if not family.ordered([submodel]):
             what = f"{family.title} has no such submodel"
             found.append(Finding(submodel, "component", "error", submodel, what, "Build the pipeline again."))
             continue

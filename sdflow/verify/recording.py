@@ -52,12 +52,13 @@ def _after(calls: list[Call]) -> Callable[..., None]:
     return record
 
 
-def trajectory(calls: Sequence[Call], denoiser: Network) -> Cases:
-    """Every run of the denoiser is a case, with its result."""
+def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
+    """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
     cases = Cases()
-    names = [port.name for port in denoiser.ports.outputs]
-    for step, (_, fed, outputs) in enumerate(calls):
-        time = float(fed[str(denoiser.whole_batch)][0])
+    names = [port.name for port in network.ports.outputs]
+    for step, (fed, outputs) in enumerate((fed, outputs) for name, fed, outputs in calls if name == submodel):
+        time = float(fed[str(network.whole_batch)][0])
         cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
-        cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
+        if len(outputs) == len(names):
+            cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
     return cases

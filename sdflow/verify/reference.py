@@ -27,6 +27,7 @@ from sdflow.verify.half import quick_halves
 from sdflow.verify.inputs import (
     Recorded,
     checker_cases,
+    control_images,
     decoder_cases,
     encoder_cases,
     first_latents,
@@ -195,22 +196,26 @@ class _Run:
         import numpy as np
 
         family, selection = self.family, self.request.selection
-        networks, pipeline = self._stage((family.denoiser, family.decoder))
+        nets = list(family.nets(self.request.loads).values())
+        networks, pipeline = self._stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
         self.progress("reference: denoising in fp32")
         latents = first_latents(selection, int(latent_port(denoiser.ports).axes[1]))
-        with recording({family.denoiser: denoiser}) as calls:
-            image = _draw(pipeline, selection, latents, texts.float32)
-        denoiser_cases = trajectory(calls, denoiser)
-        further_denoiser_cases(denoiser_cases, selection, denoiser)
+        controls = control_images(selection, len(nets), self._latents().scale)
+        with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
+            image = _draw(pipeline, selection, latents, texts.float32, controls)
+        stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
+        for name, cases in stepped.items():
+            further_denoiser_cases(cases, selection, networks[name])
+        denoiser_cases = stepped[family.denoiser]
         of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self._latents())
-        results = {family.denoiser: denoiser_cases, family.decoder: of_decoder}
+        results = {**stepped, family.decoder: of_decoder}
         for name, network in networks.items():
             self.progress(f"reference: {name} in fp32")
             run_cases(results[name], "float32", network)
         if texts.sample is not None:
             self.progress("reference: images of the sample")
-            _sample_images(pipeline, selection, texts.sample, self.request.out)
+            _sample_images(pipeline, selection, texts.sample, controls, self.request.out)
         for network in networks.values():
             network.model.to_float16(network.module)
         with quick_halves(*(network.module for network in networks.values())):
@@ -218,7 +223,7 @@ class _Run:
                 self.progress(f"reference: {name} in fp16")
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
-            half_image = _draw(pipeline, selection, latents, texts.float16)
+            half_image = _draw(pipeline, selection, latents, texts.float16, controls)
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -271,8 +276,10 @@ class _Run:
         return image
 
 
-def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings) -> np.ndarray:
-    """The image, float32 (rows, columns, 3) in [0, 1]."""
+def _draw(
+    pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings, controls: Sequence[np.ndarray]
+) -> np.ndarray:
+    """The image, float32 (rows, columns, 3) in [0, 1]. controls: an image for each ControlNet."""
     import numpy as np
     import torch
 
@@ -286,8 +293,16 @@ def _draw(pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embed
         generator=torch.Generator().manual_seed(selection.seed),
         latents=torch.from_numpy(latents).to(next(iter(texts.values())).dtype),
         output_type="np",
+        **_told(controls),
     ).images[0]
     return image.astype(np.float32)
+
+
+def _told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Arguments for the images of the ControlNets; none where there are none."""
+    import torch
+
+    return {"image": [torch.from_numpy(each) for each in controls]} if controls else {}
 
 
 def _sample_cases(selection: Selection) -> Any:
@@ -296,7 +311,9 @@ def _sample_cases(selection: Selection) -> Any:
     return prompts.evaluation_set()[: selection.sample_cases]
 
 
-def _sample_images(pipeline: Any, selection: Selection, texts: Embeddings, out: Path) -> None:
+def _sample_images(
+    pipeline: Any, selection: Selection, texts: Embeddings, controls: Sequence[np.ndarray], out: Path
+) -> None:
     """Images of the sample's own evaluation set, for its measure of meaning."""
     import numpy as np
     import torch
@@ -309,5 +326,6 @@ def _sample_images(pipeline: Any, selection: Selection, texts: Embeddings, out: 
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",
+        **_told(controls),
     ).images
     np.savez(out / SAMPLE_FILE, float32=images)
