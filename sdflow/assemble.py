@@ -21,9 +21,10 @@ from sdflow.artifact import INDEX_FILE, Artifact
 from sdflow.errors import CacheError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family
+from sdflow.locked_folder import locked_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
-from sdflow.replace_folder import remove_stale, staging_beside, swap
+from sdflow.replace_folder import remove_stale, staging_place, swap
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def assemble(
         return Assembled(out, changed=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with staging_beside(out) as staging:
+        with locked_folder(staging_place(out)) as staging:
             _fill(staging, out, parts, companions, described, copy)
             check()
             swap(staging, out)

@@ -16,17 +16,17 @@ taken ends the run. A failure publishes nothing; it and an interrupt end all wor
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from sdflow import stop
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
 from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.file_stamp import check_stamps
+from sdflow.locked_folder import scratch_folder
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
@@ -95,9 +95,11 @@ class Executor:
         with self._group() as group:
             return self._run_pipeline(plan, group)
 
-    def run_all(self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float], T]) -> list[T]:
+    def run_all(
+        self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float, WorkerGroup], T]
+    ) -> list[T]:
         """Run pipelines, as many side by side as there may be steps; `then` is called with each that is
-        finished and with when it began (`time.perf_counter`).
+        finished, with when it began (`time.perf_counter`), and with the group, for workers of its own: it ends with them.
 
         What several pipelines share is built once. Returns what `then` gave, in order. Raises as `run` does; the others
         end with the first that fails.
@@ -106,7 +108,7 @@ class Executor:
         def run(plan: PipelinePlan) -> T:
             group.check()
             begun = time.perf_counter()
-            return then(plan, self._run_pipeline(plan, group), begun)
+            return then(plan, self._run_pipeline(plan, group), begun, group)
 
         with self._group() as group, ThreadPoolExecutor(group.jobs) as threads:
             try:
@@ -137,7 +139,8 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
     """Wait for all, or until one fails: raises its error."""
     waiting = set(futures)
     while waiting:
-        finished, waiting = wait(waiting, timeout=0.5, return_when=FIRST_EXCEPTION)
+        stop.check()
+        finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
         failures = [error for error in (future.exception() for future in finished) if error is not None]
         for error in sorted(failures, key=lambda error: isinstance(error, GroupEndedError)):
             raise error
@@ -290,8 +293,8 @@ class _ChainRun:
             "out": str(staging.files.absolute()),
         }
         check_stamps(step.stamps)
-        with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
-            log = Path(folder) / "log.txt"
+        with scratch_folder("log") as folder:
+            log = folder / "log.txt"
             try:
                 result = self.group.run(
                     WORKER,

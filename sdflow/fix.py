@@ -6,16 +6,15 @@ does not fit must not be stored between the two. What is kept of them is minimal
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from sdflow.assemble import assemble
 from sdflow.bake import workflow_of
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.errors import VerificationError
 from sdflow.execute import Executor, Listener
+from sdflow.locked_folder import scratch_folder
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.plan import make_plan
 from sdflow.run import origin_of
@@ -115,9 +114,9 @@ def _rebuilt(
     changed = tuple(_keeping(step, nodes) if step.pass_name == CONVERSION else step for step in chain)
     only = replace(workflow, pipelines=(replace(pipeline, submodels={submodel: changed}),))
     (plan,) = make_plan(only, cache).pipelines
-    with tempfile.TemporaryDirectory(prefix="sdflow-fix-") as scratch, cache.lease():
+    with scratch_folder("fix") as scratch, cache.lease():
         steps = Executor(cache, listener).run(plan)
-        folder = Path(scratch).resolve() / subject.name
+        folder = scratch.resolve() / subject.name
         assemble(
             folder,
             options=subject.checkpoint.options,

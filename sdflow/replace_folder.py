@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import glob
 import os
-import shutil
 import sys
-import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-_STALE_SECONDS = 60
+from sdflow.locked_folder import remove_abandoned
+
+_STAGING = ".sdflow-staging"
 
 
-@contextlib.contextmanager
-def staging_beside(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, locked while in use, removed afterwards with whatever it then holds."""
-    folder = out.parent / f".{out.name}.{uuid.uuid4().hex}.sdflow-staging"
-    folder.mkdir()
-    lock = _lock(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+def staging_place(out: Path) -> Path:
+    """A new path beside `out` for what will take its place."""
+    return out.parent / f".{out.name}.{uuid.uuid4().hex}{_STAGING}"
 
 
 def remove_stale(out: Path) -> None:
-    """Remove what killed runs left beside `out`. A folder that is locked, or younger than a minute, is in use."""
-    for folder in out.parent.glob(f".{glob.escape(out.name)}.*.sdflow-staging*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - folder.lstat().st_mtime > _STALE_SECONDS and (lock := _lock(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """A lock on a folder that ends with the process; None when another process holds it, or on Windows."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    """Remove what killed runs left beside `out`."""
+    remove_abandoned(out.parent, f".{glob.escape(out.name)}.*{_STAGING}")
 
 
 def swap(staging: Path, out: Path) -> None:

@@ -5,12 +5,11 @@ Artifacts that do not pass stay in the cache and are not assembled: the pipeline
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from sdflow.assemble import assemble
@@ -20,6 +19,7 @@ from sdflow.errors import UsageError, VerificationError
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener, Steps
 from sdflow.file_stamp import check_stamps
+from sdflow.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.machine.providers import require_package
 from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
@@ -27,6 +27,7 @@ from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
+from sdflow.worker_group import WorkerGroup
 
 _ONE_AT_A_TIME = threading.Lock()
 """A verification wants the whole machine: two whole models are in memory in turn."""
@@ -86,6 +87,7 @@ def run_workflow(
     Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
     """
     started = time.perf_counter()
+    remove_abandoned_scratch()
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
@@ -105,14 +107,15 @@ def run_workflow(
     )
     with cache.lease():
         finished = executor.run_all(
-            plan.pipelines, lambda pipeline, steps, begun: _assemble(pipeline, steps, begun, executor, options)
+            plan.pipelines,
+            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options),
         )
         evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
     return RunResult(tuple(evaluated), time.perf_counter() - started)
 
 
 def _assemble(
-    plan: PipelinePlan, steps: Steps, begun: float, executor: Executor, options: RunOptions
+    plan: PipelinePlan, steps: Steps, begun: float, group: WorkerGroup, executor: Executor, options: RunOptions
 ) -> PipelineResult:
     folder = options.out / plan.pipeline.name
     parts = {submodel: chain[-1].record.artifact for submodel, chain in steps.items()}
@@ -121,18 +124,21 @@ def _assemble(
             executor.cache.check(artifact)
     assert plan.checkpoint is not None, "planned with download=True"
     extra, companions = plan.checkpoint.options, plan.checkpoint.companions
-    check = partial(
-        check_stamps, plan.checkpoint.companion_stamps
-    )  # they are copied, and what was verified is what goes in
+    stamps = plan.checkpoint.companion_stamps
+
+    def check() -> None:
+        group.check()
+        check_stamps(stamps)  # they are copied, and what was verified is what goes in
+
     checked = plan.pipeline.verify if options.verify else None
     origin = replace(origin_of(plan, steps), verified=checked.level if checked else None)
     verification = None
     if checked is not None:
-        with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as scratch:
-            trial = Path(scratch).resolve() / plan.pipeline.name
+        with scratch_folder("verify") as scratch:
+            trial = scratch.resolve() / plan.pipeline.name
             assemble(trial, parts=parts, companions=companions, origin=origin, options=extra, check=check)
-            with _ONE_AT_A_TIME:
-                verification = _verify(plan, checked, trial, executor, options)
+            with _alone(group):
+                verification = _verify(plan, checked, trial, executor, options, group)
     assemble(folder, parts=parts, companions=companions, origin=origin, options=extra, copy=options.copy, check=check)
     if not options.copy:
         executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
@@ -162,7 +168,7 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
 
 
 def _verify(
-    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions
+    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions, group: WorkerGroup
 ) -> Verification:
     """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
     pipeline = plan.pipeline
@@ -182,6 +188,7 @@ def _verify(
         spec,
         executor.cache,
         progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
+        group=group,
     )
     report = write_reports(verified, options.results)
     if not verified.result.passed:
@@ -193,6 +200,18 @@ def _verify(
             "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
         )
     return verified.result
+
+
+@contextmanager
+def _alone(group: WorkerGroup) -> Iterator[None]:
+    """One verification at a time. Raises GroupEndedError when the group is ended while it waits."""
+    while not _ONE_AT_A_TIME.acquire(timeout=0.2):
+        group.check()
+    try:
+        group.check()
+        yield
+    finally:
+        _ONE_AT_A_TIME.release()
 
 
 def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:

@@ -105,7 +105,8 @@ class WorkerGroup:
         *,
         log: Path,
         on_phase: Callable[[str], None],
-        on_memory: Callable[[int], None],
+        on_memory: Callable[[int], None] = lambda resident: None,
+        environment: Mapping[str, str] = SIDE_BY_SIDE,
         imported: Layers = (),
     ) -> WorkerResult:
         """`run_worker`, as one of the group; `imported` before it starts. Raises GroupEndedError when the group is
@@ -122,7 +123,7 @@ class WorkerGroup:
                 module,
                 request,
                 log=log,
-                environment=SIDE_BY_SIDE,
+                environment=environment,
                 on_phase=on_phase,
                 on_memory=on_memory,
                 on_start=add,

@@ -28,15 +28,15 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from sdflow.errors import PassError
+from sdflow.locked_folder import scratch_folder
 from sdflow.workers import SIDE_BY_SIDE, Descriptors, Start, Worker, clean_environment, deny_network
 
 AVAILABLE = sys.platform == "linux"
@@ -56,8 +56,9 @@ class WorkerServer:
 
         on_start: called with its process; what it raises ends it. Raises NoServerError.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="sdflow-server-", ignore_cleanup_errors=True)
-        home, log = Path(self._folder.name) / "home", Path(self._folder.name) / "log.txt"
+        self._scratch = ExitStack()
+        folder = self._scratch.enter_context(scratch_folder("server"))
+        home, log = folder / "home", folder / "log.txt"
         home.mkdir()
         self._control, theirs = socket.socketpair()
         with theirs, log.open("wb") as sink:
@@ -98,7 +99,7 @@ class WorkerServer:
         self._control.close()
         self._process.kill()
         self._process.wait()
-        self._folder.cleanup()
+        self._scratch.close()
 
 
 class _ForkedWorker:

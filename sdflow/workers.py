@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,6 +28,7 @@ from typing import IO, Any, NoReturn, Protocol
 import sdflow
 from sdflow import errors
 from sdflow.errors import PassError, SdflowError
+from sdflow.locked_folder import scratch_folder
 
 _KEPT = frozenset((
     "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR",
@@ -120,9 +120,9 @@ def run_worker(
     killed. Whatever ends this call, the worker process is gone when it returns.
     """
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="sdflow-home-", ignore_cleanup_errors=True) as home, log.open("wb") as sink:
-        variables = dict(environment or {}) | clean_environment(Path(home))
-        with _started(start or spawn, module, variables, Path(home), sink) as (worker, requests, answers):
+    with scratch_folder("home") as home, log.open("wb") as sink:
+        variables = dict(environment or {}) | clean_environment(home)
+        with _started(start or spawn, module, variables, home, sink) as (worker, requests, answers):
             on_start(worker)
             with _memory_watched(worker.pid, on_memory):
                 try:
@@ -173,7 +173,9 @@ def clean_environment(home: Path) -> dict[str, str]:
     if "site-packages" not in Path(here).parts:  # a checkout: the new process must find it too
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [here, kept.get("PYTHONPATH")]))
     homes = dict.fromkeys(("HOME", "USERPROFILE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), str(home))
-    return kept | _SILENCED | homes
+    return (
+        kept | _SILENCED | homes | {"TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor")}
+    )  # else among the temporary ones
 
 
 @contextmanager

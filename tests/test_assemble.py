@@ -19,6 +19,7 @@ from tiny_pipeline import artifact_of
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble, link_target
 from sdflow.errors import CacheError, UsageError
+from sdflow.locked_folder import locked_folder
 from sdflow.manifest import Chain, FinishedPass, Origin, read_manifest
 
 SUBMODELS = ("text_encoder", "unet", "vae_decoder")
@@ -252,13 +253,12 @@ def test_what_a_killed_assemble_left_is_removed_later(
 ) -> None:
     out = tmp_path / "pipelines" / "one"
     stale, fresh = (out.parent / f".one.{n}.sdflow-staging" for n in (1, 2))
-    for folder in (stale, fresh):
-        folder.mkdir(parents=True)
-        (folder / "model_index.json").write_text("{}")
-    os.utime(stale, (time.time() - 3600,) * 2)
-    build(out, artifacts, companions)
-    assert not stale.exists()
-    assert fresh.exists(), "another process may be filling it right now"
+    stale.mkdir(parents=True)
+    (stale / "model_index.json").write_text("{}")
+    with locked_folder(fresh):
+        build(out, artifacts, companions)
+        assert not stale.exists()
+        assert fresh.exists(), "another process is filling it right now"
 
 
 def test_a_write_that_fails_leaves_the_old_pipeline(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from sdflow.config.workflow import EvaluateSpec
 from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
+from sdflow.locked_folder import scratch_folder
 from sdflow.machine.providers import require_package
 from sdflow.runtime.kernels.library import FOLDER_VARIABLE, kernel_folder
 from sdflow.targets import TARGETS
@@ -66,9 +66,9 @@ def evaluate(
 
 
 def _in_worker(request: Request, progress: Callable[[str], None]) -> EvaluationResult:
-    with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
+    with scratch_folder("log") as folder:
         worker = run_worker(
-            WORKER, request.to_json(), log=Path(folder) / "log.txt", environment=_kernels(), on_phase=progress
+            WORKER, request.to_json(), log=folder / "log.txt", environment=_kernels(), on_phase=progress
         )
     return EvaluationResult.from_json(worker.value)
 

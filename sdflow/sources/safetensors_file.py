@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow import stop
 from sdflow.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
                     raise _invalid(path, f"it ends within tensor {name}")
                 digest.update(block)
                 left -= len(block)
+                stop.check()
     return digest.hexdigest()
 
 

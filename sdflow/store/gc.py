@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.errors import CacheError
+from sdflow.locked_folder import remove_abandoned_scratch
 from sdflow.store.layout import Layout, move, remove_tree, writing
 from sdflow.store.leases import GUARD, leased, live_leases, pins
 from sdflow.store.locks import held, try_lock
@@ -95,6 +96,8 @@ def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:
     """Remove rubbish and, until the objects take at most `max_size` bytes, entries. Raises CacheError."""
+    if not dry_run:
+        remove_abandoned_scratch()
     if not layout.is_ours():
         return GcReport()
     if not dry_run:

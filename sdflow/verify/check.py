@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families.base import Family
 from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
+from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import read_options
@@ -37,6 +37,7 @@ from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import Subject
 from sdflow.weights.lora import LoraInput
+from sdflow.worker_group import WorkerGroup
 from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.verify.worker"
@@ -79,8 +80,10 @@ def verify(
     fresh: bool = False,
     threads: int | None = None,
     progress: Progress = lambda phrase: None,
+    group: WorkerGroup | None = None,
 ) -> Verified:
     """Verify a pipeline; from the cache where it passed before. submodels: only these. fresh: even so, once more.
+    group: whose worker the process is; when that is ended, so is this.
 
     A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies.
@@ -89,15 +92,15 @@ def verify(
     folder_stamps = _stamps_of_folder(subject.folder)  # before any digest is taken of it
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
-    with _scratch() as scratch, cache.lease():
+    with scratch_folder("verify") as scratch, cache.lease():
         request = _request(subject, spec, built, scratch, threads)
-        exact, worker = _reference(subject, selection, request, cache, progress)
+        exact, worker = _reference(subject, selection, request, cache, progress, group)
         action = _action(subject, spec, built, exact, cache)
         if worker is None:
             known = None if fresh else cache.lookup(action)
             if known is not None:
                 return _as_kept(known, subject)
-            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress)
+            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress, group)
         check_stamps(folder_stamps, "its verification began")
         result = replace(
             Verification.from_json(worker.value["verification"]),
@@ -108,13 +111,6 @@ def verify(
         if result.passed:
             _keep(result, scratch, action, worker, cache)
         return Verified(result, _images(scratch))
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder for what a verification writes; gone afterwards, however it ends."""
-    with tempfile.TemporaryDirectory(prefix="sdflow-verify-") as folder:
-        yield Path(folder)
 
 
 def _stamps_of_folder(folder: Path) -> list[Stamp]:
@@ -205,7 +201,12 @@ def _images(folder: Path) -> dict[str, bytes]:
 
 
 def _reference(
-    subject: Subject, selection: Selection, request: JudgeRequest, cache: Cache, progress: Progress
+    subject: Subject,
+    selection: Selection,
+    request: JudgeRequest,
+    cache: Cache,
+    progress: Progress,
+    group: WorkerGroup | None,
 ) -> tuple[Record, WorkerResult | None]:
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge."""
     checkpoint = subject.checkpoint
@@ -230,7 +231,8 @@ def _reference(
     record = cache.lookup(action)
     if record is not None:
         return record, None
-    with cache.lock(action, waiting=lambda: progress("another process computes the reference")):
+    check = group.check if group is not None else stop.check
+    with cache.lock(action, waiting=lambda: progress("another process computes the reference"), meanwhile=check):
         record = cache.lookup(action)
         if record is not None:
             return record, None
@@ -244,7 +246,7 @@ def _reference(
                 selection=selection,
                 out=staging.files.absolute(),
             )
-            worker = _work(wanted, replace(request, reference=wanted.out), subject, progress)
+            worker = _work(wanted, replace(request, reference=wanted.out), subject, progress, group)
             return staging.publish(worker.value["reference"], _run_facts(worker)), worker
 
 
@@ -255,13 +257,20 @@ def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
     return RecipeCheck(submodel, structure.absolute(), bound)
 
 
-def _work(wanted: ReferenceRequest | None, request: JudgeRequest, subject: Subject, progress: Progress) -> WorkerResult:
+def _work(
+    wanted: ReferenceRequest | None,
+    request: JudgeRequest,
+    subject: Subject,
+    progress: Progress,
+    group: WorkerGroup | None,
+) -> WorkerResult:
     """Raises InputChanged when a file of the checkpoint or a LoRA is no longer the one whose digest is in a key."""
     content = {"reference": wanted.to_json() if wanted else None, "judge": request.to_json()}
-    with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
-        log = Path(folder) / "log.txt"
+    with scratch_folder("log") as folder:
+        log = folder / "log.txt"
+        run = group.run if group is not None else run_worker
         try:
-            result = run_worker(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
+            result = run(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
         except (PassError, CheckpointError):
             check_stamps(subject.stamps)  # what it failed of may be just that
             raise

@@ -1,0 +1,87 @@
+"""Folders that are in use for as long as their process lives, and are known as rubbish afterwards.
+
+Each is locked before it gets its name, so that whoever finds it unlocked knows that its process has ended, however young it
+is. Not on Windows, nor on file systems without locks: there, what a killed process leaves must be removed by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_MAKING = ".making"
+_MAKING_SECONDS = 60
+_SCRATCH = ".scratch"
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[Path]:
+    """The new folder `folder`, locked while in use, removed afterwards with whatever it then holds."""
+    making = folder.with_name(f"{folder.name}{_MAKING}")
+    lock = None
+    try:
+        making.mkdir(mode=0o700)
+        lock = try_lock(making)
+        making.rename(folder)
+        yield folder
+    finally:
+        for path in (making, folder):
+            shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def scratch_folder(kind: str) -> Iterator[Path]:
+    """A folder among the system's temporary ones; `sdflow-KIND-` begins its name."""
+    with locked_folder(Path(tempfile.gettempdir()) / f"sdflow-{kind}-{uuid.uuid4().hex[:12]}{_SCRATCH}") as folder:
+        yield folder
+
+
+def remove_abandoned_scratch() -> int:
+    """Remove the temporary folders of this user's processes that were killed; returns how many there were."""
+    return remove_abandoned(Path(tempfile.gettempdir()), f"sdflow-*{_SCRATCH}")
+
+
+def remove_abandoned(parent: Path, pattern: str) -> int:
+    """Remove the folders of killed processes whose name is like `pattern`; returns how many there were."""
+    return sum(remove_if_abandoned(folder) for folder in [*parent.glob(pattern), *parent.glob(f"{pattern}{_MAKING}")])
+
+
+def remove_if_abandoned(folder: Path) -> bool:
+    """Remove a folder that `locked_folder` made, if its process has ended; returns whether it had."""
+    with contextlib.suppress(OSError):  # it is somebody else's, or gone
+        found = folder.lstat()
+        if folder.is_symlink() or not folder.is_dir() or (sys.platform != "win32" and found.st_uid != os.getuid()):
+            return False
+        if folder.name.endswith(_MAKING) and time.time() - found.st_mtime < _MAKING_SECONDS:
+            return False
+        lock = try_lock(folder)
+        if lock is None:
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        return True
+    return False
+
+
+def try_lock(folder: Path) -> int | None:
+    """A descriptor that holds a folder's lock until it is closed; None when another has it, or where there are no locks."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
