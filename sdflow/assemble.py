@@ -13,14 +13,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import INDEX_FILE, Artifact
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, Artifact
 from sdflow.errors import CacheError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family
+from sdflow.families.defaults import Task
 from sdflow.locked_folder import locked_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
@@ -84,7 +86,7 @@ def _index(
 ) -> bytes:
     """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
-        "_class_name": family.assembled_as,
+        "_class_name": family.assembled_as[_task(family, parts)],
         "_diffusers_version": distribution_version("diffusers"),
         **options,
     }
@@ -99,6 +101,15 @@ def _index(
         components[name] = [companion.library, companion.class_name or _named_class(folder / companion.file)]
     components.update(dict.fromkeys(parts, ONNX_COMPONENT))
     return (json.dumps(components, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
+    """As far as the configs can be read: what is wrong with one is told when it is verified or loaded."""
+    configs = {}
+    for name, artifact in parts.items():
+        with suppress(OSError, ValueError):
+            configs[name] = json.loads((artifact.path / CONFIG_FILE).read_bytes())
+    return family.task(configs)
 
 
 def _manifest(parts: Mapping[str, Artifact], companions: Mapping[str, Path], origin: Origin, copy: bool) -> Manifest:

@@ -210,7 +210,9 @@ def _chain(
 def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
     """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
     family = checkpoint.family
-    missing = [name for name in family.drawing if name not in pipeline.submodels]
+    configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
+    family.require_nets_fit(configs)
+    missing = [name for name in family.needed(configs) if name not in pipeline.submodels]
     wanted = pipeline.evaluate.image is not None or pipeline.verify is not None
     if missing and wanted and set(DRAWING) <= set(pipeline.submodels):
         raise UsageError(

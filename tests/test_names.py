@@ -59,7 +59,7 @@ def classes() -> frozenset[str]:
         for family in FAMILIES.values()
         for name in (
             *family.classes,
-            family.assembled_as,
+            *family.assembled_as.values(),
             *(part.model.class_name for part in family.parts),
             *(companion.class_name for companion in family.companions.values() if companion.class_name),
         )

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.families.base import Family
-from sdflow.runtime.folder import folder_family, folder_latents, load_companions, read_options
+from sdflow.families.torch_start import torch_start
+from sdflow.runtime.folder import folder_family, folder_latents, folder_task, load_companions, read_options
 from sdflow.runtime.schedule import named_scheduler
+from sdflow.samples.canvas import canvas
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         noise = latents(case, settings.seed, pipeline.latents)
         drawn = pipeline(
             [settings.prompt] * case.batch,
+            **canvas(pipeline.task, case.height, case.width),
             negative_prompt=settings.negative_prompt,
             height=case.height,
             width=case.width,
@@ -103,7 +106,7 @@ def torch_drawer(
         return encoded
 
     pipeline.encode_prompt = encode_and_mark
-    what = folder_latents(folder)
+    what, task = folder_latents(folder), folder_task(folder)
 
     def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
         marks[0] = mark or ignore
@@ -115,6 +118,7 @@ def torch_drawer(
         with _full_float32():
             drawn = pipeline(
                 [settings.prompt] * case.batch,
+                **torch_start(pipeline, **canvas(task, case.height, case.width)),
                 negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
                 height=case.height,
                 width=case.width,

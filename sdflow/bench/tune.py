@@ -29,6 +29,7 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import folder_defaults
 from sdflow.runtime.recorded_tuning import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
+from sdflow.samples.canvas import canvas
 from sdflow.targets import Target, find_target
 from sdflow.yardstick import SESSIONS_APART
 
@@ -221,6 +222,7 @@ class _Tuner:
         begun = time.perf_counter()
         pipeline(
             [settings.prompt] * case.batch,
+            **canvas(pipeline.task, case.height, case.width),
             height=case.height,
             width=case.width,
             num_inference_steps=case.steps,
@@ -258,13 +260,15 @@ class _Tuner:
             width = pipeline.family.guidance_width(pipeline.configs)
             prompts = [settings.prompt] * case.batch
             request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width)
-            denoiser = pipeline.denoiser(Start(noise, []), case.batch * (2 if request.guided else 1))
+            given = noise[:, :0] if pipeline.task != "inpaint" else torch.cat([noise[:, :1], noise], dim=1)
+            start = Start(noise, [], context=given)
+            denoiser = pipeline.denoiser(start, case.batch * (2 if request.guided else 1))
             conditions = pipeline.condition(request)
             schedule = pipeline.schedule(case.steps, guidance_scale=settings.guidance_scale if request.guided else None)
             denoiser.begin(conditions.inputs, schedule)
             found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}
             for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):
-                denoiser.sample.copy_(noise.expand_as(denoiser.sample))
+                denoiser.sample.copy_(torch.cat([noise, given], dim=1).expand_as(denoiser.sample))
                 found[f"denoiser, step {index}"] = denoiser.step(index).float().cpu().clone()
             found["decoder"] = pipeline.decode(noise).float().cpu().clone()
         return found

@@ -157,9 +157,35 @@ def generate(
         allow_pickle=allow_pickle,
         more={name: value for name, value in more.items() if value is not None},
     )
-    with _progress() as progress:
+    with _as_typed(), _progress() as progress:
         result = draw(request, progress)
     print_generate(result, as_json=json)
+
+
+_TYPED = {
+    "prompt_2": "--prompt-2",
+    "negative_prompt_2": "--negative-prompt-2",
+    "original_size": "--original-size",
+    "crops_coords_top_left": "--crop",
+    "target_size": "--target-size",
+}
+"""The arguments of a call in Python, and the options that they are here."""
+
+
+@contextmanager
+def _as_typed() -> Iterator[None]:
+    """What is wrong with an argument is said of the option that the user typed."""
+    from sdflow.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        if error.where not in _TYPED:
+            raise
+        what, remedy = (
+            re.sub(r"\w+", lambda word: _TYPED.get(word[0], word[0]), text) for text in (error.what, error.remedy or "")
+        )
+        raise UsageError(what, where=_TYPED[error.where], remedy=remedy or None) from error
 
 
 def _pair(option: str, text: str | None) -> tuple[int, int] | None:

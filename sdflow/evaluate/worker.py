@@ -29,6 +29,7 @@ from sdflow.runtime.folder import (
     folder_defaults,
     folder_family,
     folder_latents,
+    folder_needed,
     load_companions,
     load_submodel,
     onnx_submodels,
@@ -40,6 +41,7 @@ from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
 from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Submodel
+from sdflow.samples.canvas import canvas
 from sdflow.targets import TARGETS, Target
 from sdflow.workers import peak_memory, serve_request
 
@@ -112,7 +114,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
     family = folder_family(request.folder)
-    if missing := [name for name in family.drawing if name not in onnx_submodels(request.folder)]:
+    if missing := [name for name in folder_needed(request.folder) if name not in onnx_submodels(request.folder)]:
         raise UsageError(
             f"no image can be timed without {' and '.join(missing)}",
             where=request.name,
@@ -214,10 +216,14 @@ def _evaluate_pipeline(
     folder = request.folder
     pipeline = Pipeline(folder_family(folder), loaded, load_companions(folder), read_options(folder))
     drawn: list[Images] = []
+    start = canvas(
+        pipeline.task, image.height or pipeline.latents.image_size, image.width or pipeline.latents.image_size
+    )
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
         images = pipeline(
             prompt,
+            **start,
             negative_prompt=image.negative_prompt,
             height=image.height,
             width=image.width,

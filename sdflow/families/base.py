@@ -175,9 +175,10 @@ class Family:
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
-    prompts. assembled_as: the class in an assembled model_index.json. architectures: shipped ones, the first is the
-    usual one. strength_spreads: the steps from an image are spread over what its strength leaves, where the scheduler can;
-    else some are left out. defaults: of a call for each task, as in the signatures of diffusers' pipelines.
+    prompts. assembled_as: the class in an assembled model_index.json, by what the pipeline is made for (`task`).
+    architectures: shipped ones, the first is the usual one. strength_spreads: the steps from an image are spread over what
+    its strength leaves, where the scheduler can; else some are left out. defaults: of a call for each task, as in the
+    signatures of diffusers' pipelines.
     """
 
     name: str
@@ -196,7 +197,7 @@ class Family:
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
     embeddings: tuple[str, ...]
-    assembled_as: str
+    assembled_as: ClassVar[Mapping[Task, str]]
     architectures: tuple[str, ...]
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
@@ -221,6 +222,26 @@ class Family:
         given: the text encoders where prompts come encoded, the others where prompts are only to be encoded."""
         raise NotImplementedError
 
+    def task(self, configs: Mapping[str, Config]) -> Task:
+        """What a pipeline of these configs, by part, is made for; one that is made for text does the others too. A denoiser
+        for inpainting takes a mask and the latents of the masked image beside its latents."""
+        denoiser = configs.get(self.denoiser, {})
+        latents, channels = (denoiser.get(name) for name in ("out_channels", "in_channels"))
+        return "inpaint" if latents is not None and channels == 2 * latents + 1 else "text"
+
+    def needed(self, configs: Mapping[str, Config]) -> tuple[str, ...]:
+        """The parts that a pipeline of these configs cannot draw without."""
+        return self.drawing if self.task(configs) == "text" else (*self.drawing, self.encoder)
+
+    def require_nets_fit(self, configs: Mapping[str, Config]) -> None:
+        """Raises UsageError for ControlNets beside a denoiser that is not given latents alone, as they are."""
+        if (nets := self.nets(configs)) and self.task(configs) == "inpaint":
+            raise UsageError(
+                "a model for inpainting takes no ControlNets here",
+                where=next(iter(nets)),
+                remedy="Take them with the model for text to image: with --mask it draws into a mask too.",
+            )
+
     def part(self, name: str) -> Part:
         """The part of this name, or the ControlNet. Raises KeyError."""
         if self.net is not None and name.startswith(f"{self.net.name}_"):
@@ -244,11 +265,14 @@ class Family:
         there = set(submodels)
         return (*(name for name in self.submodels if name in there), *self.nets(there).values())
 
-    def require_arguments(self, given: Iterable[str]) -> None:
-        """Raises UsageError for an argument of a call that this family does not know."""
+    def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
+        """Raises UsageError, `where` the argument's name, for one of a call that this family does not know, and for a value
+        that it cannot have. prompts: how many the call has."""
         if unknown := sorted(set(given) - set(self.arguments)):
             takes = f"it takes {', '.join(self.arguments)}" if self.arguments else "it takes none"
-            raise UsageError(f"{self.title} knows no {unknown[0]}", remedy=f"Besides the common ones {takes}.")
+            raise UsageError(
+                f"{self.title} knows no {unknown[0]}", where=unknown[0], remedy=f"Besides the common ones {takes}."
+            )
 
     @property
     def submodels(self) -> tuple[str, ...]:

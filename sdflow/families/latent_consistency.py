@@ -35,7 +35,7 @@ class LatentConsistency(Family):
         "inpaint": Defaults(steps=4, guidance_scale=8.5, strength=1.0),
     }
     embeddings = _PLAIN.embeddings
-    assembled_as = "ORTLatentConsistencyModelPipeline"
+    assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTLatentConsistencyModelPipeline"}
     architectures = ("lcm", "lcm-tiny")
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:

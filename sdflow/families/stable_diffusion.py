@@ -35,7 +35,7 @@ CONTROLNET = Part(
 class StableDiffusion(Family):
     name = "stable_diffusion"
     title = "Stable Diffusion 1.x and 2.x"
-    classes = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
+    classes = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
     parts = (
         Part(
             "text_encoder",
@@ -93,7 +93,10 @@ class StableDiffusion(Family):
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
-    assembled_as = "OnnxStableDiffusionPipeline"
+    assembled_as: ClassVar[Mapping[Task, str]] = {
+        "text": "OnnxStableDiffusionPipeline",
+        "inpaint": "OnnxStableDiffusionInpaintPipeline",
+    }
     architectures = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny", "sd-turbo", "sd-turbo-tiny")
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
@@ -126,6 +129,8 @@ class StableDiffusion(Family):
 
         nets = [modules[name] for name in self.nets(modules).values()]
         make = diffusers.StableDiffusionControlNetPipeline if nets else diffusers.StableDiffusionPipeline
+        if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
+            make = diffusers.StableDiffusionInpaintPipeline
         return make(
             **{name: modules.get(name) for name in ("vae", "text_encoder", "unet")},
             **({"controlnet": nets} if nets else {}),

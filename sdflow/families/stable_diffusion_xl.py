@@ -35,7 +35,7 @@ _LAYERS = {"output_hidden_states": True}
 class StableDiffusionXL(Family):
     name = "stable_diffusion_xl"
     title = "Stable Diffusion XL"
-    classes = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    classes = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
     parts = (
         Part(
             "text_encoder",
@@ -93,7 +93,10 @@ class StableDiffusionXL(Family):
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    assembled_as = "ORTStableDiffusionXLPipeline"
+    assembled_as: ClassVar[Mapping[Task, str]] = {
+        "text": "ORTStableDiffusionXLPipeline",
+        "inpaint": "ORTStableDiffusionXLInpaintPipeline",
+    }
     architectures = ("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny")
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
@@ -106,6 +109,20 @@ class StableDiffusionXL(Family):
             f"{prefix}token_embedding.weight": (second["vocab_size"], second["hidden_size"]),
             f"{prefix}text_projection": (second["hidden_size"], second["projection_dim"]),
         }
+
+    def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
+        super().require_arguments(given, prompts)
+        for name in ("prompt_2", "negative_prompt_2"):
+            texts = given.get(name)
+            if texts and not isinstance(texts, str) and len(texts) != prompts:
+                raise UsageError(
+                    f"{len(texts)} texts for {prompts} prompts", where=name, remedy="Give one for each, or one for all."
+                )
+        for name, least in (("original_size", 1), ("crops_coords_top_left", 0), ("target_size", 1)):
+            if (pair := given.get(name)) is not None and not _is_pair(pair, least):
+                raise UsageError(
+                    f"it is {pair!r}", where=name, remedy=f"Give two whole numbers of pixels, each at least {least}."
+                )
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
@@ -143,6 +160,8 @@ class StableDiffusionXL(Family):
 
         nets = [modules[name] for name in self.nets(modules).values()]
         make = diffusers.StableDiffusionXLControlNetPipeline if nets else diffusers.StableDiffusionXLPipeline
+        if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
+            make = diffusers.StableDiffusionXLInpaintPipeline
         return make(
             **{name: modules.get(name) for name in ("vae", "text_encoder", "text_encoder_2", "unet")},
             **({"controlnet": nets} if nets else {}),
@@ -156,10 +175,10 @@ class _Texts:
     """Texts for both encoders."""
 
     def __init__(self, texts: Sequence[str], second: str | Sequence[str] | None) -> None:
-        """second: texts for the second encoder; one for all, or one for each; None or empty: the same as for the first."""
-        seconds = [second] * len(texts) if isinstance(second, str) else list(second or texts)
+        """second: texts for the second encoder; one for all, or one for each; None or empty: the same as for the first. An
+        empty one of several is an empty one."""
         self.first = list(texts)
-        self.second = [other or text for text, other in zip(texts, seconds, strict=True)]
+        self.second = [second] * len(texts) if second and isinstance(second, str) else list(second or texts)
 
     def __add__(self, other: _Texts) -> _Texts:
         return _Texts([*self.first, *other.first], [*self.second, *other.second])
@@ -175,6 +194,11 @@ class _Texts:
         encoded = encode(run, reading, texts)
         hidden = [each.hidden(max(_layer_outputs(each.outputs), key=_layer)) for each in encoded.values()]
         return torch.cat(hidden, dim=-1), encoded["text_encoder_2"].whole("text_embeds")
+
+
+def _is_pair(value: Any, least: int) -> bool:
+    numbers = list(value) if isinstance(value, (list, tuple)) else []
+    return len(numbers) == 2 and all(type(number) is int and number >= least for number in numbers)
 
 
 def _last_but_one(config: Config) -> str:

@@ -33,9 +33,9 @@ def folder_family(folder: Path) -> Family:
     """
     name = read_index(folder).get("_class_name")
     for family in FAMILIES.values():
-        if name in (family.assembled_as, *family.classes):
+        if name in (*family.assembled_as.values(), *family.classes):
             return family
-    known = ", ".join(family.assembled_as for family in FAMILIES.values())
+    known = ", ".join(name for family in FAMILIES.values() for name in family.assembled_as.values())
     raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
 
 
@@ -62,9 +62,8 @@ def onnx_submodels(folder: Path) -> list[str]:
 def folder_latents(folder: Path) -> Latents:
     """What the latents of a pipeline folder are. Raises UsageError when a config does not say it."""
     family = folder_family(folder)
-    configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     try:
-        return family.latents(configs)
+        return family.latents(_configs(folder))
     except (KeyError, TypeError) as error:
         raise UsageError(f"a config.json of the submodels has no {error}", where=str(folder), remedy=DAMAGED) from error
 
@@ -77,6 +76,20 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
     family = folder_family(folder)
     configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
     return family.defaults_of(configs, _read_json(folder / SCHEDULER / family.companions[SCHEDULER].file), {})
+
+
+def folder_task(folder: Path) -> Task:
+    """What a pipeline folder is made for. Raises UsageError when a config cannot be read."""
+    return folder_family(folder).task(_configs(folder))
+
+
+def folder_needed(folder: Path) -> tuple[str, ...]:
+    """The submodels that a pipeline folder cannot draw without. Raises UsageError when a config cannot be read."""
+    return folder_family(folder).needed(_configs(folder))
+
+
+def _configs(folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
 
 
 def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:

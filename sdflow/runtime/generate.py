@@ -17,10 +17,10 @@ from sdflow.families.schedulers import require_known
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.folder import folder_family, folder_latents
+from sdflow.runtime.folder import folder_family, folder_latents, folder_task
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
-from sdflow.runtime.start import require_size
+from sdflow.runtime.start import require_size, require_start
 from sdflow.runtime.tuning import Tuning
 from sdflow.runtime.words import read_words, recorded_words
 from sdflow.sources.embedding import Embedding
@@ -184,15 +184,14 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
-    folder_family(request.folder).require_arguments(request.more)
+    folder_family(request.folder).require_arguments(request.more, len(request.prompts))
     if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(
             f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
         )
     if request.strength is not None and not 0 < request.strength <= 1:
         raise UsageError(f"it is {request.strength}", where="--strength", remedy="It must be above 0 and at most 1.")
-    if request.mask is not None and request.image is None:
-        raise UsageError("a mask needs the image that it belongs to", where="--mask", remedy="Add --image FILE.")
+    require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
     require_size(folder_latents(request.folder).granularity, request.height, request.width)

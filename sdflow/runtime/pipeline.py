@@ -44,6 +44,7 @@ from sdflow.runtime.start import (
     read_image,
     read_mask,
     require_size,
+    require_start,
 )
 from sdflow.runtime.submodel import Bound, Submodel
 from sdflow.runtime.text import run_rows, with_words, without_last_layers
@@ -92,7 +93,8 @@ class Pipeline:
         split: bool = True,
         words: Sequence[Embedding] = (),
     ) -> None:
-        if missing := [name for name in family.drawing if name not in submodels]:
+        configs = {name: submodel.config for name, submodel in submodels.items()}
+        if missing := [name for name in family.needed(configs) if name not in submodels]:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
         require_different(words)
         self.family = family
@@ -107,8 +109,9 @@ class Pipeline:
         self.split = split
         self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
-        self.configs = {name: submodel.config for name, submodel in submodels.items()}
-        self.latents = family.latents(self.configs)
+        self.configs = configs
+        self.latents, self.task = family.latents(configs), family.task(configs)
+        family.require_nets_fit(configs)
         told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
         self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
@@ -213,12 +216,11 @@ class Pipeline:
         import torch
 
         with self.place.current(), torch.no_grad():
-            self.family.require_arguments(more)
+            self.family.require_arguments(more, 1 if isinstance(prompt, str) else len(prompt))
             controls = controls_of(control, control_scale, control_guidance_start, control_guidance_end)
             require_controls(controls, list(self.nets))
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
-            if mask_image is not None and image is None:
-                raise UsageError("a mask needs the image that it belongs to", where="mask_image")
+            require_start(self.task, image, mask_image)
             if image is not None and self.family.encoder not in self.submodels:
                 raise UsageError(
                     f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
@@ -241,18 +243,19 @@ class Pipeline:
                 if mask_image is None
                 else read_mask(mask_image, *(size * self.latents.scale for size in shape[2:]))
             )
+            # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
+            from_image = image is not None and (mask is None or (strength < 1 and latents is None))
             schedule = self.schedule(
                 steps,
                 strength=strength if image is not None else 1.0,
-                # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
-                from_image=image is not None and (mask is None or (strength < 1 and latents is None)),
+                from_image=from_image,
                 inpaint=mask is not None,
                 eta=own.eta if eta is None else eta,
                 guidance_scale=guidance_scale if guided else None,
             )
             noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, latents, generator)]
-            channels = int(self.submodels[self.family.denoiser].config["in_channels"])
-            start = make_start(noises, image, mask, self._encoded, channels)
+            beside = self.task == "inpaint"
+            start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
             request = Request(
                 prompts,
                 negatives,

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.families.defaults import Task
 from sdflow.models.vae import image_reader
 from sdflow.runtime.denoise import Start
 
 if TYPE_CHECKING:
     import torch
+
+
+def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("image", "mask_image")) -> None:
+    """Raises UsageError when a pipeline of this task is not given what it starts from. names: how the user calls them."""
+    if mask is not None and image is None:
+        raise UsageError(
+            "a mask needs the image that it belongs to", where=_first_word(names[1]), remedy=f"Add {names[0]}."
+        )
+    missing = [name for name, given in zip(names, (image, mask), strict=True) if given is None]
+    if task == "inpaint" and missing:
+        raise UsageError(
+            "this model is for inpainting: it draws into the white part of a mask, beside the rest of an image",
+            where=_first_word(missing[0]),
+            remedy=f"Add {' and '.join(missing)}. A mask that is white everywhere draws from text alone.",
+        )
+    if task == "image" and image is None:
+        raise UsageError("this model goes on from an image", where=_first_word(names[0]), remedy=f"Add {names[0]}.")
+
+
+def _first_word(text: str) -> str:
+    return text.partition(" ")[0]
 
 
 def require_size(multiple: int, height: int | None, width: int | None) -> None:
@@ -77,23 +100,23 @@ def make_start(
     image: torch.Tensor | None,
     mask: torch.Tensor | None,
     encode: Callable[[torch.Tensor], torch.Tensor],
-    channels: int,
+    *,
+    beside: bool,
+    from_image: bool,
 ) -> Start:
     """noises: as of `draw_noises`, on the device. image, mask: as read. encode: of the VAE, pixels to latents.
-    channels: of the denoiser's input.
+    beside: the denoiser itself takes the mask and the masked image. from_image: the latents begin with the image's.
 
     Raises UsageError where they do not go together.
     """
     import torch
 
     noise, *drawn = noises
-    for_inpainting = channels != noise.shape[1]
-    if for_inpainting and mask is None:
-        raise UsageError("this model is for inpainting", remedy="Give it an image and a mask.")
     if image is None:
         return Start(noise, drawn)
-    if len(noise) % len(image):
-        raise UsageError(f"{len(image)} images to start from, for {len(noise)} to draw", where="image")
+    for given, what, where in ((image, "images to start from", "image"), (mask, "masks", "mask_image")):
+        if given is not None and len(noise) % len(given):
+            raise UsageError(f"{len(given)} {what}, for {len(noise)} to draw", where=where)
 
     def encoded(pixels: torch.Tensor) -> torch.Tensor:
         pixels = pixels.to(noise.device, torch.float32)
@@ -103,9 +126,12 @@ def make_start(
     if mask is None:
         return Start(noise, drawn, encoded(image))
     small = torch.nn.functional.interpolate(mask, size=tuple(noise.shape[2:])).to(noise.device)
-    if not for_inpainting:
+    small = small.repeat(len(noise) // len(mask), 1, 1, 1)
+    if not beside:
         return Start(noise, drawn, encoded(image), small > 0.5)
     if image.shape[1] != 3:
         raise UsageError("a model for inpainting needs the image itself, not its latents", where="image")
-    context = torch.cat([small.expand(len(noise), -1, -1, -1), encoded(image * (mask < 0.5))], dim=1)
-    return Start(noise, drawn, encoded(image), context=context)
+    both = lcm(len(image), len(mask))
+    kept = mask.repeat(both // len(mask), 1, 1, 1) < 0.5
+    context = torch.cat([small, encoded(image.repeat(both // len(image), 1, 1, 1) * kept)], dim=1)
+    return Start(noise, drawn, encoded(image) if from_image else None, context=context)

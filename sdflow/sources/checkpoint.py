@@ -114,7 +114,8 @@ def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:
 def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint from the configs of its components and of "scheduler".
 
-    Raises KeyError or TypeError for a config that lacks one, CheckpointError for a VAE that moves its latents.
+    Raises KeyError or TypeError for a config that lacks one, CheckpointError for a VAE that moves its latents and for a
+    denoiser that takes something else beside them than a mask and a masked image.
     """
     for name, config in configs.items():
         if config.get("latents_mean") is not None:
@@ -123,7 +124,14 @@ def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> 
                 where=f"{name}/config.json",
                 remedy="Use a checkpoint or a VAE with a scaling_factor alone.",
             )
-    latents = family.latents({part.name: configs[part.component] for part in family.parts if not part.optional})
+    parts = {part.name: configs[part.component] for part in family.parts if not part.optional}
+    latents, channels = family.latents(parts), parts[family.denoiser]["in_channels"]
+    if family.task(parts) != "inpaint" and channels != latents.channels:
+        raise CheckpointError(
+            f"the denoiser takes {channels} channels beside latents of {latents.channels}",
+            where=f"{family.denoiser}/config.json",
+            remedy=f"Supported: {latents.channels}, and {2 * latents.channels + 1} of those made for inpainting.",
+        )
     return {
         "image_size": latents.image_size,
         "granularity": latents.granularity,

@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.distance import largest_difference, psnr, ssim
-from sdflow.families.base import Family, Request, Tensors
-from sdflow.runtime.folder import folder_latents, load_companions, onnx_submodels, read_options, submodel_config
+from sdflow.families.base import Family, Latents, Request, Tensors
+from sdflow.models.vae import image_reader
+from sdflow.runtime.folder import (
+    folder_latents,
+    folder_task,
+    load_companions,
+    onnx_submodels,
+    read_options,
+    submodel_config,
+)
+from sdflow.samples.canvas import canvas
 from sdflow.verify.inputs import control_images
 from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
@@ -20,6 +29,7 @@ from sdflow.yardstick import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, S
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from PIL.Image import Image
 
 Run = Callable[[str, "Mapping[str, np.ndarray]"], "dict[str, np.ndarray]"]
@@ -75,7 +85,7 @@ def _text_to_image(
         found = run(submodel, {name: value.numpy() for name, value in inputs.items()})
         return {name: torch.from_numpy(value) for name, value in found.items()}
 
-    companions, latents = load_companions(folder), folder_latents(folder)
+    companions, latents, task = load_companions(folder), folder_latents(folder), folder_task(folder)
     height, width = (latents.scale * size for size in first.shape[2:])
     guidance_width = family.guidance_width({family.denoiser: submodel_config(folder, family.denoiser)})
     request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width)
@@ -93,8 +103,13 @@ def _text_to_image(
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {name: value for name, value in known.items() if name in accepted}
     sample = torch.from_numpy(first) * scheduler.init_noise_sigma
+    beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
+    if task == "inpaint":
+        start = canvas(task, height, width)
+        beside = _mask_and_masked(run_torch, family, latents, start["image"], start["mask_image"])
     for timestep in scheduler.timesteps:
-        fed = scheduler.scale_model_input(torch.cat([sample] * conditions.halves), timestep)
+        scaled = torch.cat([scheduler.scale_model_input(sample, timestep), *beside], dim=1)
+        fed = torch.cat([scaled] * conditions.halves)
         inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs}
         given = [
             run_torch(net, {**inputs, "controlnet_cond": image}) for net, image in zip(nets, controls, strict=True)
@@ -110,6 +125,18 @@ def _text_to_image(
     decoded = [run_torch(family.decoder, {"latent_sample": one[None] / latents.factor})["sample"] for one in sample]
     pixels: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)
     return pixels.transpose(0, 2, 3, 1)
+
+
+def _mask_and_masked(
+    run: Callable[[str, Tensors], Tensors], family: Family, latents: Latents, image: Image, mask_image: Image
+) -> list[torch.Tensor]:
+    """What a denoiser for inpainting reads behind the latents: the mask, small, and the latents of the masked image."""
+    import torch
+
+    mask = image_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True).preprocess(mask_image)
+    pixels = image_reader(1).preprocess(image) * (mask < 0.5)
+    encoded = run(family.encoder, {"sample": pixels})["latent_sample"].float() * latents.factor
+    return [torch.nn.functional.interpolate(mask, size=tuple(encoded.shape[2:])), encoded]
 
 
 def _to_pil(images: np.ndarray) -> list[Image]:

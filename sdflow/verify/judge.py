@@ -24,7 +24,7 @@ from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.finding import Finding
 from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
-from sdflow.verify.promises import check_promises
+from sdflow.verify.promises import check_promises, read_configs
 from sdflow.verify.recipes import RecipeCheck, check_recipes
 from sdflow.verify.result import CaseDistance, OutputVerdict, SubmodelVerdict, Verification
 from sdflow.verify.selection import Selection
@@ -77,13 +77,14 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     desk, family = Desk(request, progress), FAMILIES[request.family]
     selection = Selection.from_json(read_description(request.reference)["selection"])
     image = meaning = None
-    if {*family.drawing} <= {*request.submodels}:
+    needed = family.needed(read_configs(request.folder, request.submodels))
+    if {*needed} <= {*request.submodels}:
         try:
             drawn = images.draw(desk.run, family, request.folder, selection, request.reference)
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
-            precisions = {desk.verdicts[name].precision for name in family.drawing}
+            precisions = {desk.verdicts[name].precision for name in needed}
             precision = "float16" if "float16" in precisions else "float32"
             image = images.judge_image(drawn.image, selection, request.reference, precision, request.out)
             meaning = images.judge_meaning(drawn.sample, selection, request.reference)
@@ -128,7 +129,7 @@ def _findings(
             progress(f"{each.submodel}: recipes")
             sample = None if request.level == "full" else RECIPES
             found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
-    whole = {*family.drawing} <= {*request.submodels}
+    whole = {*family.needed(read_configs(request.folder, request.submodels))} <= {*request.submodels}
     for finding in check_promises(request.folder, target, family=family):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
             found.append(finding)

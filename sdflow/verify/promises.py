@@ -6,7 +6,8 @@ Nothing is run. The content of every file is read once for its digest; the weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Fi
         yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
         return
     companions = [name for name, companion in family.companions.items() if companion.part is None]
-    for name in (*companions, *family.drawing):
+    for name in (*companions, *family.needed(read_configs(folder, manifest.parts))):
         if name not in components:
             yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)
     for name in components:
@@ -77,6 +78,15 @@ def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Fi
         name = path.split("/")[0]
         if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
             yield Finding("", "component", "error", path, "is missing", REBUILD)
+
+
+def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
+    """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `check_graph`."""
+    found = {}
+    for name in submodels:
+        with suppress(OSError, ValueError):
+            found[name] = json.loads((folder / name / CONFIG_FILE).read_text(encoding="utf-8"))
+    return found
 
 
 def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[Finding]:

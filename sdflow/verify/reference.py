@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Latents
+from sdflow.families.torch_start import torch_start
+from sdflow.samples.canvas import canvas
 from sdflow.sources import load_module, lora_submodels, read_lora
 from sdflow.sources.load import load_companion
 from sdflow.verify.cases import Cases, write_cases
@@ -32,7 +34,6 @@ from sdflow.verify.inputs import (
     encoder_cases,
     first_latents,
     further_denoiser_cases,
-    latent_port,
     text_cases,
 )
 from sdflow.verify.recording import recording, trajectory
@@ -200,10 +201,11 @@ class _Run:
         networks, pipeline = self._stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
         self.progress("reference: denoising in fp32")
-        latents = first_latents(selection, int(latent_port(denoiser.ports).axes[1]))
+        latents = first_latents(selection, self._latents().channels)
         controls = control_images(selection, len(nets), self._latents().scale)
+        start = {**self._start(pipeline), **_told(controls)}
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
-            image = _draw(pipeline, selection, latents, texts.float32, controls)
+            image = _draw(pipeline, selection, latents, texts.float32, start)
         stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
@@ -223,7 +225,7 @@ class _Run:
                 self.progress(f"reference: {name} in fp16")
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
-            half_image = _draw(pipeline, selection, latents, texts.float16, controls)
+            half_image = _draw(pipeline, selection, latents, texts.float16, start)
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -267,6 +269,12 @@ class _Run:
     def _latents(self) -> Latents:
         return self.family.latents(self._configs())
 
+    def _start(self, pipeline: Any) -> dict[str, Any]:
+        """What diffusers' pipeline is given besides the prompt, where it is not made for text to image."""
+        selection, scale = self.request.selection, self._latents().scale
+        given = canvas(self.family.task(self._configs()), selection.rows * scale, selection.columns * scale)
+        return torch_start(pipeline, **given)
+
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""
         import numpy as np
@@ -277,15 +285,16 @@ class _Run:
 
 
 def _draw(
-    pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings, controls: Sequence[np.ndarray]
+    pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings, start: Mapping[str, Any]
 ) -> np.ndarray:
-    """The image, float32 (rows, columns, 3) in [0, 1]. controls: an image for each ControlNet."""
+    """The image, float32 (rows, columns, 3) in [0, 1]. start: images, as arguments: of `torch_start`, of `_told`."""
     import numpy as np
     import torch
 
     scale = pipeline.vae_scale_factor
     image: np.ndarray = pipeline(
         **texts,
+        **start,
         height=selection.rows * scale,
         width=selection.columns * scale,
         num_inference_steps=selection.steps,
@@ -293,7 +302,6 @@ def _draw(
         generator=torch.Generator().manual_seed(selection.seed),
         latents=torch.from_numpy(latents).to(next(iter(texts.values())).dtype),
         output_type="np",
-        **_told(controls),
     ).images[0]
     return image.astype(np.float32)
 

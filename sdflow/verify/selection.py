@@ -106,7 +106,7 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     drawn = checkpoint.defaults()["text"]
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
-    drawing = {*family.drawing} <= {*submodels}
+    drawing = {*family.needed(configs)} <= {*submodels}
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),

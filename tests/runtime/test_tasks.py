@@ -15,14 +15,11 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families.schedulers import SCHEDULERS
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions, create_session
 from sdflow.runtime.submodel import KEPT, Submodel
-from sdflow.sources import Checkpoint, load_module
 from sdflow.targets import TARGETS
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1], fp32 on the CPU
@@ -122,39 +119,6 @@ def test_inpainting_with_each_scheduler(
     given = {"image": image_latents, "masked_image_latents": image_latents, "mask_image": mask}
     expected = theirs(PROMPT, **given, generator=generator(), **settings).images
     assert_equal_images(pipeline(PROMPT, image, mask, generator=generator(), **settings).images, expected)
-
-
-@pytest.mark.slow
-def test_a_unet_for_inpainting_is_given_the_mask_and_the_masked_image(
-    pipeline: Pipeline,
-    parts: dict[str, Any],
-    tiny_checkpoint: Checkpoint,
-    image: Image.Image,
-    mask: Image.Image,
-    tmp_path: Path,
-) -> None:
-    """Nine input channels. diffusers draws noise to encode the image: its VAE gives the mean here instead."""
-    load = dict(tiny_checkpoint.submodels["unet"].load)
-    load["config"] = {**load["config"], "in_channels": 9}
-    (tmp_path / "unet").mkdir()
-    OnnxConversion().run(PassInputs("unet", None, load), tmp_path / "unet", OnnxConversionConfig())
-    submodels = {
-        **pipeline.submodels,
-        "unet": load_submodel(tmp_path, "unet", TARGETS["cpu"], family=pipeline.family, options=LoadOptions(threads=1)),
-    }
-    ours = Pipeline(pipeline.family, submodels, pipeline.companions)
-    theirs = reference(
-        diffusers.StableDiffusionInpaintPipeline, {**parts, "unet": load_module("unet", load)}, pipeline.scheduler
-    )
-    theirs._encode_vae_image = lambda image, generator: (
-        theirs.vae.encode(image).latent_dist.mode() * theirs.vae.config.scaling_factor
-    )
-    settings = {**SETTINGS, "height": SIZE, "width": SIZE, "strength": 0.8}
-    given = {"image": image, "mask_image": mask}
-    expected = theirs(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal_images(ours(PROMPT, **given, generator=generator(), **settings).images, expected)
-    with pytest.raises(UsageError, match="this model is for inpainting"):
-        ours(PROMPT, **settings)
 
 
 def test_several_images_of_one_image_each_with_its_own_generator(pipeline: Pipeline, image: Image.Image) -> None:

@@ -167,7 +167,7 @@ def test_a_missing_and_a_stray_tensor_are_named(original: Tensors, tmp_path: Pat
         ({"cond_stage_model.model.token_embedding.weight": (1,)}, "Stable Diffusion 2"),
         ({"lora_unet_conv_in.lora_up.weight": (1,)}, "a LoRA"),
         ({"model.diffusion_model.joint_blocks.0.x": (1,)}, "Stable Diffusion 3"),
-        ({"model.diffusion_model.input_blocks.0.0.weight": (320, 9, 3, 3)}, "inpainting"),
+        ({"model.diffusion_model.input_blocks.0.0.weight": (320, 8, 3, 3)}, "InstructPix2Pix"),
         ({"model.diffusion_model.input_blocks.0.0.weight": (320, 4, 5, 5)}, r"is \[320, 4, 5, 5\]"),
     ],
 )

@@ -1,0 +1,37 @@
+"""An image and a mask for pipelines that start from one, where nobody gives them: for verifying and for timing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def canvas(task: str, height: int, width: int) -> dict[str, Any]:
+    """What a pipeline of this task (`sdflow.families.defaults.Task`) is given besides a prompt, by the argument of its call.
+
+    The image is slopes and waves in three colours, of these pixels; the mask is white in the middle; it goes through all
+    steps. Always the same.
+    """
+    if task == "text":
+        return {}
+    given = {"image": _waves(height, width), "strength": 1.0}
+    return given if task == "image" else {**given, "mask_image": _middle(height, width)}
+
+
+def _waves(height: int, width: int) -> Image:
+    import numpy as np
+    from PIL import Image
+
+    rows, columns = np.meshgrid(np.arange(height) / height, np.arange(width) / width, indexing="ij")
+    colours = (rows, columns, 0.5 + 0.5 * np.sin(12 * rows) * np.cos(9 * columns))
+    return Image.fromarray((np.stack(colours, axis=-1) * 255).astype("uint8"))
+
+
+def _middle(height: int, width: int) -> Image:
+    from PIL import Image
+
+    mask = Image.new("L", (width, height), 0)
+    mask.paste(255, (width // 4, height // 4, width - width // 4, height - height // 4))
+    return mask
