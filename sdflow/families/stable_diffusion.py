@@ -97,7 +97,10 @@ class StableDiffusion(Family):
         "text": "OnnxStableDiffusionPipeline",
         "inpaint": "OnnxStableDiffusionInpaintPipeline",
     }
-    architectures = ("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny", "sd-turbo", "sd-turbo-tiny")
+    architectures = (
+        *("sd15", "sd15-tiny", "sd21", "sd21-base", "sd21-tiny", "sd-turbo", "sd-turbo-tiny"),
+        *("sd15-inpainting", "sd15-inpainting-tiny", "sd2-inpainting", "sd2-inpainting-tiny"),
+    )
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         return {

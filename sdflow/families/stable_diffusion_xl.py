@@ -97,7 +97,10 @@ class StableDiffusionXL(Family):
         "text": "ORTStableDiffusionXLPipeline",
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",
     }
-    architectures = ("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny")
+    architectures = (
+        *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny"),
+        *("sdxl-inpainting", "sdxl-inpainting-tiny"),
+    )
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         second = configs["text_encoder_2"]

@@ -34,7 +34,7 @@ _RELATED = (
     ("cond_stage_model.model.", "of the kind of Stable Diffusion 2.x"),
 )
 # UNets that take more than the latents: channels of the input -> what such a UNet is.
-_CHANNELS = {9: "an inpainting UNet", 8: "a UNet of InstructPix2Pix", 5: "a depth-to-image UNet"}
+_CHANNELS = {8: "a UNet of InstructPix2Pix", 5: "a depth-to-image UNet"}
 
 # https://github.com/Stability-AI/ModelSpec
 _SPECIFIED = "modelspec.prediction_type"

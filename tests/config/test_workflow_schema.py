@@ -26,7 +26,7 @@ COMPLETE = [name for name in WORKFLOWS if "base/" not in name]
 # Part of a workflow's name -> the submodels that its model does not have.
 LACKS = {
     "sdxl": ("safety_checker",),
-    "sd21": ("safety_checker", "text_encoder_2"),
+    "sd2": ("safety_checker", "text_encoder_2"),
     "shapes": ("safety_checker", "text_encoder_2"),
     "": ("text_encoder_2",),
 }

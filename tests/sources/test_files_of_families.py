@@ -143,7 +143,6 @@ def test_a_file_without_the_first_text_encoder_of_xl_is_not_taken_for_its_refine
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.diffusion_model.input_blocks.0.0.weight": (32, 9, 3, 3)}, r"\[32, 9, 3, 3\] \(an inpainting UNet\)"),
         ({"model.diffusion_model.input_blocks.0.0.weight": (32, 8, 3, 3)}, "InstructPix2Pix"),
         ({"model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight": (1,)}, "this is Stable Diffusion 3"),
         ({"model.diffusion_model.double_blocks.0.img_attn.qkv.weight": (1,)}, "this is Flux"),
@@ -159,6 +158,22 @@ def test_relatives_are_refused_by_their_names(
     save_file(written.original | changed, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         opened(tmp_path / "model.safetensors")
+
+
+def test_a_file_for_inpainting_is_known_by_the_channels_of_its_unet(written: Written, tmp_path: Path) -> None:
+    first = "model.diffusion_model.input_blocks.0.0.weight"
+    wide = torch.cat([written.original[first]] * 3, dim=1)[:, :9].contiguous()
+    save_file({**written.original, first: wide}, tmp_path / "model.safetensors")
+    (said,) = (opened(written.file).provenance["architecture"],)
+    checkpoint = opened(tmp_path / "model.safetensors")
+    assert checkpoint.provenance["architecture"] == {"sd21-tiny": "sd2-inpainting-tiny"}.get(
+        said, "sdxl-inpainting-tiny"
+    )
+    unet = load_module("unet", checkpoint.submodels["unet"].load).state_dict()
+    assert torch.equal(unet["conv_in.weight"], wide)
+    before = opened(written.file).submodels
+    same = {name for name, each in checkpoint.submodels.items() if each.identity == before[name].identity}
+    assert same == checkpoint.submodels.keys() - {"unet"}
 
 
 @pytest.mark.parametrize("mark", ["v_pred", "edm_mean"])

@@ -24,7 +24,13 @@ from sdflow.verify.finding import errors
 from sdflow.verify.fit import fits
 
 BASES = Path(__file__).parents[2] / "workflows" / "base"
-ARCHITECTURES = {"sd15": "sd15", "sd21_base": "sd21-base", "sd21": "sd21", "sdxl": "sdxl"}
+ARCHITECTURES = {
+    "sd15": "sd15",
+    "sd21_base": "sd21-base",
+    "sd21": "sd21",
+    "sdxl": "sdxl",
+    **{f"{name}_inpainting": f"{name}-inpainting" for name in ("sd15", "sd2", "sdxl")},
+}
 """Base workflow -> the architecture that its checkpoint has."""
 
 

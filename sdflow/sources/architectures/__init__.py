@@ -36,6 +36,12 @@ _BASES = {
     "sdxl-turbo-tiny": "sdxl-tiny",
     "lcm": "sd15",
     "lcm-tiny": "sd15-tiny",
+    "sd15-inpainting": "sd15",
+    "sd15-inpainting-tiny": "sd15-tiny",
+    "sd2-inpainting": "sd21-base",
+    "sd2-inpainting-tiny": "sd21-tiny",
+    "sdxl-inpainting": "sdxl",
+    "sdxl-inpainting-tiny": "sdxl-tiny",
 }
 
 
