@@ -23,10 +23,12 @@ from sdflow.errors import CacheError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.families.defaults import Task
+from sdflow.input_file import read_json
 from sdflow.locked_folder import locked_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
 from sdflow.replace_folder import remove_stale, staging_place, swap
+from sdflow.sources.companions import companion_files
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
 def _manifest(parts: Mapping[str, Artifact], companions: Mapping[str, Path], origin: Origin, copy: bool) -> Manifest:
     files = [INDEX_FILE, MANIFEST_FILE]
     for name, folder in companions.items():
-        files += [f"{name}/{path}" for path in _files(folder)]
+        files += [f"{name}/{file}" for file in companion_files(folder)]
     for name, artifact in parts.items():
         files += [f"{name}/{entry.path}" for entry in artifact.files] if copy else [name]
     return Manifest(
@@ -135,8 +137,8 @@ def _fill(
     copy: bool,
 ) -> None:
     for name, folder in companions.items():
-        for path in _files(folder):
-            _copy_file(folder / path, staging / name / path)
+        for file in companion_files(folder):
+            _copy_file(folder / file, staging / name / file)
     for name, artifact in parts.items():
         if copy:
             for entry in artifact.files:
@@ -184,12 +186,8 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 def _named_class(file: Path) -> str:
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     return str(config["_class_name"])
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 # What is there already

@@ -15,6 +15,7 @@ from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, S
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
 from sdflow.families import FAMILIES, WITH_LORAS
+from sdflow.input_file import is_there
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import Plan
@@ -75,7 +76,7 @@ def parse_lora(text: str) -> LoraSpec:
     """
     mark = Mark(f"--lora {text}", 0, 0)
     reference, colon, number = text.rpartition(":")
-    if not colon or _HUB.fullmatch(text) or Path(text).expanduser().exists():
+    if not colon or _HUB.fullmatch(text) or is_there(Path(text).expanduser()):
         reference, scale = text, 1.0
     elif _NUMBER.fullmatch(number):
         scale = float(number)
@@ -94,7 +95,7 @@ def parse_lora(text: str) -> LoraSpec:
             remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder that holds one, or hf:owner/name; of several "
             "in a folder or repository, FILE#NAME says which.",
         )
-    whole = _HUB.fullmatch(reference) is None and Path(reference).expanduser().exists()
+    whole = _HUB.fullmatch(reference) is None and is_there(Path(reference).expanduser())
     reference, _, weight_name = (reference, "", "") if whole else reference.partition("#")
     if not _HUB.fullmatch(reference):
         reference = str(Path(reference).expanduser().absolute())
@@ -106,7 +107,7 @@ def _is_there(reference: str) -> bool:
     if not reference:
         return False
     outer = reference.partition("#")[0]
-    return bool(_HUB.fullmatch(outer)) or any(Path(each).expanduser().exists() for each in (reference, outer) if each)
+    return bool(_HUB.fullmatch(outer)) or any(is_there(Path(each).expanduser()) for each in (reference, outer) if each)
 
 
 def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str) -> Workflow:

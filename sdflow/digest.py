@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow import stop
+from sdflow.input_file import open_input
 
 _BLOCK = 1 << 20
 
@@ -36,7 +37,7 @@ def digest_file(path: Path) -> str:
     """SHA-256 of a file's content, read in blocks. Ends early, with Stopped, when the process is told to end."""
     digest, block = hashlib.sha256(), bytearray(_BLOCK)
     view = memoryview(block)
-    with path.open("rb", buffering=0) as stream:
+    with open_input(path) as stream:
         while count := stream.readinto(block):
             digest.update(view[:count])
             stop.check()

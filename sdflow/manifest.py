@@ -19,6 +19,7 @@ from sdflow import __version__
 from sdflow.digest import FileEntry
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
+from sdflow.input_file import read_json
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
@@ -193,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a pipeline folder. Raises UsageError when it is missing, damaged, or of another format."""
     path = folder / MANIFEST_FILE
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except OSError as error:
         cause = "" if isinstance(error, FileNotFoundError) else f": {error.strerror or error}"
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from sdflow.bench.engines import BASELINES
 from sdflow.bench.sweep import SweepPoint
 from sdflow.errors import UsageError
 from sdflow.evaluate.statistics import Latency
+from sdflow.input_file import read_json
 
 FORMAT_VERSION = 1
 KIND = "bench"
@@ -143,7 +143,7 @@ class BenchResult:
 def read_result(path: Path) -> dict[str, Any]:
     """The JSON of a run. Raises UsageError when it is something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         found = (content["format_version"], content["kind"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(

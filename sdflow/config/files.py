@@ -10,6 +10,7 @@ from sdflow.config.merge import expect_kind, merge_documents, overlay
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
+from sdflow.input_file import open_input
 from sdflow.shipped import shipped_workflow, shipped_workflows
 
 _MAX_EXTENDS = 32  # files above one another
@@ -81,7 +82,7 @@ class Files:
             if len(above) >= _MAX_EXTENDS:
                 self.problems.add(asked, f"more than {_MAX_EXTENDS} files extend one another")
                 return None
-            with path.open("rb") as file:
+            with open_input(path) as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the path; RuntimeError: a link loop
             self._report_unreadable(path, asked, error)

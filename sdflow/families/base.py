@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.errors import UsageError
+from sdflow.errors import CheckpointError, UsageError
 from sdflow.families.defaults import Defaults, Task, settled
 from sdflow.models.base import GUIDANCE, Config, Model, Original, halved
 from sdflow.prompts.reading import PLAIN, Reading
@@ -115,15 +115,33 @@ class Latents:
 
     @classmethod
     def of(cls, denoiser: Config, vae: Config) -> Latents:
-        """From config.json of a UNet and a VAE. Raises KeyError or TypeError for one that lacks something."""
+        """From config.json of a UNet and a VAE. Raises KeyError or TypeError for one that lacks something, CheckpointError
+        for a size that is none."""
         scale = halved(vae)
         return cls(
             channels=int(vae["latent_channels"]),
             scale=scale,
             multiple=halved(denoiser),
-            size=int(denoiser["sample_size"]),
+            size=_side(denoiser["sample_size"]),
             factor=float(vae.get("scaling_factor", 0.18215)),
         )
+
+
+MOST_LATENTS = 1 << 14
+"""Rows and columns of latents that a config may name as its model's own size: 131,072 pixels."""
+
+
+def _side(sample_size: Any) -> int:
+    """diffusers takes one number, or two for height and width."""
+    sides = set(sample_size) if isinstance(sample_size, list | tuple) and len(sample_size) == 2 else {sample_size}
+    side = sides.pop() if len(sides) == 1 else None
+    if type(side) is not int or not 0 < side <= MOST_LATENTS:
+        raise CheckpointError(
+            f"its sample_size is {sample_size!r:.40}",
+            where="unet/config.json",
+            remedy=f"Write the rows of the latents, 1 to {MOST_LATENTS}; they are as many as the columns.",
+        )
+    return side
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,12 @@ def describe(name: str, folder: Path) -> PassDescription:
     found = find_pass(name, folder)
     summary = (found.__doc__ or "").strip().split("\n")[0]
     origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
-    options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
+    try:
+        options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
+    except Exception as cause:
+        if not is_user_pass(name):
+            raise
+        raise PassNotFound(f"{name}: its options cannot be described: {type(cause).__name__}: {cause}") from cause
     return PassDescription(name, origin, found.accepts, summary, options)
 
 

@@ -12,15 +12,17 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from sdflow.errors import PassError
-from sdflow.passes.base import Pass, PassConfig
+from sdflow.input_file import is_regular, read_input
+from sdflow.passes.base import InputKind, Pass, PassConfig
+from sdflow.stop import Stopped
 
 AnyPass = type[Pass[PassConfig]]
 
@@ -63,26 +65,30 @@ def load_user_pass(name: str, folder: Path) -> AnyPass:
             remedy=f"Name one: {script.name}:ClassName.",
         )
     found = passes[wanted or next(iter(passes))]
-    _check(found, script)
+    try:
+        _check(found, script)
+    except PassError:
+        raise
+    except Exception as cause:  # what looks like a class may do anything when it is looked at
+        raise _failure(cause, script, f"when {found.__name__} is looked at") from cause
     return found
 
 
 def _script(name: str, folder: Path) -> Path:
     written = name.partition(":")[0]
     for above in (folder, *folder.absolute().parents):
-        path = (above / written).resolve()
-        if path.is_file():
-            return path
+        if is_regular(above / written):
+            return (above / written).resolve()
     raise PassError(
         "there is no such script",
-        where=str(folder / written),
+        where=str(folder / written)[:500],
         remedy="Paths start at the folder of the workflow or at one of the folders that it lies in.",
     )
 
 
 def _load(script: Path) -> ModuleType:
     # The name holds the content: a changed script is a new module, and two scripts of one name do not meet.
-    content = script.read_bytes()
+    content = read_input(script)
     name = f"sdflow_user_{script.stem}_{hashlib.sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -96,11 +102,12 @@ def _load(script: Path) -> ModuleType:
     try:
         with _compiled_anew(script.parent):
             exec(compile(content, script, "exec", dont_inherit=True), vars(module))
-    except Exception as cause:  # The user's code may raise anything; the cause goes along.
+    except (Stopped, KeyboardInterrupt):
         del sys.modules[name]
-        raise PassError(
-            f"{type(cause).__name__}: {cause}", where=f"{script}:{_line(cause, script)}", remedy="Correct the script."
-        ) from cause
+        raise
+    except BaseException as cause:  # The user's code may raise anything, SystemExit too; the cause goes along.
+        del sys.modules[name]
+        raise _failure(cause, script, "when it is imported") from cause
     finally:
         sys.path.remove(beside)
     return module
@@ -140,6 +147,14 @@ def _compiled_anew(folder: Path) -> Iterator[None]:
                 del sys.modules[name]
 
 
+def _failure(cause: BaseException, script: Path, when: str) -> PassError:
+    try:
+        said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    except Exception:  # noqa: BLE001  (its own __str__ may fail)
+        said = type(cause).__name__
+    return PassError(f"{said} {when}", where=f"{script}:{_line(cause, script)}", remedy="Correct the script.")
+
+
 def _line(cause: BaseException, script: Path) -> int:
     """The last line of the script that led to the exception."""
     if isinstance(cause, SyntaxError) and cause.lineno:
@@ -148,8 +163,21 @@ def _line(cause: BaseException, script: Path) -> int:
     return (lines[-1] if lines else None) or 1
 
 
+_KINDS = {
+    "name": (str, "text"),
+    "version": (int, "a whole number"),
+    "uses": (tuple, "a tuple of distributions"),
+    "takes_loras": (bool, "True or False"),
+    "moves_weights": (bool, "True or False"),
+    "weights_read_by": (Mapping, "a map of options"),
+}
+
+
 def _check(found: AnyPass, script: Path) -> None:
-    where = f"{script}:{inspect.getsourcelines(found)[1]}"
+    try:
+        where = f"{script}:{inspect.getsourcelines(found)[1]}"
+    except OSError:  # made by a call, not by a class statement
+        where = str(script)
     lacking = [field for field in ("name", "version", "Config") if not hasattr(found, field)]
     if lacking or inspect.isabstract(found):
         raise PassError(
@@ -157,16 +185,25 @@ def _check(found: AnyPass, script: Path) -> None:
             where=where,
             remedy="See sdflow.passes.base.Pass for what a pass has.",
         )
-    if not issubclass(found.Config, PassConfig):
+    for field, (kind, words) in _KINDS.items():
+        if not isinstance(value := getattr(found, field), kind):
+            raise PassError(f"{found.__name__}.{field} is {value!r:.40}, not {words}", where=where)
+    if found.accepts not in get_args(InputKind):
+        raise PassError(
+            f"{found.__name__}.accepts is {found.accepts!r:.40}, not {' or '.join(get_args(InputKind))}", where=where
+        )
+    if not (inspect.isclass(found.Config) and issubclass(found.Config, PassConfig)):
         raise PassError(f"{found.__name__}.Config does not derive from sdflow.passes.base.PassConfig", where=where)
 
 
 def _imports_beside(script: Path) -> Iterator[Path]:
     """Files in the script's folder that it imports by name."""
     try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
+        tree = ast.parse(read_input(script))
     except SyntaxError as cause:
         raise PassError(f"SyntaxError: {cause.msg}", where=f"{script}:{cause.lineno}") from cause
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in it
+        raise PassError(f"cannot be read as Python: {cause}", where=str(script)) from cause
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):

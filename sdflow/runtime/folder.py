@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.families.defaults import Defaults, Task
+from sdflow.input_file import read_json
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
@@ -171,6 +171,6 @@ def load_companions(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path), remedy=DAMAGED) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.schedulers import require_known
+from sdflow.input_file import read_input
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.reading import Reading
@@ -106,7 +107,7 @@ class Progress:
 def read_prompts(path: Path) -> list[str]:
     """The lines of a text file that are not empty. Raises UsageError when there are none or it cannot be read."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in read_input(path).decode("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path), remedy="A text file, a prompt a line.") from error
     if not any(lines):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
 from sdflow.file_stamp import Stamp, file_stamp, folder_stamps
+from sdflow.input_file import is_regular, read_json
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import (
     Checkpoint,
@@ -25,6 +25,7 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
+from sdflow.sources.companions import companion_files, require_inside
 from sdflow.sources.safetensors_file import read_header
 
 # Where the wanted file has no copy without a variant, the first of these that exists is taken.
@@ -114,7 +115,7 @@ def open_folder(
     submodels = submodels_of(family, {name: configs[name] for name in found}, build)
     companions = _companions(folder, family, submodels)
     stamps = [stamp for companion in companions.values() for stamp in folder_stamps(companion)]  # before the digests
-    for path in sorted(path for companion in companions.values() for path in companion.iterdir() if path.is_file()):
+    for path in sorted(place / name for place in companions.values() for name in companion_files(place)):
         files[path.relative_to(folder).as_posix()] = digests.digest(path)
     return Checkpoint(
         family=family,
@@ -159,14 +160,14 @@ def open_component(folder: Path, component: str, model: Model, family: Family, a
 def read_config(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it is missing or something else."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = read_json(path)
     except FileNotFoundError as error:
         raise MissingFile(
             "no such file", where=str(path), remedy="A checkpoint folder has the layout of diffusers' save_pretrained."
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"not valid JSON: {error}", where=str(path), remedy="Download it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError("not a JSON object", where=str(path), remedy="Download it again.")
@@ -225,6 +226,7 @@ def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dic
     }
     for name, companion in wanted.items():
         read_config(folder / name / companion.file)
+        require_inside(folder / name, folder)
     return {name: folder / name for name in wanted}
 
 
@@ -282,7 +284,9 @@ def _shards(index: Path) -> tuple[Path, ...]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"the shard {name!r} is not a file name", where=str(index))
-        if not (index.parent / name).is_file():
-            raise MissingFile(f"the shard {name} is not there", where=str(index), remedy="Download the missing file.")
+            raise CheckpointError(f"the shard {name[:60]!r} is not a file name", where=str(index))
+        if not is_regular(index.parent / name):
+            raise MissingFile(
+                f"the shard {name[:60]} is not there", where=str(index), remedy="Download the missing file."
+            )
     return tuple(index.parent / name for name in names)

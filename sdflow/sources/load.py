@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import part_of
 from sdflow.families.base import Companion, Part
 from sdflow.file_stamp import check_stamps
+from sdflow.input_file import foreign_content, read_json
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, listing
 from sdflow.sources.fitting import fit
@@ -99,13 +101,12 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     Raises CheckpointError for one that is missing or damaged, or of a class that the installed library lacks.
     """
     import importlib
-    import json
 
     library = importlib.import_module(companion.library)
     name = companion.class_name
     with _rejections(where, f"its {folder.name} cannot be loaded"):
         if name is None:
-            name = str(json.loads((folder / companion.file).read_text(encoding="utf-8"))["_class_name"])
+            name = str(read_json(folder / companion.file)["_class_name"])
         return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
 
 
@@ -123,6 +124,7 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
     """The module with its parameters on the meta device: no memory, no random initialisation."""
     from accelerate import init_empty_weights
 
+    _require_size(config, where)
     with (
         _rejections(where, f"its configuration does not make a {model.class_name}"),
         init_empty_weights(include_buffers=False),
@@ -203,20 +205,56 @@ def unpickled(file: Path, device: str) -> Any:
     import torch
 
     try:
+        foreign = foreign_content(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+    if foreign:
+        raise CheckpointError(f"not a pickle of weights alone: {foreign}", where=str(file))
+    try:
         in_parts = device == "cpu" and zipfile.is_zipfile(file)
         return torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
     except (pickle.UnpicklingError, EOFError, *_REJECTIONS) as error:
         raise CheckpointError(
-            f"not a pickle of weights alone: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"not a pickle of weights alone: {_refusal(error)}",
             where=str(file),
             remedy="It may be damaged, or run code when loaded. Use a .safetensors file of these weights.",
         ) from error
+
+
+def _refusal(error: Exception) -> str:
+    """What torch found, without its advice to load the file with its code."""
+    found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", str(error))
+    if found is not None:
+        return found[1]
+    return f"{type(error).__name__}" if "weights_only" in str(error) or not str(error) else str(error).splitlines()[0]
+
+
+MOST_LAYERS = 512
+"""Layers that an entry of a config may ask for. The largest of these networks have 48."""
+
+
+def _require_size(config: Any, where: str, key: str = "") -> None:
+    """Refuse, before anything is made, what would take for ever to make."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            _require_size(value, where, str(name))
+    elif isinstance(config, list | tuple):
+        if len(config) > MOST_LAYERS and key.endswith(("_types", "_channels", "_block", "_dim", "_heads")):
+            raise CheckpointError(f"{key} has {len(config)} entries", where=where, remedy="Download the config again.")
+        for value in config:
+            _require_size(value, where, key)
+    elif isinstance(config, int) and "layers" in key and config > MOST_LAYERS:
+        raise CheckpointError(
+            f"{key} is {config}, more than {MOST_LAYERS}", where=where, remedy="Download the config again."
+        )
 
 
 def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
     import torch
 
     value = value.get("state_dict", value) if isinstance(value, dict) else value
-    if not isinstance(value, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-        raise CheckpointError("not a pickled dict of tensors", where=str(file), remedy="Use a .safetensors file.")
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    ):
+        raise CheckpointError("not a pickle of tensors by name", where=str(file), remedy="Use a .safetensors file.")
     return value

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
+from sdflow.input_file import is_regular, is_there
 from sdflow.sources.checkpoint import Checkpoint, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_family import made_for, misfit
@@ -52,14 +53,14 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
         raise CheckpointError("not a LoRA", where=reference, remedy="Write a file, a folder or hf:owner/name.")
     path = parsed.path
-    if path.is_dir():
+    if is_there(path) and path.is_dir():
         names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
         path = path / choose_file(names, weight_name, str(path))
     elif weight_name is not None:
         raise CheckpointError(
             f"is no folder that could hold {weight_name}", where=str(path), remedy="Name the file alone, or its folder."
         )
-    elif not path.is_file():
+    elif not is_regular(path):
         raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
     _refuse_pickle(path.name, str(path))
     return path

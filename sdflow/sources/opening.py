@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdflow.errors import CheckpointError
+from sdflow.input_file import is_regular, is_there
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
@@ -62,20 +63,21 @@ def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bo
 
 def _open_local(local: LocalReference, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
     path = local.path
-    if path.is_dir() and local.architecture is not None:
+    folder = is_there(path) and path.is_dir()
+    if folder and local.architecture is not None:
         raise CheckpointError(
             "is a folder, which says itself what it is",
             where=str(path),
             remedy=f"Leave out #{local.architecture}.",
         )
-    if path.is_dir():
+    if folder:
         return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
-    if path.is_file():
+    if is_regular(path):
         return open_single_file(
             path, architecture=local.architecture, reference=reference, digests=digests, allow_pickle=allow_pickle
         )
     raise CheckpointError(
-        "no such file or folder",
+        "a pipe, a socket or a device" if is_there(path) else "no such file or folder",
         where=str(path),
         remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow import stop
 from sdflow.errors import CheckpointError
+from sdflow.input_file import foreign_content, open_input, parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,18 +73,18 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, the position of the first tensor byte, the file's size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with open_input(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if length == 0 or length > min(_MAX_HEADER, size - 8):
-                raise _invalid(path, f"{size} bytes with a header of {length} bytes")
+                raise _invalid(path, foreign_content(path) or f"{size} bytes with a header of {length} bytes")
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise _invalid(path, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
@@ -97,8 +99,8 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
         raise _invalid(path, f"the entry of tensor {name} is incomplete") from error
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise _invalid(path, f"the entry of tensor {name} has numbers that are not counts")
-    if dtype not in _ITEM_BYTES:
-        raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r:.40}")
     if end - begin != prod(shape) * _ITEM_BYTES[dtype]:
         raise _invalid(path, f"tensor {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
     return TensorEntry(dtype, shape, data_start + begin, data_start + end)
@@ -107,7 +109,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
 def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
     """SHA-256 over (name, dtype, shape, bytes) of the given tensors of a file, in the order of their names."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_input(path) as stream:
         for name in sorted(entries):
             entry = entries[name]
             digest.update(json.dumps([name, entry.dtype, entry.shape], separators=(",", ":")).encode() + b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, inf, log, sqrt
@@ -16,6 +15,7 @@ from sdflow.distance import relative_l2, root_mean_square
 from sdflow.errors import VerificationError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
+from sdflow.input_file import read_json
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.verify import images
@@ -119,7 +119,7 @@ def _findings(
     for submodel in request.submodels:
         if verdicts[submodel].outputs:  # it is a graph that runs
             path, read = (request.folder / submodel / MODEL_FILE).resolve(), family.part(submodel).read
-            config = json.loads((request.folder / submodel / CONFIG_FILE).read_text(encoding="utf-8"))
+            config = read_json(request.folder / submodel / CONFIG_FILE)
             outputs = None if read is None else read(config)
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel, read=outputs)
     if request.allow_fallback:

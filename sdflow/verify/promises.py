@@ -5,7 +5,6 @@ Nothing is run. The content of every file is read once for its digest; the weigh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from sdflow.digest import digest_file, digest_tree
 from sdflow.errors import PassError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
+from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import EXACT, Port
@@ -62,7 +62,7 @@ def check_promises(
 def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Finding]:
     """model_index.json, the components that it names, and the files beside the submodels."""
     try:
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX_FILE)
         components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
     except (OSError, ValueError, AttributeError, IndexError) as error:
         yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
@@ -147,7 +147,7 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
         return [Finding(submodel, "digest", "error", MODEL_FILE, f"is no ONNX model ({error})", REBUILD)]
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG_FILE)
         io = part.model.ports(config)
     except (OSError, ValueError, KeyError, PassError) as error:
         return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]

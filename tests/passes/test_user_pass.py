@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,63 @@ def test_an_error_in_a_script_is_told_with_its_line(tmp_path: Path, text: str, r
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(PassNotFound, match=reason):
         find_pass("bad.py", tmp_path)
+
+
+HEAD = "from sdflow.passes.base import Pass, PassConfig\n"
+CLASS = (
+    HEAD
+    + """
+class Mine(Pass[PassConfig]):
+    name = "Mine"
+    version = 1
+    Config = PassConfig
+    def run(self, inputs, out, config):
+        return {}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe = 1\n", "mine.py"),
+        (b"# \xe9\n", "mine.py"),
+        (b"a = 1\0\n", "mine.py"),
+        (b"import sys\nsys.exit(0)\n", "SystemExit: 0 when it is imported"),
+        (b"raise BaseException('so')\n", "so"),
+        (b"class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n", "mine.py"),
+        (CLASS.replace("version = 1", "version = '1'").encode(), "Mine.version is '1', not a whole number"),
+        (CLASS.replace('name = "Mine"', "name = 5").encode(), "Mine.name is 5, not text"),
+        (CLASS.replace("Config = PassConfig", "Config = 5").encode(), "Config does not derive"),
+        (CLASS.replace("version = 1", "version = 1\n    accepts = 'all'").encode(), "accepts is 'all'"),
+        (CLASS.replace("version = 1", "version = 1\n    uses = 'onnx'").encode(), "uses is 'onnx'"),
+        (
+            (CLASS + "Mine = type('Mine', (Mine,), {'__module__': __name__, 'version': None})").encode(),
+            "version is None",
+        ),
+    ],
+)
+def test_a_faulty_script_is_told_in_words(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "mine.py").write_bytes(content)
+    with pytest.raises(PassNotFound, match=re.escape(says)):
+        find_pass("mine.py:Mine", tmp_path)
+        user_script_files("mine.py:Mine", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".py", "a\0b.py", "/dev/zero/x.py", "pipe.py"])
+def test_a_path_that_is_no_script_is_told(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(PassNotFound, match="there is no such script") as raised:
+        find_pass(name, tmp_path)
+    assert len(str(raised.value)) < 1000
+
+
+def test_options_that_cannot_be_described_are_told(tmp_path: Path) -> None:
+    options = (
+        "from pydantic import Field\nclass Options(PassConfig):\n    a: int = Field(default_factory=lambda: 1 // 0)\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        CLASS.replace("class Mine", f"{options}class Mine").replace("= PassConfig", "= Options")
+    )
+    with pytest.raises(PassNotFound, match="its options cannot be described: ZeroDivisionError"):
+        describe("mine.py", tmp_path)

@@ -254,7 +254,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
         ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "of UNet3DConditionModel, not of UNet2D"),
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
         ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "of AutoencoderTiny"),
-        ("unet/config.json", {"sample_size": None}, "lack something"),
+        ("unet/config.json", {"sample_size": None}, "its sample_size is None"),
         ("vae/config.json", {"block_out_channels": None}, "lack something"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_damaged_pickle_is_an_error(content: bytes, folder: Path) -> None:
 
 def test_a_pickle_of_something_else_is_an_error(folder: Path) -> None:
     torch.save([1, 2], folder / f"{UNET}.bin")
-    with pytest.raises(CheckpointError, match="not a pickled dict of tensors"):
+    with pytest.raises(CheckpointError, match="not a pickle of tensors by name"):
         load_module("unet", opened(folder, allow=True).submodels["unet"].load)
 
 

@@ -1,0 +1,114 @@
+"""Files that others wrote: opened only where they are regular files, and read within a limit.
+
+A pipe would never end, a device may do anything, a file of gigabytes in place of a config fills the memory. Whatever is
+wrong with a file is an OSError whose `strerror` says it in words, or a ValueError for its content.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+TEXT_LIMIT = 64 << 20
+"""Bytes of the largest config, index or script that is read. A tokenizer's vocabulary has one or two million."""
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file, or a link to one. A name that no file can have is none."""
+    with suppress(OSError, ValueError):
+        return stat.S_ISREG(path.stat().st_mode)
+    return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything of this name. A name that nothing can have is none."""
+    with suppress(OSError, ValueError):
+        path.stat()
+        return True
+    return False
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The status of a regular file. Raises OSError for anything else."""
+    try:
+        found = path.stat()
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "its name holds a NUL character", str(path)) from error
+    _refuse_others(found.st_mode, path)
+    return found
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError for anything else, and never waits for a writer."""
+    require_regular(path)  # opening a device may be enough to do something
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        _refuse_others(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_input(path: Path, limit: int = TEXT_LIMIT) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises OSError."""
+    with open_input(path) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MB", str(path))
+    return content
+
+
+def read_json(path: Path, limit: int = TEXT_LIMIT) -> Any:
+    """What the JSON of a file holds. NaN and Infinity, which Python's reader takes, are no JSON.
+
+    Raises OSError as `read_input` does, ValueError for a content that is no JSON.
+    """
+    return parse_json(read_input(path, limit))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """As `read_json`. Raises ValueError."""
+    try:
+        return json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if abs(number) != float("inf") else _no_number(text)
+
+
+def _whole(text: str) -> int:
+    return int(text) if len(text) < 20 else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text:.20} is no number of JSON, or beyond what a computer holds")
+
+
+def foreign_content(path: Path) -> str | None:
+    """What lies in place of weights, if it is one of the things that often do. Raises OSError."""
+    with open_input(path) as stream:
+        start = stream.read(512)
+    if not start:
+        return "it is empty"
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "it is a pointer of git-lfs, not the file itself: run git lfs pull, or download the file"
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "it is a web page, not the file: a download that asks for a login gives one"
+    return None
+
+
+def _refuse_others(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
