@@ -11,8 +11,9 @@ import json
 import os
 import stat
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 TEXT_LIMIT = 64 << 20
 """Bytes of the largest config, index or script that is read. A tokenizer's vocabulary has one or two million."""
@@ -43,7 +44,7 @@ def require_regular(path: Path) -> os.stat_result:
     return found
 
 
-def open_input(path: Path) -> BinaryIO:
+def open_input(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError for anything else, and never waits for a writer."""
     require_regular(path)  # opening a device may be enough to do something
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
