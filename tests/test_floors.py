@@ -22,7 +22,7 @@ FLOORS = {
             "user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step plan execute assemble disk_space",
+            "step plan inspection execute assemble disk_space",
             "runtime",
             "evaluate verify bench serve doctor",
             "run bake fix",

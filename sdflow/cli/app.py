@@ -12,6 +12,7 @@ from sdflow import __version__
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.generate import generate
+from sdflow.cli.inspect import inspect
 
 app = typer.Typer(
     name="sdflow",
@@ -27,6 +28,7 @@ app.add_typer(cache_app, name="cache")
 app.command()(generate)
 app.command()(bench)
 app.command()(tune)
+app.command()(inspect)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

@@ -227,6 +227,11 @@ class Family:
         """For people, as `title`: the generation that these configs, by part, are of."""
         return self.title
 
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        """The workflow in workflows/base, without its suffix, that has the chains for the generation that these configs, by
+        part, are of."""
+        raise NotImplementedError
+
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:

@@ -115,6 +115,10 @@ class StableDiffusion(Family):
             return self.title
         return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
 
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        text = configs.get("text_encoder")
+        return "stable_diffusion_2" if text is not None and is_open_clip(text) else "stable_diffusion_1"
+
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:

@@ -113,6 +113,9 @@ class StableDiffusionXL(Family):
             f"{prefix}text_projection": (second["hidden_size"], second["projection_dim"]),
         }
 
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return "stable_diffusion_xl"
+
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
         super().require_arguments(given, prompts)
         for name in ("prompt_2", "negative_prompt_2"):

@@ -194,6 +194,11 @@ class Model:
         """A tensor's name in a checkpoint as the class has it today: older releases called some otherwise."""
         return name
 
+    def signature(self, config: Config) -> Shapes:
+        """Tensors of a file with this model alone, by the names that `current_name` gives, whose shapes together say that it
+        is this model, configured so; none where nothing tells. Raises KeyError for a config that lacks something."""
+        return {}
+
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         """state_dict key -> where it lies in a file in the original layout, without the prefix."""
         return {key: Original(self.current_name(key)) for key in keys}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Sizes
+from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +57,12 @@ class ClipText(Model):
 
     def smallest(self, config: Config) -> Sizes:
         return Sizes(batch=2, sequence=config["max_position_embeddings"])
+
+    def signature(self, config: Config) -> Shapes:
+        return {
+            "embeddings.token_embedding.weight": (config["vocab_size"], config["hidden_size"]),
+            "embeddings.position_embedding.weight": (config["max_position_embeddings"], config["hidden_size"]),
+        }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
         ids: np.ndarray = random.integers(0, config["vocab_size"], shape, dtype=port.dtype)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Sizes, halved
+from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Shapes, Sizes, halved
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 
@@ -64,6 +64,17 @@ class UNet(Model):
                 Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
             ),
         )
+
+    def signature(self, config: Config) -> Shapes:
+        channels, kinds = config["block_out_channels"], config["down_block_types"]
+        attention = "attentions.0.transformer_blocks.0.attn2.to_k.weight"
+        level = next(index for index, kind in enumerate(kinds) if kind.startswith("CrossAttn"))
+        return {
+            "conv_in.weight": (channels[0], config["in_channels"], 3, 3),
+            "conv_out.weight": (config["out_channels"], channels[0], 3, 3),
+            f"down_blocks.{level}.{attention}": (channels[level], config["cross_attention_dim"]),
+            f"mid_block.{attention}": (channels[-1], config["cross_attention_dim"]),
+        }
 
     def smallest(self, config: Config) -> Sizes:
         deepest = 2 * halved(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Original, Port, Ports, Sizes, halved
+from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes, halved
 from sdflow.models.ldm_names import ldm_vae_names
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ class _Half(Model):
     def smallest(self, config: Config) -> Sizes:
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest)
+
+    def signature(self, config: Config) -> Shapes:
+        channels = config["block_out_channels"]
+        return {
+            "encoder.conv_in.weight": (channels[0], config["in_channels"], 3, 3),
+            "decoder.conv_in.weight": (channels[-1], config["latent_channels"], 3, 3),
+            "decoder.up_blocks.0.resnets.0.conv1.weight": (channels[-1], channels[-1], 3, 3),
+        }
 
     def current_name(self, name: str) -> str:
         parts = name.split(".")

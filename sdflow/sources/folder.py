@@ -193,12 +193,18 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
     return family, index
 
 
+def class_names(config: Mapping[str, Any]) -> list[str]:
+    """The class that a config.json is of, as diffusers or transformers write it; none where it names none."""
+    named = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
 def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:
     path = folder / "config.json"
     config = read_config(path)
-    named = [config["_class_name"]] if "_class_name" in config else config.get("architectures") or []
+    named = class_names(config)
     if model.class_name not in named:
-        said = f"of {', '.join(map(str, named))}" if named else "of no class that it names"
+        said = f"of {', '.join(named)}" if named else "of no class that it names"
         raise CheckpointError(
             f"a configuration {said}, not of {model.class_name}",
             where=str(path),

@@ -200,6 +200,7 @@ def pickled_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], int | None]:
 
 def unpickled(file: Path, device: str) -> Any:
     import pickle
+    import struct
     import zipfile
 
     import torch
@@ -213,7 +214,7 @@ def unpickled(file: Path, device: str) -> Any:
     try:
         in_parts = device == "cpu" and zipfile.is_zipfile(file)
         return torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
-    except (pickle.UnpicklingError, EOFError, *_REJECTIONS) as error:
+    except (pickle.UnpicklingError, EOFError, struct.error, *_REJECTIONS) as error:
         raise CheckpointError(
             f"not a pickle of weights alone: {_refusal(error)}",
             where=str(file),

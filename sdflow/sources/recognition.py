@@ -122,7 +122,7 @@ def layouts_of(family: Family, names: Iterable[str]) -> dict[str, Layout]:
 def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
     """The shipped architectures whose tensors have the file's shapes. Raises CheckpointError where there is none, naming
     what the file is, if that is known."""
-    shapes = {**shapes, **_current(shapes)}
+    shapes = {**shapes, **current_shapes(shapes)}
     prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
     fitting = [
         architecture
@@ -146,7 +146,7 @@ def _fingerprint(architecture: str) -> Fingerprint:
     return family.fingerprint({name: architecture_config(architecture, name) for name in components})
 
 
-def _current(shapes: Shapes) -> Shapes:
+def current_shapes(shapes: Shapes) -> Shapes:
     """The file's tensors under their names of today: files converted with transformers 5 lack a `text_model.`."""
     found = {}
     for family in FAMILIES.values():

@@ -1,0 +1,98 @@
+"""What a file or folder is: `inspect`. Reads headers and configurations, no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdflow.artifact import INDEX_FILE
+from sdflow.errors import CheckpointError, SdflowError
+from sdflow.families import ARCHITECTURES, family_of_architecture
+from sdflow.inspection.adapters import inspect_adapter, is_adapter, told
+from sdflow.inspection.contents import SUFFIXES, Contents, read_contents
+from sdflow.inspection.finding import EMBEDDING, UNKNOWN, Finding
+from sdflow.inspection.folders import CONFIG_FILE, inspect_built, inspect_component, inspect_pipeline
+from sdflow.inspection.lines import titles_of
+from sdflow.inspection.weights import inspect_weights
+from sdflow.manifest import MANIFEST_FILE
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.embedding import MOST_VECTORS, embedding_names
+
+__all__ = ["Finding", "inspect"]
+
+
+def inspect(path: Path) -> list[Finding]:
+    """What a file or folder is; of a folder of files, what each of them is.
+
+    Raises CheckpointError and UsageError for what is missing or damaged.
+    """
+    if not path.is_dir():
+        return [inspect_file(path)]
+    if (path / MANIFEST_FILE).is_file():
+        return [inspect_built(path)]
+    if (path / INDEX_FILE).is_file():
+        return [inspect_pipeline(path)]
+    if (path / CONFIG_FILE).is_file():
+        return [inspect_component(path)]
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise CheckpointError(
+            f"holds neither {INDEX_FILE} nor {CONFIG_FILE}, and no file of weights",
+            where=str(path),
+            remedy=f"Name a folder in diffusers' layout, or files of {', '.join(SUFFIXES)}.",
+        )
+    return [_or_damaged(file) for file in files]
+
+
+def _or_damaged(file: Path) -> Finding:
+    """One of several: that it cannot be read hides none of the others."""
+    try:
+        return inspect_file(file)
+    except SdflowError as error:
+        return Finding(str(file), UNKNOWN, notes=(f"{error.what}.",))
+
+
+def inspect_file(path: Path) -> Finding:
+    """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
+    contents = read_contents(path)
+    if (widths := _vectors(contents)) is not None:
+        return _embedding(contents, widths)
+    if is_adapter(contents):
+        return inspect_adapter(contents)
+    return inspect_weights(contents)
+
+
+def _vectors(contents: Contents) -> dict[str, tuple[int, int]] | None:
+    """How many vectors of which width there are, by name, in a file of textual inversion; None for any other."""
+    shapes = {name: (1, *shape) if len(shape) == 1 else shape for name, shape in contents.shapes.items()}
+    if len(shapes) != 1 and shapes.keys() != set(embedding_names()):
+        return None
+    if any(len(shape) != 2 or not 0 < shape[0] <= MOST_VECTORS or shape[1] < 2 for shape in shapes.values()):
+        return None
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
+
+
+def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Finding:
+    fitting = []
+    for architecture in ARCHITECTURES:
+        family = family_of_architecture(architecture)
+        configs = [architecture_config(architecture, family.part(name).component) for name in family.text]
+        if sorted(config["hidden_size"] for config in configs) == sorted(width for _, width in widths.values()):
+            fitting.append(architecture)
+    vectors = {count for count, _ in widths.values()}
+    option = f"--embedding {contents.path}" + (" --allow-pickle" if contents.pickled else "")
+    return Finding(
+        str(contents.path),
+        EMBEDDING,
+        titles_of(fitting),
+        None,
+        contents.precision,
+        (),
+        {
+            "vectors": max(vectors),
+            "width": " and ".join(str(width) for _, width in widths.values()),
+            **told(contents.metadata),
+        },
+        () if fitting else ("No model that sdflow knows reads vectors of this width.",),
+        None,
+        f'sdflow generate PIPELINE {option} --prompt "... {contents.path.stem} ..."' if fitting else None,
+    )

@@ -1,0 +1,169 @@
+"""LoRAs and their relatives: algorithm, rank, alpha, layers, what they were made for, and what their training tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import WITH_LORAS
+from sdflow.inspection.contents import Contents
+from sdflow.inspection.finding import Finding
+from sdflow.inspection.lines import architecture_for, lora_lines
+from sdflow.sources.lora import lora_submodels
+from sdflow.sources.lora_family import made_for
+from sdflow.sources.lora_names import LoraName, other_kind, parse_name
+from sdflow.sources.safetensors_file import TensorEntry, read_float_tensors
+
+# The first factor of each algorithm, which reads the module's input or is as wide as the rank: suffix -> axis of the rank.
+_FACTORS = {"hada_w1_b": 0, "hada_w2_b": 0, "lokr_w1_b": 0, "lokr_w2_b": 0}
+_SUFFIX = re.compile(r"\.(hada_w[12]_[ab]|hada_t[12]|lokr_(w[12](_[ab])?|t2)|dora_scale|oft_\w+|diff(_b)?|on_input)$")
+# Training programs' own words for themselves and their settings, in the order in which they are told.
+_TOLD = {
+    "training base": ("ss_base_model_version", "modelspec.architecture"),
+    "base model": ("ss_sd_model_name",),
+    "title": ("modelspec.title", "ss_output_name"),
+    "author": ("modelspec.author",),
+    "program": ("ss_network_module",),
+    "resolution": ("modelspec.resolution", "ss_resolution"),
+    "images": ("ss_num_train_images",),
+    "steps": ("ss_steps",),
+    "license": ("modelspec.license",),
+}
+_TRIGGERS = ("modelspec.trigger_phrase", "ss_trigger_words", "activation text")
+MOST_TAGS = 12
+
+
+def is_adapter(contents: Contents) -> bool:
+    """Whether most of a file's tensors are a LoRA's or a relative's."""
+    known = sum(1 for name in contents.shapes if _stem(name) is not None)
+    return known > len(contents.shapes) / 2
+
+
+def _stem(name: str) -> str | None:
+    """The module that a tensor belongs to, in the file's spelling; None where it is no adapter's tensor."""
+    if (parsed := parse_name(name)) is not None:
+        return f"{parsed.submodel}.{parsed.module}"
+    if other_kind(name) is None:
+        return None
+    bare = _SUFFIX.sub("", name)
+    parsed = parse_name(f"{bare}.alpha")
+    return bare if parsed is None else f"{parsed.submodel}.{parsed.module}"
+
+
+def inspect_adapter(contents: Contents) -> Finding:
+    """What a LoRA's header and metadata tell."""
+    names = {name: parsed for name in contents.shapes if (parsed := _parsed(name)) is not None}
+    entries = {name: TensorEntry("F32", shape, 0, 0) for name, shape in contents.shapes.items()}
+    modules: dict[str, set[str]] = {}
+    for parsed in names.values():
+        modules.setdefault(parsed.submodel, set()).add(parsed.module)
+    titles = made_for(names, entries)
+    details: dict[str, Any] = {
+        "algorithm": _algorithm(contents),
+        "rank": _spread(_ranks(contents)),
+        "alpha": _spread(_alphas(contents)),
+        "layers": {name: len(modules[name]) for name in WITH_LORAS if name in modules},
+        **told(contents.metadata),
+    }
+    notes, lines = [], None
+    architecture = architecture_for(titles)
+    if not titles:
+        notes.append("Nothing in it says which generation of models it is for.")
+    if contents.pickled:
+        notes.append("sdflow does not read pickled LoRAs: save it as .safetensors.")
+    else:
+        try:
+            lora_submodels(contents.path)
+        except CheckpointError as error:
+            notes.append(f"sdflow does not merge it: {error.what}.")
+        else:
+            lines = lora_lines(architecture, str(contents.path))
+    details = {name: value for name, value in details.items() if value not in (None, {}, [])}
+    return Finding(str(contents.path), "LoRA", titles, None, contents.precision, (), details, tuple(notes), lines)
+
+
+def _parsed(name: str) -> LoraName | None:
+    """As a LoRA's name; of other algorithms, without what says how wide its module is, but for LoHa's factors."""
+    parsed = parse_name(name)
+    if parsed is not None or other_kind(name) is None:
+        return parsed
+    bare = parse_name(f"{_SUFFIX.sub('', name)}.alpha")
+    if bare is None:
+        return None
+    return LoraName(bare.submodel, bare.module, "down" if name.endswith(("hada_w1_b", "hada_w2_b")) else "alpha")
+
+
+def _algorithm(contents: Contents) -> str:
+    others = Counter(kind for name in contents.shapes if (kind := other_kind(name)) is not None)
+    if others:
+        return " and ".join(others)
+    convolutions = any(
+        len(shape) == 4 and max(shape[2:]) > 1 and (parsed := parse_name(name)) is not None and parsed.role == "down"
+        for name, shape in contents.shapes.items()
+    )
+    return "LoRA of linear layers and convolutions (LoCon)" if convolutions else "LoRA"
+
+
+def _ranks(contents: Contents) -> list[int]:
+    found = []
+    for name, shape in contents.shapes.items():
+        parsed, suffix = parse_name(name), name.rpartition(".")[2]
+        if len(shape) >= 2 and (suffix in _FACTORS or (parsed is not None and parsed.role == "down")):
+            found.append(shape[_FACTORS.get(suffix, 0)])
+    return found
+
+
+def _alphas(contents: Contents) -> list[float]:
+    """The values of the alphas, a number each. Those of pickles are not read."""
+    names = [name for name, shape in contents.shapes.items() if name.endswith("alpha") and shape in ((), (1,))]
+    if contents.pickled or not names:
+        return []
+    try:
+        return [float(value.reshape(())) for value in read_float_tensors(contents.path, names).values()]
+    except CheckpointError:
+        return []
+
+
+def _spread(values: Iterable[float]) -> str | None:
+    """One number, or the usual one with the least and the most."""
+    count = Counter(values)
+    if not count:
+        return None
+    usual = count.most_common(1)[0][0]
+    return f"{usual:g}" if len(count) == 1 else f"{usual:g} in most layers, {min(count):g} to {max(count):g}"
+
+
+def told(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the metadata of kohya's sd-scripts (`ss_*`) and of ModelSpec say of the training, and its trigger words.
+
+    https://github.com/kohya-ss/sd-scripts/blob/main/library/train_util.py, https://github.com/Stability-AI/ModelSpec
+    """
+    found: dict[str, Any] = {}
+    for label, keys in _TOLD.items():
+        value = next((metadata[key] for key in keys if metadata.get(key) not in (None, "", "None")), None)
+        if value is not None:
+            found[label] = value
+    triggers = next((metadata[key] for key in _TRIGGERS if metadata.get(key)), None)
+    if triggers:
+        found["trigger words"] = triggers
+    if tags := _tags(metadata.get("ss_tag_frequency", "")):
+        found["most frequent tags"] = tags
+    return found
+
+
+def _tags(text: str) -> dict[str, int]:
+    """Tag -> in how many captions it stands: `{"folder": {"tag": count}}`, all folders together."""
+    try:
+        folders = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    count: Counter[str] = Counter()
+    for tags in folders.values() if isinstance(folders, dict) else ():
+        for tag, often in tags.items() if isinstance(tags, dict) else ():
+            if isinstance(often, int):
+                count[tag.strip()] += often
+    return dict(count.most_common(MOST_TAGS))

@@ -1,0 +1,104 @@
+"""What a file of weights says of itself without its values: names, shapes and types of its tensors, and its metadata."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from sdflow.errors import CheckpointError
+from sdflow.sources.reference import PICKLE_SUFFIXES
+from sdflow.sources.safetensors_file import read_header, read_metadata
+
+SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+_TITLES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8",
+    "F8_E5M2": "float8",
+}
+_NESTED = ("state_dict", "string_to_param")
+"""Where pickles keep their tensors, beside plain data."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file's tensors by name: shapes and types ("float16"). said: plain data beside the tensors of a pickle."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    pickled: bool = False
+
+    @property
+    def precision(self) -> str | None:
+        """The types of the values, the most frequent first: "float16", "float16 (98 %), float32 (2 %)"."""
+        return precision_of([self])
+
+
+def read_contents(path: Path) -> Contents:
+    """From the header alone; a pickle is read with weights_only=True, its values left where they are.
+
+    Raises CheckpointError for what is missing, damaged, or no file of weights.
+    """
+    if not path.is_file():
+        raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path.")
+    if path.suffix == ".safetensors":
+        header = read_header(path)
+        return Contents(
+            path,
+            {name: entry.shape for name, entry in header.items()},
+            {name: _TITLES.get(entry.dtype, entry.dtype.lower()) for name, entry in header.items()},
+            read_metadata(path),
+        )
+    if path.suffix in PICKLE_SUFFIXES:
+        return _of_pickle(path)
+    raise CheckpointError(
+        f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=f"Known are {', '.join(SUFFIXES)}."
+    )
+
+
+def _of_pickle(path: Path) -> Contents:
+    import torch
+
+    from sdflow.sources.load import unpickled
+
+    value = unpickled(path, "meta")
+    marks: dict[str, str] = {}
+    if isinstance(value, dict):
+        marks = {str(name): str(each) for name, each in value.items() if isinstance(each, str | int | float)}
+        value = next((value[name] for name in _NESTED if isinstance(value.get(name), dict)), value)
+    tensors = (
+        {str(name): each for name, each in value.items() if isinstance(each, torch.Tensor)}
+        if isinstance(value, dict)
+        else {}
+    )
+    if not tensors:
+        raise CheckpointError("a pickle without tensors by name", where=str(path), remedy="Use a .safetensors file.")
+    return Contents(
+        path,
+        {name: tuple(each.shape) for name, each in tensors.items()},
+        {name: str(each.dtype).removeprefix("torch.") for name, each in tensors.items()},
+        marks,
+        pickled=True,
+    )
+
+
+def precision_of(files: Iterable[Contents]) -> str | None:
+    """The types of the values in all files together, by their share of the numbers; None without tensors."""
+    count: Counter[str] = Counter()
+    for each in files:
+        for name, shape in each.shapes.items():
+            count[each.types[name]] += prod(shape)
+    total = sum(count.values())
+    if not total:
+        return None
+    first, *others = count.most_common()
+    if not others:
+        return first[0]
+    return ", ".join(f"{name} ({max(1, round(100 * part / total))} %)" for name, part in (first, *others))

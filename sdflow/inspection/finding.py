@@ -1,0 +1,37 @@
+"""What `sdflow inspect` found of a file or folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CHECKPOINT, PIPELINE, BUILT, EMBEDDING, UNKNOWN = (
+    "checkpoint",
+    "pipeline folder",
+    "built pipeline",
+    "embedding",
+    "unknown",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """kind: what it is, in words. of: titles of the models that it is of or for. architecture: the shipped one of its shapes.
+    precision: of its weights. missing: what a pipeline needs besides. details: what else is known, by name. notes: for the
+    user to hear of. workflow: lines of a workflow that takes it; command: a command that does.
+    """
+
+    path: str
+    kind: str
+    of: tuple[str, ...] = ()
+    architecture: str | None = None
+    precision: str | None = None
+    missing: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    workflow: str | None = None
+    command: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

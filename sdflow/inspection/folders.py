@@ -1,0 +1,179 @@
+"""Folders: a pipeline of diffusers, a component of one, a pipeline that sdflow built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import INDEX_FILE
+from sdflow.errors import CheckpointError, SdflowError
+from sdflow.families import ARCHITECTURES, EXCHANGEABLE, FAMILIES, family_of_architecture
+from sdflow.families.base import Family
+from sdflow.inspection.contents import Contents, precision_of, read_contents
+from sdflow.inspection.finding import BUILT, PIPELINE, UNKNOWN, Finding
+from sdflow.inspection.lines import (
+    base_of,
+    by_part,
+    chains_of,
+    component_lines,
+    configs_of,
+    model_lines,
+    title_of,
+    titles_of,
+)
+from sdflow.manifest import read_manifest
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.folder import class_names, find_weights, read_config
+
+CONFIG_FILE = "config.json"
+
+
+def inspect_built(folder: Path) -> Finding:
+    """A pipeline that sdflow built. Raises UsageError for a damaged one."""
+    manifest = read_manifest(folder)
+    details = {"name": manifest.origin.name, "target": manifest.origin.target, "family": manifest.origin.family}
+    missing = tuple(name for name in manifest.files if not (folder / name).exists())
+    command = None if missing else f'sdflow generate {folder} --prompt "a horse on the moon"'
+    return Finding(str(folder), BUILT, details=details, missing=missing, command=command)
+
+
+def inspect_pipeline(folder: Path) -> Finding:
+    """A folder with a model_index.json. Raises CheckpointError where that is damaged."""
+    index = read_config(folder / INDEX_FILE)
+    name = index.get("_class_name")
+    family = next((each for each in FAMILIES.values() if name in each.classes), None)
+    if family is None:
+        known = ", ".join(name for each in FAMILIES.values() for name in each.classes)
+        return Finding(
+            str(folder),
+            UNKNOWN,
+            precision=precision_of(_every(folder)),
+            details={"class": name},
+            notes=(f"A pipeline of class {name!r} is not known to sdflow. Known are {known}.",),
+        )
+    configs: dict[str, Any] = {}
+    contents: list[Contents] = []
+    missing, notes, pickled = [], [], False
+    for component, parts in family.components.items():
+        named = index.get(component)
+        if parts[0].optional and not (isinstance(named, list) and named and named[0]):
+            continue
+        try:
+            configs[component] = read_config(folder / component / CONFIG_FILE)
+            weights = find_weights(folder / component, parts[0].model, allow_pickle=True)
+            pickled |= weights.pickled
+            contents += [read_contents(file) for file in weights.files]
+        except CheckpointError as error:
+            missing.append(component.replace("_", " "))
+            notes.append(f"{error.where}: {error.what}.")
+    for name, companion in family.companions.items():
+        part = companion.part
+        if (part is None or family.part(part).component in configs) and not (folder / name / companion.file).is_file():
+            missing.append(name.replace("_", " "))
+    architectures = architectures_of(folder, family, configs)
+    architecture, title, base = None, family.title, None
+    if architectures:
+        architecture = architectures[0]
+        title, base = title_of(architecture), base_of(architecture)
+    elif not missing:
+        title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
+        notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
+    lines = model_lines(base, str(folder)) if base is not None and not missing else None
+    if lines and pickled:
+        lines += "allow_pickle: true\n"
+    details = {"class": index["_class_name"], **_size(configs), "parameters": _count(contents)}
+    return Finding(
+        str(folder),
+        PIPELINE,
+        (title,),
+        architecture,
+        precision_of(contents),
+        tuple(missing),
+        details,
+        tuple(notes),
+        lines,
+    )
+
+
+def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -> list[str]:
+    """The shipped architectures whose shapes these configurations (by component) have; those whose scheduler predicts as
+    the folder's does come first."""
+    try:
+        own = family.fingerprint(configs)
+    except (KeyError, TypeError, StopIteration):
+        return []
+    found = []
+    for name in ARCHITECTURES:
+        if family_of_architecture(name) is not family:
+            continue
+        components = {part.component for part in family.parts if part.layouts}
+        if family.fingerprint({each: architecture_config(name, each) for each in components}) == own:
+            found.append(name)
+    try:
+        said = read_config(folder / "scheduler" / "scheduler_config.json").get("prediction_type", "epsilon")
+    except CheckpointError:
+        return found
+    return sorted(found, key=lambda name: architecture_config(name, "scheduler")["prediction_type"] != said)
+
+
+def inspect_component(folder: Path) -> Finding:
+    """A folder with a config.json: one network. Raises CheckpointError where that is damaged."""
+    config = read_config(folder / CONFIG_FILE)
+    named = class_names(config)
+    contents = list(_every(folder))
+    precision, details = precision_of(contents), {"class": ", ".join(named), "parameters": _count(contents)}
+    fitting: list[str] = []
+    component = None
+    for architecture in ARCHITECTURES:
+        there = configs_of(architecture)
+        for part in family_of_architecture(architecture).parts:
+            if part.component not in there or part.model.class_name not in named:
+                continue
+            component = component or part.component
+            signature = part.model.signature(there[part.component])
+            if signature and signature == _signature(part.model, config) and architecture not in fitting:
+                component = component if fitting else part.component
+                fitting.append(architecture)
+    if component is None:
+        said = details["class"] or "of no class that it names"
+        return Finding(str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",))
+    lines = None
+    if component in EXCHANGEABLE and fitting and contents:
+        lines = component_lines(fitting[0], component, str(folder))
+        lines += "allow_pickle: true\n" if any(each.pickled for each in contents) else ""
+    missing = () if contents else ("weights",)
+    kind = component.replace("_", " ")
+    return Finding(
+        str(folder), kind, titles_of(fitting), fitting[0] if fitting else None, precision, missing, details, (), lines
+    )
+
+
+def _signature(model: Any, config: Mapping[str, Any]) -> Any:
+    try:
+        return model.signature(config)
+    except (KeyError, TypeError, IndexError, StopIteration):
+        return None
+
+
+def _every(folder: Path) -> Iterator[Contents]:
+    """The files of weights in a folder and those below: no second copy of any, safetensors before pickles."""
+    for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        files = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
+        plain = [file for file in files if "." not in file.stem] or files[:1]
+        for file in plain:
+            try:
+                yield read_contents(file)
+            except SdflowError:
+                continue
+
+
+def _size(configs: Mapping[str, Any]) -> dict[str, Any]:
+    channels = {name: each.get("in_channels") for name, each in configs.items() if "cross_attention_dim" in each}
+    return {"channels of the input": next(iter(channels.values()))} if channels else {}
+
+
+def _count(contents: list[Contents]) -> str | None:
+    total = sum(prod(shape) for each in contents for shape in each.shapes.values())
+    return f"{total / 1e6:,.0f} million" if total else None

@@ -1,0 +1,77 @@
+"""Lines of a workflow for what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import yaml
+
+from sdflow.families import ARCHITECTURES, family_of_architecture
+from sdflow.families.base import Family
+from sdflow.models.base import Config
+from sdflow.shipped import shipped_workflow
+from sdflow.sources.architectures import architecture_config, architecture_index
+
+TARGET = "cpu"
+
+
+def configs_of(architecture: str) -> dict[str, Config]:
+    """The config.json of each component of a shipped architecture that has weights."""
+    index = architecture_index(architecture)
+    family = family_of_architecture(architecture)
+    return {name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]}
+
+
+def by_part(family: Family, configs: Mapping[str, Config]) -> dict[str, Config]:
+    """Of configurations by component, those of the parts."""
+    return {part.name: configs[part.component] for part in family.parts if part.component in configs}
+
+
+def title_of(architecture: str) -> str:
+    """The generation of models that a shipped architecture is of."""
+    family = family_of_architecture(architecture)
+    return family.title_of(by_part(family, configs_of(architecture)))
+
+
+def titles_of(architectures: Iterable[str]) -> tuple[str, ...]:
+    """The generations of several, each once."""
+    return tuple(dict.fromkeys(map(title_of, architectures)))
+
+
+def architecture_for(titles: Sequence[str]) -> str | None:
+    """The usual architecture of the first of these generations that is known."""
+    return next((name for title in titles for name in ARCHITECTURES if title_of(name) == title), None)
+
+
+def base_of(architecture: str) -> str:
+    """The workflow that ships with sdflow for an architecture, at full size; else the chains of its generation."""
+    own = f"base/{architecture.replace('-', '_')}.yaml"
+    if shipped_workflow(own) is not None:
+        return own
+    return chains_of(family_of_architecture(architecture), configs_of(architecture))
+
+
+def chains_of(family: Family, configs: Mapping[str, Config]) -> str:
+    """The workflow with the chains for models of these configurations, by component."""
+    return f"base/{family.chains_of(by_part(family, configs))}.yaml"
+
+
+def quoted(text: str) -> str:
+    """A text as a YAML value."""
+    return str(yaml.safe_dump(text, default_flow_style=True, width=10**9)).removesuffix("\n").removesuffix("\n...")
+
+
+def model_lines(base: str, model: str) -> str:
+    """For a model that is all there."""
+    return f"extends: {base}\nmodel: {quoted(model)}\ntarget: {TARGET}\n"
+
+
+def lora_lines(architecture: str | None, lora: str) -> str:
+    """For a LoRA, over the model of the base, if it is known which."""
+    over = "" if architecture is None else f"extends: {base_of(architecture)}\ntarget: {TARGET}\n"
+    return f"{over}loras:\n  - {{file: {quoted(lora)}, scale: 1.0}}\n"
+
+
+def component_lines(architecture: str, component: str, reference: str) -> str:
+    """For a component in place of the model's own."""
+    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"

@@ -1,0 +1,152 @@
+"""Checkpoints and parts of them, by the tensors that tell one architecture from another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sdflow.errors import CheckpointError
+from sdflow.families import ARCHITECTURES, EXCHANGEABLE, family_of_architecture
+from sdflow.families.base import Family, Part
+from sdflow.inspection.contents import Contents
+from sdflow.inspection.finding import CHECKPOINT, UNKNOWN, Finding
+from sdflow.inspection.lines import base_of, component_lines, model_lines, titles_of
+from sdflow.models.base import Shapes
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.recognition import choose, current_shapes, fitting_architectures, what_it_says
+
+# Networks that are neither a family's nor its parts, by how a name in their files begins.
+_OTHERS = (
+    ("controlnet_cond_embedding.", "ControlNet"),
+    ("controlnet_down_blocks.", "ControlNet"),
+    ("control_model.", "ControlNet"),
+    ("lllite_", "ControlNet-LLLite"),
+    ("ip_adapter.", "IP-Adapter"),
+    ("image_proj.", "IP-Adapter"),
+    ("adapter.body.", "T2I-Adapter"),
+    ("joint_blocks.", "transformer of Stable Diffusion 3"),
+    ("double_blocks.", "transformer of Flux"),
+    ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
+    ("body.0.rdb1.", "upscaler (ESRGAN)"),
+)
+# What reads text in them: the width of its input tells for which models they are.
+_READS_TEXT = ("attn2.to_k.weight", "to_k_ip.weight")
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What of an architecture a file holds: components; whether in files' original layout with everything's prefix."""
+
+    architecture: str
+    components: tuple[str, ...]
+
+
+def inspect_weights(contents: Contents) -> Finding:
+    """A file that is no adapter: a checkpoint, a part of one, another network that is known, or unknown."""
+    path, shapes = str(contents.path), {**contents.shapes, **current_shapes(contents.shapes)}
+    for begin, kind in _OTHERS:
+        if any(name.removeprefix("model.diffusion_model.").startswith(begin) for name in shapes):
+            titles = _by_width(shapes)
+            return Finding(path, kind, titles, precision=contents.precision)
+    matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
+    most = max(len(match.components) for match in matches)
+    if most == 0:
+        return Finding(path, UNKNOWN, precision=contents.precision, notes=(_why(contents),))
+    fitting = [match for match in matches if len(match.components) == most]
+    family = family_of_architecture(fitting[0].architecture)
+    if most == 1:
+        return _part(contents, fitting)
+    wanted = [name for name, parts in family.components.items() if not parts[0].optional]
+    missing = tuple(name.replace("_", " ") for name in wanted if name not in fitting[0].components)
+    notes: tuple[str, ...] = ()
+    architecture = fitting[0].architecture
+    try:
+        names = [match.architecture for match in fitting]
+        architecture, notes = choose(contents.path, names, what_it_says(shapes, contents.metadata), None)
+    except CheckpointError as error:
+        notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
+    lines = None if missing else model_lines(base_of(architecture), path) + _pickles(contents)
+    return Finding(
+        path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, {}, notes, lines
+    )
+
+
+def _match(architecture: str, shapes: Shapes) -> _Match:
+    family = family_of_architecture(architecture)
+    parts = [parts[0] for parts in family.components.values() if parts[0].layouts]
+    configs = {part.component: architecture_config(architecture, part.component) for part in parts}
+    prints = family.fingerprint(configs)
+    whole = tuple(part.component for part in parts if any(_holds(shapes, each) for each in _prefixed(prints, part)))
+    if whole:
+        return _Match(architecture, whole)
+    alone = [part.component for part in parts if _is_alone(part, family, architecture, prints, shapes)]
+    return _Match(architecture, tuple(alone[:1]))
+
+
+def _is_alone(part: Part, family: Family, architecture: str, prints: Shapes, shapes: Shapes) -> bool:
+    """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
+    signature = part.model.signature(architecture_config(architecture, part.component))
+    if signature and _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, signature):
+        return True
+    return any(
+        _holds(shapes, {name.removeprefix(layout.prefix): shape for name, shape in each.items()})
+        for layout, each in zip(part.layouts, _prefixed(prints, part), strict=True)
+    )
+
+
+def _prefixed(prints: Shapes, part: Part) -> list[dict[str, tuple[int, ...]]]:
+    """What of a fingerprint lies under each of the part's prefixes."""
+    return [
+        {name: shape for name, shape in prints.items() if name.startswith(layout.prefix)} for layout in part.layouts
+    ]
+
+
+def _holds(shapes: Shapes, wanted: Shapes) -> bool:
+    return bool(wanted) and all(shapes.get(name) == tuple(shape) for name, shape in wanted.items())
+
+
+def _part(contents: Contents, fitting: list[_Match]) -> Finding:
+    (component,) = fitting[0].components
+    fitting = [match for match in fitting if match.components == (component,)]
+    architectures = [match.architecture for match in fitting]
+    path, kind = str(contents.path), component.replace("_", " ")
+    if component in EXCHANGEABLE:
+        lines = component_lines(architectures[0], component, path) + _pickles(contents)
+        several = (
+            "Models of several generations have one of these shapes; their configurations scale latents differently."
+        )
+        notes = (several,) if len(titles_of(architectures)) > 1 else ()
+    else:
+        lines = None
+        notes = (
+            f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {', '.join(EXCHANGEABLE)}.",
+        )
+    return Finding(
+        path, kind, titles_of(architectures), architectures[0], contents.precision, notes=notes, workflow=lines
+    )
+
+
+def _pickles(contents: Contents) -> str:
+    return "allow_pickle: true\n" if contents.pickled else ""
+
+
+def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The generations whose denoisers read text of the width that a network beside them reads."""
+    widths = {shape[1] for name, shape in shapes.items() if name.endswith(_READS_TEXT) and len(shape) == 2}
+    found = []
+    for architecture in ARCHITECTURES:
+        family = family_of_architecture(architecture)
+        config = architecture_config(architecture, family.part(family.denoiser).component)
+        if config.get("cross_attention_dim") in widths:
+            found.append(architecture)
+    return titles_of(found)
+
+
+def _why(contents: Contents) -> str:
+    """What it is not, and the nearest, in words."""
+    try:
+        fitting_architectures(contents.path, contents.shapes)
+    except CheckpointError as error:
+        names = ", ".join(sorted(contents.shapes)[:3])
+        return f"{error.what}. It holds {len(contents.shapes)} tensors: {names}, ..."
+    raise AssertionError("a file that fits an architecture is no unknown one")
