@@ -45,6 +45,9 @@ class LatentConsistency(Family):
         """Of the models that it was distilled from: LoRAs of theirs fit."""
         return _PLAIN.title_of(configs)
 
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return _PLAIN.chains_of(configs)
+
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:

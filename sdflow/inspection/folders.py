@@ -20,6 +20,7 @@ from sdflow.inspection.lines import (
     component_lines,
     configs_of,
     model_lines,
+    net_lines,
     title_of,
     titles_of,
 )
@@ -127,13 +128,15 @@ def inspect_component(folder: Path) -> Finding:
     fitting: list[str] = []
     component = None
     for architecture in ARCHITECTURES:
-        there = configs_of(architecture)
-        for part in family_of_architecture(architecture).parts:
+        there, family = configs_of(architecture), family_of_architecture(architecture)
+        if family.net is not None:
+            there[family.net.component] = family.net.model.beside(there[family.part(family.denoiser).component])
+        for part in (*family.parts, *([family.net] if family.net is not None else [])):
             if part.component not in there or part.model.class_name not in named:
                 continue
             component = component or part.component
-            signature = part.model.signature(there[part.component])
-            if signature and signature == _signature(part.model, config) and architecture not in fitting:
+            telling = part.model.telling(there[part.component])
+            if telling and telling == _telling(part.model, config) and architecture not in fitting:
                 component = component if fitting else part.component
                 fitting.append(architecture)
     if component is None:
@@ -143,6 +146,9 @@ def inspect_component(folder: Path) -> Finding:
     if component in EXCHANGEABLE and fitting and contents:
         lines = component_lines(fitting[0], component, str(folder))
         lines += "allow_pickle: true\n" if any(each.pickled for each in contents) else ""
+    net = family_of_architecture(fitting[0]).net if fitting else None
+    if net is not None and component == net.component and contents:
+        lines = net_lines(fitting[0], str(folder))
     missing = () if contents else ("weights",)
     kind = component.replace("_", " ")
     return Finding(
@@ -150,9 +156,9 @@ def inspect_component(folder: Path) -> Finding:
     )
 
 
-def _signature(model: Any, config: Mapping[str, Any]) -> Any:
+def _telling(model: Any, config: Mapping[str, Any]) -> Any:
     try:
-        return model.signature(config)
+        return model.telling(config)
     except (KeyError, TypeError, IndexError, StopIteration):
         return None
 

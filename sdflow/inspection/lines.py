@@ -75,3 +75,8 @@ def lora_lines(architecture: str | None, lora: str) -> str:
 def component_lines(architecture: str, component: str, reference: str) -> str:
     """For a component in place of the model's own."""
     return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
+
+
+def net_lines(architecture: str, reference: str) -> str:
+    """For a net that stands beside the denoiser, under a name of the user's."""
+    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncontrolnets: {{mine: {quoted(reference)}}}\n"

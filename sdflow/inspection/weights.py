@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sdflow.errors import CheckpointError
@@ -10,10 +10,10 @@ from sdflow.families import ARCHITECTURES, EXCHANGEABLE, family_of_architecture
 from sdflow.families.base import Family, Part
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.finding import CHECKPOINT, UNKNOWN, Finding
-from sdflow.inspection.lines import base_of, component_lines, model_lines, titles_of
+from sdflow.inspection.lines import architecture_for, base_of, component_lines, model_lines, net_lines, titles_of
 from sdflow.models.base import Shapes
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.recognition import choose, current_shapes, fitting_architectures, what_it_says
+from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
 
 # Networks that are neither a family's nor its parts, by how a name in their files begins.
 _OTHERS = (
@@ -47,7 +47,9 @@ def inspect_weights(contents: Contents) -> Finding:
     for begin, kind in _OTHERS:
         if any(name.removeprefix("model.diffusion_model.").startswith(begin) for name in shapes):
             titles = _by_width(shapes)
-            return Finding(path, kind, titles, precision=contents.precision)
+            net = _net(titles)
+            lines = net_lines(net, path) + _pickles(contents) if kind == "ControlNet" and net is not None else None
+            return Finding(path, kind, titles, precision=contents.precision, workflow=lines)
     matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
     most = max(len(match.components) for match in matches)
     if most == 0:
@@ -83,10 +85,10 @@ def _match(architecture: str, shapes: Shapes) -> _Match:
     return _Match(architecture, tuple(alone[:1]))
 
 
-def _is_alone(part: Part, family: Family, architecture: str, prints: Shapes, shapes: Shapes) -> bool:
+def _is_alone(part: Part, family: Family, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
     """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
-    signature = part.model.signature(architecture_config(architecture, part.component))
-    if signature and _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, signature):
+    telling = part.model.telling(architecture_config(architecture, part.component))
+    if telling and _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, telling):
         return True
     return any(
         _holds(shapes, {name.removeprefix(layout.prefix): shape for name, shape in each.items()})
@@ -94,15 +96,15 @@ def _is_alone(part: Part, family: Family, architecture: str, prints: Shapes, sha
     )
 
 
-def _prefixed(prints: Shapes, part: Part) -> list[dict[str, tuple[int, ...]]]:
+def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
     """What of a fingerprint lies under each of the part's prefixes."""
     return [
         {name: shape for name, shape in prints.items() if name.startswith(layout.prefix)} for layout in part.layouts
     ]
 
 
-def _holds(shapes: Shapes, wanted: Shapes) -> bool:
-    return bool(wanted) and all(shapes.get(name) == tuple(shape) for name, shape in wanted.items())
+def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
+    return any(wanted.values()) and all(shapes.get(name) == shape for name, shape in wanted.items())
 
 
 def _part(contents: Contents, fitting: list[_Match]) -> Finding:
@@ -140,6 +142,14 @@ def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         if config.get("cross_attention_dim") in widths:
             found.append(architecture)
     return titles_of(found)
+
+
+def _net(titles: Sequence[str]) -> str | None:
+    """The architecture beside which such a net can stand; None where the family has none."""
+    architecture = architecture_for(titles)
+    if architecture is None or family_of_architecture(architecture).net is None:
+        return None
+    return architecture
 
 
 def _why(contents: Contents) -> str:

@@ -162,8 +162,9 @@ class Model:
         raise NotImplementedError
 
     def telling(self, config: Config) -> Shapes:
-        """Tensors by which a file is known to hold such a model, of this config. For ControlNets."""
-        raise NotImplementedError
+        """Tensors by which a file is known to hold such a model alone, of this config, by the names that `current_name`
+        gives; none where nothing tells. Raises KeyError for a config that lacks something."""
+        return {}
 
     def to_float16(self, module: Any) -> None:
         """Make the module plain float16 PyTorch, for `reference`: what a float16 graph is measured by."""
@@ -193,11 +194,6 @@ class Model:
     def current_name(self, name: str) -> str:
         """A tensor's name in a checkpoint as the class has it today: older releases called some otherwise."""
         return name
-
-    def signature(self, config: Config) -> Shapes:
-        """Tensors of a file with this model alone, by the names that `current_name` gives, whose shapes together say that it
-        is this model, configured so; none where nothing tells. Raises KeyError for a config that lacks something."""
-        return {}
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         """state_dict key -> where it lies in a file in the original layout, without the prefix."""

@@ -58,7 +58,7 @@ class ClipText(Model):
     def smallest(self, config: Config) -> Sizes:
         return Sizes(batch=2, sequence=config["max_position_embeddings"])
 
-    def signature(self, config: Config) -> Shapes:
+    def telling(self, config: Config) -> Shapes:
         return {
             "embeddings.token_embedding.weight": (config["vocab_size"], config["hidden_size"]),
             "embeddings.position_embedding.weight": (config["max_position_embeddings"], config["hidden_size"]),

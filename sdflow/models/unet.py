@@ -65,7 +65,7 @@ class UNet(Model):
             ),
         )
 
-    def signature(self, config: Config) -> Shapes:
+    def telling(self, config: Config) -> Shapes:
         channels, kinds = config["block_out_channels"], config["down_block_types"]
         attention = "attentions.0.transformer_blocks.0.attn2.to_k.weight"
         level = next(index for index, kind in enumerate(kinds) if kind.startswith("CrossAttn"))

@@ -51,7 +51,7 @@ class _Half(Model):
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest)
 
-    def signature(self, config: Config) -> Shapes:
+    def telling(self, config: Config) -> Shapes:
         channels = config["block_out_channels"]
         return {
             "encoder.conv_in.weight": (channels[0], config["in_channels"], 3, 3),

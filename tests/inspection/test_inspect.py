@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from diffusers import ControlNetModel, UNet2DConditionModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from original_layout import vae_tensors
@@ -55,7 +56,8 @@ def only(path: Path) -> Finding:
 
 def fingerprint(architecture: str) -> dict[str, tuple[int, ...]]:
     family, configs = family_of_architecture(architecture), configs_of(architecture)
-    return dict(family.fingerprint({part.component: configs[part.component] for part in family.parts if part.layouts}))
+    told = family.fingerprint({part.component: configs[part.component] for part in family.parts if part.layouts})
+    return {name: shape for name, shape in told.items() if shape is not None}
 
 
 def pipelines_of(text: str, folder: Path) -> Any:
@@ -124,6 +126,8 @@ def test_a_folder_of_diffusers_is_named_and_its_parts_too(saved: tuple[str, Path
     assert (found.of, found.precision) == ((title_of(architecture),), "float32")
     assert found.workflow is not None
     assert pipelines_of(found.workflow, tmp_path)[0].model == str(folder)
+    if (folder / "safety_checker").is_dir():
+        assert only(folder / "safety_checker").kind == "safety checker"
     kinds = {"vae": "vae", "unet": "unet", "text_encoder": "text encoder"}
     for component, kind in kinds.items():
         inner = only(folder / component)
@@ -305,7 +309,10 @@ def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:
 
 def test_a_network_beside_the_denoiser_is_for_models_that_read_text_of_its_width(tmp_path: Path) -> None:
     shapes = {"controlnet_cond_embedding.conv_in.weight": (16, 3, 3, 3), "mid_block.attn2.to_k.weight": (1280, 2048)}
-    assert only(write_header(tmp_path / "x.safetensors", shapes)).of == ("Stable Diffusion XL",)
+    found = only(write_header(tmp_path / "x.safetensors", shapes))
+    assert found.of == ("Stable Diffusion XL",)
+    assert found.workflow is not None
+    assert yaml.safe_load(found.workflow)["controlnets"] == {"mine": found.path}
 
 
 def test_an_unknown_file_is_said_to_be_unknown_with_the_nearest(tmp_path: Path) -> None:
@@ -390,3 +397,14 @@ def test_the_command_prints_lines_or_json_and_refuses_in_words(tmp_path: Path) -
         refused = sdflow(missing if missing != "." else str(ROOT / "docs"))
         assert refused.returncode == 2
         assert "Traceback" not in refused.stderr
+
+
+def test_a_folder_of_a_controlnet_is_named_with_lines_that_take_it(tmp_path: Path) -> None:
+    unet = UNet2DConditionModel.from_config(configs_of("sdxl-tiny")["unet"])
+    ControlNetModel.from_unet(unet).save_pretrained(tmp_path)
+    found = only(tmp_path)
+    assert (found.kind, found.of) == ("controlnet", ("Stable Diffusion XL",))
+    assert found.workflow is not None
+    assert yaml.safe_load(found.workflow)["controlnets"] == {"mine": str(tmp_path)}
+    (file,) = tmp_path.glob("*.safetensors")
+    assert only(file).kind == "ControlNet"
