@@ -85,7 +85,7 @@ def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
     found = {}
     for name in submodels:
         with suppress(OSError, ValueError):
-            found[name] = json.loads((folder / name / CONFIG_FILE).read_text(encoding="utf-8"))
+            found[name] = read_json(folder / name / CONFIG_FILE)
     return found
 
 
