@@ -12,11 +12,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, Artifact
 from sdflow.errors import CacheError, UsageError
@@ -24,19 +24,33 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.families.defaults import Task
 from sdflow.input_file import read_json
-from sdflow.locked_folder import locked_folder
+from sdflow.locked_folder import alone_in, locked_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
-from sdflow.replace_folder import remove_stale, staging_place, swap
+from sdflow.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
+from sdflow.sources.checkpoint import FileDigests, PlainDigests
 from sdflow.sources.companions import companion_files
+
+COPIED_AT_ONCE = 1 << 26
+"""Bytes, between two looks whether the run was ended."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A pipeline folder. changed: false when it already was what was asked for, and nothing was written."""
+    """A pipeline folder. changed: false when it already was what was asked for, and nothing was written.
+    pinned: what `Keeper.pin` said."""
 
     path: Path
     changed: bool
+    pinned: bool = True
+
+
+class Keeper(Protocol):
+    """Protects what a pipeline links to, and remembers where pipelines are put together (`sdflow.store.Cache`)."""
+
+    def pin(self, name: str, digests: Iterable[str], folder: Path, described: Path) -> bool: ...
+
+    def note_output_folder(self, folder: Path) -> None: ...
 
 
 def assemble(
@@ -48,12 +62,16 @@ def assemble(
     options: Mapping[str, Any] | None = None,
     copy: bool = False,
     check: Callable[[], None] = lambda: None,
+    keeper: Keeper | None = None,
+    digests: FileDigests | None = None,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
     parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
     from, for sdflow.json. options: as of the family, for model_index.json. copy: real copies in place of links; always so
-    on Windows. check: called when everything is there, right before it takes its place: what it raises leaves `out` as it was.
+    on Windows. check: called now and then, and when everything is there, right before it takes its place: what it
+    raises leaves `out` as it was. keeper: of what the folder links to, from before it takes its place; None: the folder is for
+    the moment, and need not outlive a power cut. digests: of files, to tell whether `out` is current.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
@@ -61,23 +79,40 @@ def assemble(
     manifest = _manifest(parts, companions, origin, copy)
     index = _index(FAMILIES[origin.family], parts, companions, options or {})
     described = {INDEX_FILE: index, MANIFEST_FILE: manifest.to_bytes()}
-    _refuse_foreign(out)
-    if _is_current(out, manifest, described):
-        return Assembled(out, changed=False)
+
+    def pin(folder: Path) -> bool:
+        if keeper is None or copy:
+            return True
+        return keeper.pin(origin.name, [artifact.digest for artifact in parts.values()], out, folder)
+
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with locked_folder(staging_place(out)) as staging:
-            _fill(staging, out, parts, companions, described, copy)
-            check()
-            swap(staging, out)
         remove_stale(out)
+        with alone_in(out.parent, check):  # another run's exchange must not come between two looks
+            _refuse_foreign(out)
+            if _is_current(out, manifest, described, parts, companions, digests or PlainDigests()):
+                return Assembled(out, changed=False, pinned=pin(out))
+        if keeper is not None:
+            keeper.note_output_folder(out.parent)
+        with locked_folder(staging_place(out)) as staging:
+            _fill(staging, out, parts, companions, described, copy, check)
+            if keeper is not None:
+                sync_tree(staging)
+            with alone_in(out.parent, check):
+                check()
+                _refuse_foreign(out)
+                pinned = pin(staging)
+                swap(staging, out)
+                if keeper is not None:
+                    sync_directory(out.parent)  # before what was there goes
+                    sync_directory(out.parent.parent)
     except OSError as error:
         raise CacheError(
             f"the pipeline cannot be written: {error.strerror or error}",
             where=str(error.filename or out),
             remedy="What was there before is unchanged. Free space or fix the permissions, then run again.",
         ) from error
-    return Assembled(out, changed=True)
+    return Assembled(out, changed=True, pinned=pinned)
 
 
 # What goes in
@@ -135,21 +170,19 @@ def _fill(
     companions: Mapping[str, Path],
     described: Mapping[str, bytes],
     copy: bool,
+    check: Callable[[], None],
 ) -> None:
     for name, folder in companions.items():
         for file in companion_files(folder):
-            _copy_file(folder / file, staging / name / file)
+            _copy_file(folder / file, staging / name / file, check)
     for name, artifact in parts.items():
         if copy:
             for entry in artifact.files:
-                _copy_file(artifact.path / entry.path, staging / name / entry.path)
+                _copy_file(artifact.path / entry.path, staging / name / entry.path, check)
         else:
             (staging / name).symlink_to(link_target(out, artifact.path), target_is_directory=True)
     for name, content in described.items():
-        with (staging / name).open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        (staging / name).write_bytes(content)
 
 
 def link_target(out: Path, artifact: Path) -> Path:
@@ -169,16 +202,17 @@ def link_target(out: Path, artifact: Path) -> Path:
     return Path(os.path.relpath(target, place))
 
 
-def _copy_file(source: Path, destination: Path) -> None:
+def _copy_file(source: Path, destination: Path, check: Callable[[], None]) -> None:
     """Copy the content; share the blocks where the file system can (btrfs, XFS, NFS 4.2, APFS)."""
+    check()
     destination.parent.mkdir(parents=True, exist_ok=True)
     if not hasattr(os, "copy_file_range"):
         shutil.copyfile(source, destination)
         return
     try:
         with source.open("rb") as reader, destination.open("wb") as writer:
-            while os.copy_file_range(reader.fileno(), writer.fileno(), 1 << 30):
-                pass
+            while os.copy_file_range(reader.fileno(), writer.fileno(), COPIED_AT_ONCE):
+                check()
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
@@ -227,13 +261,34 @@ def _entries(folder: Path) -> set[str]:
     return found
 
 
-def _is_current(out: Path, manifest: Manifest, described: Mapping[str, bytes]) -> bool:
-    """Whether `out` already is this pipeline: the JSON files are equal, every other file is there in full."""
+def _is_current(
+    out: Path,
+    manifest: Manifest,
+    described: Mapping[str, bytes],
+    parts: Mapping[str, Artifact],
+    companions: Mapping[str, Path],
+    digests: FileDigests,
+) -> bool:
+    """Whether `out` already is this pipeline: every file is there with the content that it would be given, every link
+    leads to its artifact, and there is nothing else."""
+
+    def same(name: str, path: str) -> bool:
+        return digests.digest(out / name / path) == digests.digest(companions[name] / path)
+
     try:
+        if _entries(out) != set(manifest.files):
+            return False
         if any((out / name).read_bytes() != content for name, content in described.items()):
             return False
-        present = all((out / name).exists() for name in manifest.files)
-        sizes = {f"{name}/{file.path}": file.size for name, part in manifest.parts.items() for file in part.files}
-        return present and all((out / name).stat().st_size == size for name, size in sizes.items())
+        if not all(same(name, path) for name, folder in companions.items() for path in companion_files(folder)):
+            return False
+        if not manifest.copied:
+            return all((out / name).samefile(artifact.path) for name, artifact in parts.items())
+        return all(
+            (out / name / file.path).stat().st_size == file.size
+            and digests.digest(out / name / file.path) == file.sha256
+            for name, artifact in parts.items()
+            for file in artifact.files
+        )
     except OSError:
         return False

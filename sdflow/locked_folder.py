@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _MAKING = ".making"
@@ -72,8 +72,34 @@ def remove_if_abandoned(folder: Path) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold a folder's lock, where there are locks. meanwhile: called while another has it; what it raises ends the waiting."""
+    lock = None
+    while True:
+        try:
+            lock = _lock(folder)
+            break
+        except BlockingIOError:
+            meanwhile()
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def try_lock(folder: Path) -> int | None:
     """A descriptor that holds a folder's lock until it is closed; None when another has it, or where there are no locks."""
+    try:
+        return _lock(folder)
+    except BlockingIOError:
+        return None
+
+
+def _lock(folder: Path) -> int | None:
+    """Raises BlockingIOError when another has it."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -81,7 +107,10 @@ def try_lock(folder: Path) -> int | None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # a network file system without locks
         os.close(descriptor)
         return None
     return descriptor

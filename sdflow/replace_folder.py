@@ -25,6 +25,28 @@ def remove_stale(out: Path) -> None:
     remove_abandoned(out.parent, f".{glob.escape(out.name)}.*{_STAGING}")
 
 
+def sync_tree(folder: Path) -> None:
+    """Wait until the disk has every file in a folder, and then the names; links are not followed."""
+    for directory, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            path = Path(directory) / name
+            if not path.is_symlink():
+                with path.open("rb" if os.name != "nt" else "r+b") as stream:
+                    os.fsync(stream.fileno())
+        sync_directory(Path(directory))
+
+
+def sync_directory(folder: Path) -> None:
+    """Wait until the disk has the names in a folder. Windows cannot, and journals them itself."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def swap(staging: Path, out: Path) -> None:
     """Put `staging` in the place of `out`; what was there is then in `staging`."""
     while True:

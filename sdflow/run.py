@@ -139,9 +139,22 @@ def _assemble(
             assemble(trial, parts=parts, companions=companions, origin=origin, options=extra, check=check)
             with _alone(group):
                 verification = _verify(plan, checked, trial, executor, options, group)
-    assemble(folder, parts=parts, companions=companions, origin=origin, options=extra, copy=options.copy, check=check)
-    if not options.copy:
-        executor.cache.pin(plan.pipeline.name, (artifact.digest for artifact in parts.values()), folder)
+    assembled = assemble(
+        folder,
+        parts=parts,
+        companions=companions,
+        origin=origin,
+        options=extra,
+        copy=options.copy,
+        check=check,
+        keeper=executor.cache,
+        digests=executor.cache.stat,
+    )
+    if not assembled.pinned:
+        executor.listener.note(
+            f"{plan.pipeline.name}: the cache is read-only, so that nothing keeps its owner's `cache gc` from what {folder} "
+            "links to; --copy makes a folder that stands alone"
+        )
     result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
     executor.listener.note(
         f"{plan.pipeline.name}: done in {result.seconds:.1f} s, {result.ran} of {sum(map(len, steps.values()))} steps ran"

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
-from sdflow.artifact import Action, Artifact, Record
+from sdflow.artifact import INDEX_FILE, Action, Artifact, Record
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
@@ -126,6 +126,7 @@ def _verification(plan: PipelinePlan, folder: Path) -> dict[str, Any]:
     origin = Origin("tiny", plan.pipeline.target, chains=chains)
     manifest = Manifest(origin, {name: Part(digest_json(name), ()) for name in chains}, ())
     (pipeline / MANIFEST_FILE).write_bytes(manifest.to_bytes())
+    (pipeline / INDEX_FILE).write_text("{}")
     image = plan.pipeline.evaluate.image or own_image(plan.pipeline.model)
     subject = Subject("tiny", plan.pipeline.target, pipeline, plan.checkpoint, plan.loras, image=image)
     found = {}

@@ -11,7 +11,7 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
-from sdflow.file_stamp import Stamp, file_stamp, folder_stamps
+from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.input_file import is_regular, read_json
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import (
@@ -114,8 +114,9 @@ def open_folder(
 
     submodels = submodels_of(family, {name: configs[name] for name in found}, build)
     companions = _companions(folder, family, submodels)
-    stamps = [stamp for companion in companions.values() for stamp in folder_stamps(companion)]  # before the digests
-    for path in sorted(place / name for place in companions.values() for name in companion_files(place)):
+    beside = sorted(place / name for place in companions.values() for name in companion_files(place))
+    stamps = [file_stamp(path) for path in beside]  # before the digests
+    for path in beside:
         files[path.relative_to(folder).as_posix()] = digests.digest(path)
     return Checkpoint(
         family=family,

@@ -8,7 +8,7 @@ manifest; `check` reads every byte again. What is damaged goes to quarantine and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.objects import AbsentObject, BadTree, check, find
+from sdflow.store.pins import Pin, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, dump, load, load_action
@@ -214,12 +215,14 @@ class Cache:
         finally:
             lease.close()
 
-    def pin(self, name: str, digests: Iterable[str], folder: Path | None = None) -> bool:
-        """Protect what an assembled pipeline uses for as long as its `folder` exists; replaces its earlier pin.
+    def pin(self, name: str, digests: Iterable[str], folder: Path | None = None, described: Path | None = None) -> bool:
+        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists.
 
-        Returns False, and says so, if the cache is read-only. Raises CacheError if an object is not there.
+        described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`.
+        Returns False if the cache is read-only and has no such pin. Raises CacheError if an object is not there, or the disk
+        is full.
         """
-        pin = leases.Pin(name, folder.absolute() if folder else None, tuple(digests))
+        pin = Pin(name, folder.absolute() if folder else None, tuple(digests))
 
         def write() -> None:
             self._layout.ensure()
@@ -229,17 +232,26 @@ class Cache:
                     raise CacheError(
                         f"object {gone[0]} is not in the cache", where=str(self.root), remedy="Run the workflow again."
                     )
-                leases.write_pin(self._layout, pin)
+                write_pin(self._layout, pin, described if described is not None else pin.folder)
 
-        return self._note(write, f"the pin of {name}")
+        return self._note(write, f"the pin of {name}", without=READ_ONLY)
 
-    def _note(self, write: Callable[[], None], what: str) -> bool:
+    def note_output_folder(self, folder: Path) -> None:
+        """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""
+
+        def write() -> None:
+            self._layout.ensure()
+            note_output_folder(self._layout, folder.absolute())
+
+        self._note(write, "a folder of pipelines", without=READ_ONLY)
+
+    def _note(self, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:
         """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits."""
         try:
             with writing(self.root):
                 write()
         except CacheError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in READ_ONLY | FULL:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in without:
                 log.info("%s is not noted: %s", what, error.what)
                 return False
             raise

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from sdflow.errors import CacheError
 from sdflow.locked_folder import remove_abandoned_scratch
-from sdflow.store.layout import Layout, move, remove_tree, writing
-from sdflow.store.leases import GUARD, leased, live_leases, pins
-from sdflow.store.locks import held, try_lock
+from sdflow.store.layout import READ_ONLY, Layout, move, remove_tree, writing
+from sdflow.store.leases import GUARD, leased, live_leases
+from sdflow.store.locks import held, held_if_possible, try_lock
 from sdflow.store.objects import BadTree, read_manifest
+from sdflow.store.pins import pins, remove_abandoned_staging, tidy
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action
 from sdflow.store.stat_cache import StatCache
@@ -102,8 +103,12 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
         return GcReport()
     if not dry_run:
         layout.ensure()
-    with writing(layout.root), held(layout.lock("gc")):
-        with held(layout.lock(GUARD)):  # no lease is taken, and so nothing published, while we decide and move
+    hold = held_if_possible if dry_run else held
+    removed = 0 if dry_run else remove_abandoned_staging(layout)
+    with writing(layout.root), hold(layout.lock("gc")):
+        with hold(layout.lock(GUARD)):  # no lease is taken, and so nothing published, while we decide and move
+            if not dry_run:
+                tidy(layout)
             report = _collect_objects(layout, max_size, dry_run=dry_run)
         rubbish = list(_rubbish(layout))
         if not dry_run:
@@ -111,12 +116,12 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
                 remove_tree(path)
             _remove_idle_locks(layout)
             stats.prune()
-    return GcReport(**{**vars(report), "rubbish": len(rubbish)})
+    return GcReport(**{**vars(report), "rubbish": len(rubbish) + removed})
 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
     # Leases are read before actions: a build that ends in between has left either its lease or its action.
-    protected = set(leased(layout)) | {digest for pin in pins(layout) for digest in pin.objects}
+    protected = set(leased(layout, tidy=not dry_run)) | {digest for pin in pins(layout) for digest in pin.objects}
     by_object: defaultdict[str, list[Entry]] = defaultdict(list)
     for path, entry in _entries(layout):
         if isinstance(entry, Entry):
@@ -176,12 +181,24 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
             if age > KEEP_SECONDS:
                 yield path
         elif path.is_dir():
-            owner = try_lock(path.with_name(f"{path.name}.lock"))
-            if owner is not None:  # held as long as the process lives
-                owner.release()
+            if _is_idle(path.with_name(f"{path.name}.lock")):  # held as long as the process lives
                 yield path
         elif path.suffix != ".lock" and age > STRAY_SECONDS:
             yield path
+
+
+def _is_idle(path: Path) -> bool:
+    """Whether nobody holds a lock. On a read-only cache that is not known, and counts as held."""
+    try:
+        lock = try_lock(path)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return False
+    if lock is None:
+        return False
+    lock.release()
+    return True
 
 
 def _remove_idle_locks(layout: Layout) -> None:
@@ -216,7 +233,9 @@ def clean(layout: Layout) -> None:
                 remedy="Nothing was removed. Wait until it ends.",
             )
         # The actions first: from then on nothing of the rest counts.
-        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.quarantine, layout.staging]
+        remove_abandoned_staging(layout)
+        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.outputs]
+        doomed += [layout.quarantine, layout.staging]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
             with suppress(FileNotFoundError):
                 move(path, layout.trash / f"{path.name}-{time.time_ns()}")

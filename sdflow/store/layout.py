@@ -5,6 +5,7 @@ v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-o
    actions/ab/<action digest>.json                     the commit point: this action gave that object
    steps/<digest of step id>.json                      the last action of a step, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
+   outputs/                                            the folders in which pipelines are put together
    stat.sqlite
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import CacheError
+from sdflow.replace_folder import sync_directory
 
 log = logging.getLogger("sdflow.store")
 
@@ -47,6 +49,7 @@ class Layout:
         self.locks = self.own / "locks"
         self.leases = self.own / "leases"
         self.pins = self.own / "pins"
+        self.outputs = self.own / "outputs"
         self.stat = self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
@@ -81,6 +84,7 @@ class Layout:
                 self.locks,
                 self.leases,
                 self.pins,
+                self.outputs,
             ):
                 folder.mkdir(parents=True, exist_ok=True)
 
@@ -169,20 +173,14 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_file(layout: Layout, path: Path, data: bytes) -> None:
-    """Give `path` new content at once: readers see the old or the new, whatever is killed when."""
-    write_whole(path, data, staging=layout.staging)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the disk has the names in a directory. Windows cannot, and journals them itself."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Give `path` new content at once: readers see the old or the new, whatever is killed when. durable: wait until the
+    disk has it. A directory in its place goes to the trash."""
+    if path.is_dir():
+        discard(layout, path)
+    write_whole(path, data, staging=layout.staging, durable=durable)
+    if durable:
+        sync_directory(path.parent)
 
 
 def move(source: Path, destination: Path) -> None:

@@ -1,19 +1,15 @@
-"""What garbage collection must leave alone: leases of running builds, and pins of assembled pipelines."""
+"""Leases: what running builds use, which garbage collection must leave alone."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.digest import digest_json
-from sdflow.store.layout import Layout, log, replace_file
+from sdflow.store.layout import READ_ONLY, Layout
 from sdflow.store.locks import held, try_lock
-from sdflow.store.records import BadRecord, dump, load
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -52,12 +48,23 @@ class Lease:
             self._lock = None
 
 
-def leased(layout: Layout) -> dict[str, int]:
-    """Object digest -> process that uses it. Removes the leases of dead processes. Call it under the guard lock."""
+def leased(layout: Layout, *, tidy: bool = True) -> dict[str, int]:
+    """Object digest -> process that uses it. Call it under the guard lock. tidy: remove the leases of dead processes.
+
+    Where no lock can be tried, the cache being read-only, every lease counts.
+    """
     users: dict[str, int] = {}
     for path in layout.leases.glob("*.lock"):
         listed = path.with_suffix(".txt")
-        lock = try_lock(path)
+        try:
+            lock = try_lock(path)
+        except OSError as error:
+            if tidy or error.errno not in READ_ONLY:
+                raise
+            lock = None
+        if lock is not None and not tidy:
+            lock.release()
+            continue
         if lock is not None:
             listed.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -76,49 +83,3 @@ def live_leases(layout: Layout) -> list[int]:
     """The processes that hold a lease, with or without objects. Call it under the guard lock."""
     leased(layout)
     return sorted(_process(path) for path in layout.leases.glob("*.lock"))
-
-
-@dataclass(frozen=True)
-class Pin:
-    """What one assembled pipeline uses. `folder` is where it lies; None counts for ever."""
-
-    name: str
-    folder: Path | None
-    objects: tuple[str, ...]
-
-
-def pin_path(layout: Layout, name: str, folder: Path | None) -> Path:
-    """One pin for each pipeline folder, whatever built it; without a folder, one for each name."""
-    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:40]
-    identity = digest_json(str(folder) if folder else [name])[:16]
-    for other in layout.pins.glob(f"*-{identity}.json"):
-        if other.name != f"{slug}-{identity}.json":
-            other.unlink(missing_ok=True)
-    return layout.pins / f"{slug}-{identity}.json"
-
-
-def write_pin(layout: Layout, pin: Pin) -> None:
-    body = {
-        "format": 1,
-        "name": pin.name,
-        "folder": str(pin.folder) if pin.folder else None,
-        "objects": sorted(set(pin.objects)),
-    }
-    replace_file(layout, pin_path(layout, pin.name, pin.folder), dump(body))
-
-
-def pins(layout: Layout) -> list[Pin]:
-    """The pins that count: those whose pipeline folder still exists."""
-    found = []
-    for path in sorted(layout.pins.glob("*.json")):
-        try:
-            body = load(path.read_bytes())
-        except FileNotFoundError:
-            continue
-        except BadRecord as error:
-            log.warning("%s does not count: %s; assemble the pipeline again to protect what it uses", path, error)
-            continue
-        folder = Path(body["folder"]) if body["folder"] else None
-        if folder is None or folder.exists():
-            found.append(Pin(body["name"], folder, tuple(body["objects"])))
-    return found

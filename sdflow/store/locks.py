@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.store.layout import READ_ONLY
+
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
@@ -43,6 +45,22 @@ def held(
         if waiting:
             waiting()
         lock = _acquired(file_lock(path), meanwhile)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def held_if_possible(path: Path) -> Iterator[None]:
+    """Hold the lock at `path`; on a read-only cache, for those who change nothing, go on without."""
+    try:
+        lock = _acquired(file_lock(path), lambda: None)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        yield
+        return
     try:
         yield
     finally:

@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from sdflow.artifact import Artifact
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
-from sdflow.store.layout import Layout, sync_directory, write_file
+from sdflow.replace_folder import sync_directory
+from sdflow.store.layout import Layout, write_file
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
 MANIFEST = "manifest.json"

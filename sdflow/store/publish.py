@@ -17,7 +17,8 @@ from sdflow.artifact import Action, Artifact, Facts, Record
 from sdflow.atomic_write import unfinished
 from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.errors import PassError
-from sdflow.store.layout import Layout, discard, log, move, sync_directory, write_file, writing
+from sdflow.replace_folder import sync_directory
+from sdflow.store.layout import Layout, discard, log, move, write_file, writing
 from sdflow.store.leases import Lease
 from sdflow.store.objects import FILES, MANIFEST, AbsentObject, BadTree, check, seal, write_manifest
 from sdflow.store.quarantine import put_aside

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow import stop
-from sdflow.artifact import Action, Record
+from sdflow.artifact import INDEX_FILE, Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import CheckpointError, PassError, UsageError
@@ -172,6 +172,7 @@ def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, ca
                 "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
                 "beside": _companions(subject.checkpoint.family, subject.folder, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
+                "index": cache.stat.digest(subject.folder / INDEX_FILE),
                 "reference": exact.artifact.digest,
             },
             "uses": {name: distribution_version(name) for name in judge.USES},

@@ -1,0 +1,189 @@
+"""What assembled pipelines use, which garbage collection must leave alone; and in which folders pipelines lie.
+
+A pin says which objects a pipeline links to. It is written before the pipeline takes its place, and counts for as long as
+the pipeline is there, known by its sdflow.json: at its place, at the same place seen from the cache (the project was
+moved), or anywhere on the file system (it was moved or renamed: the file's second name lies beside the pin, and as long
+as it has two names, the pipeline has one of them). So no pin is taken away from a pipeline by another. Collection does
+not rest on pins alone: it looks into the folders, and into those beside them, and takes what they really link to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import digest_json
+from sdflow.locked_folder import remove_abandoned
+from sdflow.manifest import MANIFEST_FILE
+from sdflow.store.layout import Layout, log, replace_file
+from sdflow.store.records import BadRecord, dump, load
+
+STAGING = ".*.sdflow-staging"
+_SECOND_NAME = ".manifest"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What one assembled pipeline uses. `folder` is where it lies; None counts for ever."""
+
+    name: str
+    folder: Path | None
+    objects: tuple[str, ...]
+
+
+def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
+    """Pin, and wait until the disk has it. Nothing is written where nothing is to be changed. Raises OSError.
+
+    described: the folder that has the pipeline's sdflow.json now: its own, or the one that will take its place.
+    """
+    manifest = _digest(described / MANIFEST_FILE) if described is not None else None
+    identity = digest_json([str(pin.folder) if pin.folder else pin.name, manifest])[:16]
+    path = layout.pins / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', pin.name)[:40]}-{identity}.json"
+    content = dump(
+        {
+            "format": 2,
+            "name": pin.name,
+            "objects": sorted(set(pin.objects)),
+            "manifest": manifest,
+            **_place(layout, pin.folder),
+        }
+    )
+    if described is not None:
+        _link(path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE)
+    if _content(path) != content:
+        replace_file(layout, path, content, durable=True)
+    for other in layout.pins.glob(f"*-{identity}.json"):  # of another name
+        if other != path:
+            other.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> bytes | None:
+    with suppress(OSError):
+        return path.read_bytes()
+    return None
+
+
+def _digest(path: Path) -> str | None:
+    content = _content(path)
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _link(link: Path, source: Path) -> None:
+    """A second name for the sdflow.json of a folder, beside its pin, where the file system gives one."""
+    try:
+        if not (link.exists() and link.samefile(source)):
+            link.unlink(missing_ok=True)
+            link.hardlink_to(source)
+    except OSError as error:
+        log.debug("no second name for %s: %s", source, error)
+
+
+def _counts(path: Path, body: Mapping[str, Any], places: Sequence[Path]) -> bool:
+    """Whether what a pin stands for is still there: at one of its places, or elsewhere on the file system."""
+    with suppress(OSError):
+        if path.with_suffix(_SECOND_NAME).stat().st_nlink > 1:
+            return True
+    manifest = body.get("manifest")
+    return not places or any(
+        place.exists() and (manifest is None or _digest(place / MANIFEST_FILE) == manifest) for place in places
+    )
+
+
+def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
+    """A folder in two spellings: absolute, and as seen from the cache."""
+    if folder is None:
+        return {"folder": None, "relative": None}
+    relative = None
+    with suppress(ValueError):  # Windows: another drive
+        relative = os.path.relpath(folder, layout.root.absolute())
+    return {"folder": str(folder), "relative": relative}
+
+
+def _places(layout: Layout, body: Mapping[str, Any]) -> list[Path]:
+    """Where the folder of a record may be."""
+    found = [Path(body["folder"])] if body.get("folder") else []
+    if body.get("relative"):
+        found.append(Path(os.path.normpath(layout.root.absolute() / body["relative"])))
+    return list(dict.fromkeys(found))
+
+
+def pins(layout: Layout) -> list[Pin]:
+    """The pins that count, and what the folders that are known, and those beside them, link to."""
+    found: list[Pin] = []
+    parents = list(output_folders(layout))
+    for path, body in _records(layout, sorted(layout.pins.glob("*.json"))):
+        places = _places(layout, body)
+        parents += [place.parent for place in places]
+        if _counts(path, body, places):
+            folder = next((place for place in places if place.exists()), places[0] if places else None)
+            found.append(Pin(body["name"], folder, tuple(body["objects"])))
+    pinned = {(pin.folder, digest) for pin in found for digest in pin.objects}
+    for folder in (folder for parent in dict.fromkeys(parents) for folder in _pipelines(parent)):
+        objects = [digest for digest in sorted(linked_objects(layout, folder)) if (folder, digest) not in pinned]
+        found += [Pin(folder.name, folder, tuple(objects))] if objects else []
+    return found
+
+
+def _records(layout: Layout, paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in paths:
+        try:
+            yield path, load(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (BadRecord, OSError) as error:
+            log.warning("%s does not count: %s; assemble the pipeline again to protect what it uses", path, error)
+
+
+def _pipelines(parent: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        for path in sorted(parent.iterdir()):
+            if (path / MANIFEST_FILE).is_file():
+                yield path
+
+
+def linked_objects(layout: Layout, folder: Path) -> set[str]:
+    """The objects of this cache that a folder links to, whether or not they are there."""
+    objects = layout.objects.resolve()
+    found = set()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                target = Path(os.path.realpath(entry.path))
+                if target.is_relative_to(objects) and len(target.relative_to(objects).parts) > 1:
+                    found.add(target.relative_to(objects).parts[1])
+    return found
+
+
+def note_output_folder(layout: Layout, folder: Path) -> None:
+    """Note that pipelines are put together in this folder: `gc` looks for what killed runs left there. Raises OSError."""
+    path = layout.outputs / f"{digest_json(str(folder))[:32]}.json"
+    if not path.is_file():
+        replace_file(layout, path, dump({"format": 1, **_place(layout, folder)}), durable=True)
+
+
+def output_folders(layout: Layout) -> Iterator[Path]:
+    """The folders that are there of those that were noted."""
+    for _, body in _records(layout, sorted(layout.outputs.glob("*.json"))):
+        yield from (place for place in _places(layout, body) if place.is_dir())
+
+
+def remove_abandoned_staging(layout: Layout) -> int:
+    """Remove what killed runs left beside pipelines; returns how many folders there were."""
+    return sum(remove_abandoned(folder, STAGING) for folder in dict.fromkeys(output_folders(layout)))
+
+
+def tidy(layout: Layout) -> None:
+    """Forget the pins that no longer count, and folders that are gone."""
+    for path, body in _records(layout, list(layout.pins.glob("*.json"))):
+        if not _counts(path, body, _places(layout, body)):
+            for each in (path, path.with_suffix(_SECOND_NAME)):
+                each.unlink(missing_ok=True)
+    for path, body in _records(layout, list(layout.outputs.glob("*.json"))):
+        if not any(place.is_dir() for place in _places(layout, body)):
+            path.unlink(missing_ok=True)
