@@ -115,16 +115,14 @@ def torch_drawer(
             marks[0]()
             return tensors
 
+        noise = latents(case, settings.seed, what).to(device, element)
         with _full_float32():
             drawn = pipeline(
                 [settings.prompt] * case.batch,
-                **torch_start(pipeline, **canvas(task, case.height, case.width)),
+                **torch_start(pipeline, noise, case.steps, **canvas(task, case.height, case.width)),
                 negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
-                height=case.height,
-                width=case.width,
                 num_inference_steps=case.steps,
                 guidance_scale=settings.guidance_scale,
-                latents=latents(case, settings.seed, what).to(device, element),
                 output_type="np",
                 callback_on_step_end=on_step if mark else None,
             )

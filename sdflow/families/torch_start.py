@@ -6,28 +6,47 @@ diffusers is given the mean too, by arguments that its pipelines document.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
-def torch_start(pipeline: Any, image: Any = None, mask_image: Any = None, **more: Any) -> dict[str, Any]:
-    """Arguments of a call of a pipeline of diffusers: without an image `more` alone; those of inpainting with a mask."""
+def torch_start(
+    pipeline: Any,
+    noise: torch.Tensor,
+    steps: int,
+    *,
+    image: Any = None,
+    mask_image: Any = None,
+    strength: float | None = None,
+) -> dict[str, Any]:
+    """Arguments of a call of a pipeline of diffusers that starts from this noise, (images, channels, rows, columns), and from
+    what `sdflow.samples.canvas` gives: the latents, and what the pipeline takes beside them."""
+    height, width = (pipeline.vae_scale_factor * size for size in noise.shape[2:])
     if image is None:
-        return more
+        return {"latents": noise, "height": height, "width": width}
+    given = {"strength": strength}
     pixels = pipeline.image_processor.preprocess(image)
-    if mask_image is None:
-        return {"image": _mean(pipeline, pixels), **more}
-    kept = pipeline.mask_processor.preprocess(mask_image) < 0.5
-    return {"image": image, "mask_image": mask_image, "masked_image_latents": _mean(pipeline, pixels * kept), **more}
+    if mask_image is not None:
+        kept = pipeline.mask_processor.preprocess(mask_image) < 0.5
+        masked = _mean(pipeline, pixels * kept)
+        given |= {"image": image, "mask_image": mask_image, "masked_image_latents": masked}
+        return {**given, "latents": noise, "height": height, "width": width}
+    mean = _mean(pipeline, pixels).repeat(len(noise), 1, 1, 1)
+    pipeline.scheduler.set_timesteps(steps)
+    first = pipeline.scheduler.timesteps[:1]
+    return {**given, "image": mean, "latents": pipeline.scheduler.add_noise(mean, noise.to(mean), first)}
 
 
-def _mean(pipeline: Any, pixels: Any) -> Any:
+def _mean(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     """The mean of the latents' distribution, scaled. As in diffusers, a VAE that overflows float16 encodes in float32."""
     vae = pipeline.vae
     dtype = vae.dtype
     widened = hasattr(pipeline, "upcast_vae") and vae.config.force_upcast
     if widened:
         vae.float()
-    latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode() * vae.config.scaling_factor
+    latents: torch.Tensor = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
     if widened:
         vae.to(dtype)
-    return latents.to(dtype)
+    return (latents * vae.config.scaling_factor).to(dtype)

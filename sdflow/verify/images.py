@@ -102,11 +102,15 @@ def _text_to_image(
     known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {name: value for name, value in known.items() if name in accepted}
-    sample = torch.from_numpy(first) * scheduler.init_noise_sigma
+    noise, start = torch.from_numpy(first), canvas(task, height, width)
+    sample = noise * scheduler.init_noise_sigma
     beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
     if task == "inpaint":
-        start = canvas(task, height, width)
         beside = _mask_and_masked(run_torch, family, latents, start["image"], start["mask_image"])
+    elif task == "image":
+        begin = image_reader(1).preprocess(start["image"])
+        encoded = run_torch(family.encoder, {"sample": begin})["latent_sample"].float() * latents.factor
+        sample = scheduler.add_noise(encoded, noise, scheduler.timesteps[:1])
     for timestep in scheduler.timesteps:
         scaled = torch.cat([scheduler.scale_model_input(sample, timestep), *beside], dim=1)
         fed = torch.cat([scaled] * conditions.halves)
@@ -116,11 +120,11 @@ def _text_to_image(
         ]
         for name in given[0] if given else ():
             inputs[name] = torch.stack([each[name].float() for each in given]).sum(0)
-        noise = run_torch(family.denoiser, inputs)["out_sample"].float()
+        output = run_torch(family.denoiser, inputs)["out_sample"].float()
         if conditions.halves == 2:
-            unconditional, conditional = noise.chunk(2)
-            noise = unconditional + selection.guidance_scale * (conditional - unconditional)
-        sample = scheduler.step(noise, timestep, sample, **step_options).prev_sample
+            unconditional, conditional = output.chunk(2)
+            output = unconditional + selection.guidance_scale * (conditional - unconditional)
+        sample = scheduler.step(output, timestep, sample, **step_options).prev_sample
 
     decoded = [run_torch(family.decoder, {"latent_sample": one[None] / latents.factor})["sample"] for one in sample]
     pixels: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)

@@ -195,6 +195,7 @@ class _Run:
     def denoise(self, texts: _Texts) -> dict[str, Cases]:
         """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
         import numpy as np
+        import torch
 
         family, selection = self.family, self.request.selection
         nets = list(family.nets(self.request.loads).values())
@@ -203,9 +204,9 @@ class _Run:
         self.progress("reference: denoising in fp32")
         latents = first_latents(selection, self._latents().channels)
         controls = control_images(selection, len(nets), self._latents().scale)
-        start = {**self._start(pipeline), **_told(controls)}
+        start = {**self._start(pipeline, torch.from_numpy(latents)), **_told(controls)}
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
-            image = _draw(pipeline, selection, latents, texts.float32, start)
+            image = _draw(pipeline, selection, texts.float32, start)
         stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
@@ -225,7 +226,7 @@ class _Run:
                 self.progress(f"reference: {name} in fp16")
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
-            half_image = _draw(pipeline, selection, latents, texts.float16, start)
+            half_image = _draw(pipeline, selection, texts.float16, start)
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -269,11 +270,11 @@ class _Run:
     def _latents(self) -> Latents:
         return self.family.latents(self._configs())
 
-    def _start(self, pipeline: Any) -> dict[str, Any]:
-        """What diffusers' pipeline is given besides the prompt, where it is not made for text to image."""
+    def _start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
+        """What diffusers' pipeline is given besides the prompt."""
         selection, scale = self.request.selection, self._latents().scale
         given = canvas(self.family.task(self._configs()), selection.rows * scale, selection.columns * scale)
-        return torch_start(pipeline, **given)
+        return torch_start(pipeline, noise, selection.steps, **given)
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""
@@ -284,23 +285,18 @@ class _Run:
         return image
 
 
-def _draw(
-    pipeline: Any, selection: Selection, latents: np.ndarray, texts: Embeddings, start: Mapping[str, Any]
-) -> np.ndarray:
-    """The image, float32 (rows, columns, 3) in [0, 1]. start: images, as arguments: of `torch_start`, of `_told`."""
+def _draw(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
+    """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
+    `_told`."""
     import numpy as np
     import torch
 
-    scale = pipeline.vae_scale_factor
     image: np.ndarray = pipeline(
         **texts,
-        **start,
-        height=selection.rows * scale,
-        width=selection.columns * scale,
+        **{**start, "latents": start["latents"].to(next(iter(texts.values())).dtype)},
         num_inference_steps=selection.steps,
         guidance_scale=selection.guidance_scale,
         generator=torch.Generator().manual_seed(selection.seed),
-        latents=torch.from_numpy(latents).to(next(iter(texts.values())).dtype),
         output_type="np",
     ).images[0]
     return image.astype(np.float32)
