@@ -127,7 +127,7 @@ def _index(
         "_diffusers_version": distribution_version("diffusers"),
         **options,
     }
-    absent = [part.name for part in family.parts if part.optional]
+    absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
     absent += [name for name, companion in family.companions.items() if companion.part is not None]
     components.update({name: [None, None] for name in absent})
     if family.checker is not None:

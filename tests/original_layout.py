@@ -43,6 +43,11 @@ def stable_diffusion_xl(unet: Any, vae: Any, text: Any, text_2: Any) -> Tensors:
     )
 
 
+def refiner_of_xl(unet: Any, vae: Any, text_2: Any) -> Tensors:
+    """The refiner's: its only text encoder is the first conditioner there."""
+    return _file(unet, vae, ("conditioner.embedders.0.model.", open_clip_tensors(text_2)))
+
+
 def _file(unet: Any, vae: Any, *texts: tuple[str, Tensors]) -> Tensors:
     parts = [("model.diffusion_model.", unet_tensors(unet)), ("first_stage_model.", vae_tensors(vae)), *texts]
     tensors = {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}

@@ -66,6 +66,12 @@ def generate(
         bool,
         typer.Option("--allow-pickle", help="Read embeddings that are pickled (.pt, .bin), running nothing in them."),
     ] = False,
+    aesthetic_score: Annotated[
+        float | None, typer.Option(help="SDXL's refiner: of what to draw. Default: 6.", show_default=False)
+    ] = None,
+    negative_aesthetic_score: Annotated[
+        float | None, typer.Option(help="SDXL's refiner: of what not to draw. Default: 2.5.", show_default=False)
+    ] = None,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
     strength: Annotated[
@@ -129,6 +135,8 @@ def generate(
         "original_size": _pair("--original-size", original_size),
         "crops_coords_top_left": _pair("--crop", crop),
         "target_size": _pair("--target-size", target_size),
+        "aesthetic_score": aesthetic_score,
+        "negative_aesthetic_score": negative_aesthetic_score,
     }
     request = GenerateRequest(
         folder=pipeline,
@@ -168,6 +176,8 @@ _TYPED = {
     "original_size": "--original-size",
     "crops_coords_top_left": "--crop",
     "target_size": "--target-size",
+    "aesthetic_score": "--aesthetic-score",
+    "negative_aesthetic_score": "--negative-aesthetic-score",
 }
 """The arguments of a call in Python, and the options that they are here."""
 

@@ -9,9 +9,11 @@ from sdflow.families.base import Family, Part
 from sdflow.families.latent_consistency import LatentConsistency
 from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
+from sdflow.families.stable_diffusion_xl_refiner import StableDiffusionXLRefiner
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (StableDiffusion(), StableDiffusionXL(), LatentConsistency())
+    family.name: family
+    for family in (StableDiffusion(), StableDiffusionXL(), LatentConsistency(), StableDiffusionXLRefiner())
 }
 
 DEFAULT = "stable_diffusion"
@@ -50,6 +52,22 @@ LIBRARY_MODULES: tuple[str, ...] = tuple(
     )
 )
 """The modules of diffusers and transformers that hold the models' classes."""
+
+
+def family_of_index(index: Mapping[str, Any], *, assembled: bool = False) -> Family | None:
+    """The family of a pipeline with this model_index.json. assembled: it may be one of sdflow's own folders.
+
+    Where two have the same class, what the pipeline lacks decides.
+    """
+    name = index.get("_class_name")
+    reading = [
+        family
+        for family in FAMILIES.values()
+        if name in family.classes or (assembled and name in family.assembled_as.values())
+    ]
+    there = {component for component, value in index.items() if isinstance(value, list) and value and value[0]}
+    reading.sort(key=lambda family: bool(family.lacks), reverse=True)
+    return next((family for family in reading if there.isdisjoint(family.lacks)), None)
 
 
 def part_of(load: Mapping[str, Any], submodel: str) -> Part:

@@ -187,7 +187,8 @@ class Conditions:
 class Family:
     """A kind of pipeline. Subclasses set the class variables and the methods that raise here.
 
-    name: in manifests. title: for people. classes: diffusers' pipelines in model_index.json that it reads.
+    name: in manifests. title: for people. classes: diffusers' pipelines in model_index.json that it reads. lacks: components
+    of these classes that its pipelines do not have.
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
     net: a part that may be there any number of times, each with a name of its own: a ControlNet. None: there are none.
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
@@ -202,6 +203,7 @@ class Family:
     name: str
     title: str
     classes: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
     parts: tuple[Part, ...]
     denoiser: str
     decoder: str

@@ -35,8 +35,12 @@ _LAYERS = {"output_hidden_states": True}
 class StableDiffusionXL(Family):
     name = "stable_diffusion_xl"
     title = "Stable Diffusion XL"
-    classes = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
-    parts = (
+    classes: tuple[str, ...] = (
+        "StableDiffusionXLPipeline",
+        "StableDiffusionXLImg2ImgPipeline",
+        "StableDiffusionXLInpaintPipeline",
+    )
+    parts: tuple[Part, ...] = (
         Part(
             "text_encoder",
             ClipText(),
@@ -78,7 +82,7 @@ class StableDiffusionXL(Family):
         Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
-    net = CONTROLNET
+    net: Part | None = CONTROLNET
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
@@ -86,7 +90,13 @@ class StableDiffusionXL(Family):
     }
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
-    arguments = ("prompt_2", "negative_prompt_2", "original_size", "crops_coords_top_left", "target_size")
+    arguments: tuple[str, ...] = (
+        "prompt_2",
+        "negative_prompt_2",
+        "original_size",
+        "crops_coords_top_left",
+        "target_size",
+    )
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=50, guidance_scale=5.0),
         "image": Defaults(steps=50, guidance_scale=5.0, strength=0.3),
@@ -97,7 +107,7 @@ class StableDiffusionXL(Family):
         "text": "ORTStableDiffusionXLPipeline",
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",
     }
-    architectures = (
+    architectures: tuple[str, ...] = (
         *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny"),
         *("sdxl-inpainting", "sdxl-inpainting-tiny"),
     )
@@ -198,7 +208,7 @@ class _Texts:
             "text_encoder_2": (companions["tokenizer_2"], self.second),
         }
         encoded = encode(run, reading, texts)
-        hidden = [each.hidden(max(_layer_outputs(each.outputs), key=_layer)) for each in encoded.values()]
+        hidden = [each.hidden(last_but_one_layer(each.outputs)) for each in encoded.values()]
         return torch.cat(hidden, dim=-1), encoded["text_encoder_2"].whole("text_embeds")
 
 
@@ -212,8 +222,9 @@ def _last_but_one(config: Config) -> str:
     return f"hidden_states.{config['num_hidden_layers'] - 1}"
 
 
-def _layer_outputs(outputs: Iterable[str]) -> list[str]:
-    return [name for name in outputs if name.startswith("hidden_states.")]
+def last_but_one_layer(outputs: Iterable[str]) -> str:
+    """The output that goes into the last layer, of those that a text encoder gave."""
+    return max((name for name in outputs if name.startswith("hidden_states.")), key=_layer)
 
 
 def _layer(output: str) -> int:

@@ -5,7 +5,8 @@
   timesteps. Its axis is fixed: one timestep for the whole batch.
 - The UNet of a latent consistency model also takes `timestep_cond`: the guidance scale, embedded.
 - The UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
-  width of the original image, top and left of the crop, height and width of the target, in pixels.
+  width of the original image, top and left of the crop, height and width of the target, in pixels. That of its refiner takes an
+  aesthetic score in place of the target's size.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-TIME_IDS = 6
-"""Numbers of pixels in `time_ids`."""
-
 _MORE_INPUTS = ("class_embed_type", "addition_embed_type", "num_class_embeds")
 
 _MAIN = ("sample", "timestep", "encoder_hidden_states")
@@ -42,6 +40,7 @@ class UNet(Model):
     class_name: ClassVar[str] = "UNet2DConditionModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.unets.unet_2d_condition"
+    time_ids: ClassVar[int] = 6
 
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import UNet2DConditionModel
@@ -56,7 +55,7 @@ class UNet(Model):
     def ports(self, config: Config) -> Ports:
         return Ports(
             inputs=(
-                *main_ports(config, "unet"),
+                *main_ports(config, "unet", self.time_ids),
                 *_guidance(config),
                 *(residual_ports(config) if config.get(CONTROLLED) else ()),
             ),
@@ -153,10 +152,17 @@ def _guidance(config: Config) -> tuple[Port, ...]:
     return () if width is None else (Port(GUIDANCE, "float32", ("batch", width)),)
 
 
-def main_ports(config: Config, where: str) -> tuple[Port, ...]:
+class RefinerUNet(UNet):
+    """That of the refiner of Stable Diffusion XL."""
+
+    time_ids: ClassVar[int] = 5
+
+
+def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tuple[Port, ...]:
     """The inputs of a UNet of Stable Diffusion, which its ControlNets have too: latents, timestep, text, sizes.
 
-    where: what has the config, for messages. Raises PassError for a config with other inputs.
+    where: what has the config, for messages. time_ids: how many numbers XL's takes in this input. Raises PassError for a config
+    with other inputs.
     """
     for option in _MORE_INPUTS:
         if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
@@ -169,7 +175,7 @@ def main_ports(config: Config, where: str) -> tuple[Port, ...]:
         Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
         Port("timestep", "float32", (1,)),
         Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
-        *_added_conditions(config),
+        *_added_conditions(config, time_ids),
     )
 
 
@@ -184,7 +190,7 @@ def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.nda
     return random.standard_normal(shape, np.float32)
 
 
-def _added_conditions(config: Config) -> tuple[Port, ...]:
+def _added_conditions(config: Config, time_ids: int) -> tuple[Port, ...]:
     """What the UNet of Stable Diffusion XL takes besides."""
     if config.get("addition_embed_type") is None:
         return ()
@@ -194,9 +200,13 @@ def _added_conditions(config: Config) -> tuple[Port, ...]:
             f"config.json has addition_embed_type={config['addition_embed_type']!r} but no {missing[0]}", where="unet"
         )
     width, joined = (config[name] for name in sizes)
-    if joined - 5 * width == config["cross_attention_dim"]:
-        raise PassError("this is the refiner of Stable Diffusion XL, which takes other time_ids", where="unet")
+    if time_ids == UNet.time_ids and joined - RefinerUNet.time_ids * width == config["cross_attention_dim"]:
+        raise PassError(
+            "this is the UNet of the refiner of Stable Diffusion XL, which takes other time_ids",
+            where="unet",
+            remedy="The refiner's model_index.json names no text_encoder and no tokenizer: take its whole folder.",
+        )
     return (
-        Port("text_embeds", "float32", ("batch", joined - TIME_IDS * width)),
-        Port("time_ids", "float32", ("batch", TIME_IDS)),
+        Port("text_embeds", "float32", ("batch", joined - time_ids * width)),
+        Port("time_ids", "float32", ("batch", time_ids)),
     )

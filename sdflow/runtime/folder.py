@@ -9,7 +9,7 @@ from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
 from sdflow.errors import CheckpointError, UsageError
-from sdflow.families import FAMILIES
+from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.families.defaults import Defaults, Task
 from sdflow.input_file import read_json
@@ -31,10 +31,10 @@ def folder_family(folder: Path) -> Family:
 
     Raises UsageError when there is no pipeline, or one of another kind.
     """
-    name = read_index(folder).get("_class_name")
-    for family in FAMILIES.values():
-        if name in (*family.assembled_as.values(), *family.classes):
-            return family
+    index = read_index(folder)
+    if (family := family_of_index(index, assembled=True)) is not None:
+        return family
+    name = index.get("_class_name")
     known = ", ".join(name for family in FAMILIES.values() for name in family.assembled_as.values())
     raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
 

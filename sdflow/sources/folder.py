@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import FAMILIES
+from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import Family, Part
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.input_file import is_regular, read_json
@@ -179,9 +179,9 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of a pipeline's class, and model_index.json without components that are none."""
     path = folder / "model_index.json"
     index = read_config(path)
-    pipeline = index.get("_class_name")
-    family = next((family for family in FAMILIES.values() if pipeline in family.classes), None)
+    family = family_of_index(index)
     if family is None:
+        pipeline = index.get("_class_name")
         known = [name for family in FAMILIES.values() for name in family.classes]
         raise CheckpointError(
             f"a pipeline of class {pipeline!r} is not supported",

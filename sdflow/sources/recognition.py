@@ -23,7 +23,6 @@ _OTHERS = (
     ("joint_blocks.", "Stable Diffusion 3"),
     ("double_blocks.", "Flux"),
     ("control_model.", "a ControlNet"),
-    ("conditioner.embedders.0.model.", "the refiner of Stable Diffusion XL"),
     ("down_blocks.", "a UNet in diffusers' layout: name the folder that holds model_index.json"),
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
     ("text_model.encoder.", "a text encoder alone"),

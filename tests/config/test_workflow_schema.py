@@ -25,6 +25,7 @@ WORKFLOWS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "workfl
 COMPLETE = [name for name in WORKFLOWS if "base/" not in name]
 # Part of a workflow's name -> the submodels that its model does not have.
 LACKS = {
+    "sdxl_refiner": ("safety_checker", "text_encoder"),
     "sdxl": ("safety_checker",),
     "sd2": ("safety_checker", "text_encoder_2"),
     "shapes": ("safety_checker", "text_encoder_2"),
@@ -92,6 +93,7 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
         for current in sys.argv[2:]:
             opened[current] = []
             model = "model=synthetic:sdxl" if "sdxl" in current else "model=synthetic:sd15"
+            model += "-refiner" if "sdxl_refiner" in current else ""
             # The sample's LoRAs fit the sample alone, which is there without a download.
             overrides = [] if "shapes" in current else [model]
             if "controlnet" in current:  # of the model's own size, and here

@@ -42,6 +42,8 @@ _BASES = {
     "sd2-inpainting-tiny": "sd21-tiny",
     "sdxl-inpainting": "sdxl",
     "sdxl-inpainting-tiny": "sdxl-tiny",
+    "sdxl-refiner": "sdxl",
+    "sdxl-refiner-tiny": "sdxl-tiny",
 }
 
 
