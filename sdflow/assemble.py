@@ -60,6 +60,7 @@ def assemble(
     companions: Mapping[str, Path],
     origin: Origin,
     options: Mapping[str, Any] | None = None,
+    changed: Mapping[str, Mapping[str, Any]] | None = None,
     copy: bool = False,
     check: Callable[[], None] = lambda: None,
     keeper: Keeper | None = None,
@@ -68,17 +69,19 @@ def assemble(
     """Make `out` the pipeline of these artifacts.
 
     parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
-    from, for sdflow.json. options: as of the family, for model_index.json. copy: real copies in place of links; always so
-    on Windows. check: called now and then, and when everything is there, right before it takes its place: what it
-    raises leaves `out` as it was. keeper: of what the folder links to, from before it takes its place; None: the folder is for
-    the moment, and need not outlive a power cut. digests: of files, to tell whether `out` is current.
+    from, for sdflow.json. options: as of the family, for model_index.json. changed: JSON in place of companions' files, by
+    companion/file. copy: real copies in place of links; always so on Windows. check: called now and then, and when everything
+    is there, right before it takes its place: what it raises leaves `out` as it was. keeper: of what the folder links to,
+    from before it takes its place; None: the folder is for the moment, and need not outlive a power cut. digests: of files,
+    to tell whether `out` is current.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
     copy = copy or sys.platform == "win32"
     manifest = _manifest(parts, companions, origin, copy)
-    index = _index(FAMILIES[origin.family], parts, companions, options or {})
+    index = _index(FAMILIES[origin.family], parts, companions, options or {}, changed or {})
     described = {INDEX_FILE: index, MANIFEST_FILE: manifest.to_bytes()}
+    described |= {name: _json(content) for name, content in (changed or {}).items()}
 
     def pin(folder: Path) -> bool:
         if keeper is None or copy:
@@ -119,7 +122,11 @@ def assemble(
 
 
 def _index(
-    family: Family, parts: Mapping[str, Artifact], companions: Mapping[str, Path], options: Mapping[str, Any]
+    family: Family,
+    parts: Mapping[str, Artifact],
+    companions: Mapping[str, Path],
+    options: Mapping[str, Any],
+    changed: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
     """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
@@ -135,9 +142,17 @@ def _index(
     for name, folder in companions.items():
         # Old checkpoints name classes that transformers 5 no longer has.
         companion = family.companions[name]
-        components[name] = [companion.library, companion.class_name or _named_class(folder / companion.file)]
+        config = changed.get(f"{name}/{companion.file}")
+        named = companion.class_name or (
+            _named_class(folder / companion.file) if config is None else config["_class_name"]
+        )
+        components[name] = [companion.library, named]
     components.update(dict.fromkeys(parts, ONNX_COMPONENT))
-    return (json.dumps(components, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return _json(components)
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
@@ -273,6 +288,8 @@ def _is_current(
     leads to its artifact, and there is nothing else."""
 
     def same(name: str, path: str) -> bool:
+        if f"{name}/{path}" in described:  # in place of the companion's own
+            return True
         return digests.digest(out / name / path) == digests.digest(companions[name] / path)
 
     try:

@@ -134,6 +134,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         model_mark=mark,
         components=origin.pinned_components(),
         controlnets=origin.pinned_nets(),
+        generate=origin.generate,
         target=find_target(origin.target, str(path)).name,
         loras=(*own, *loras),
         submodels=submodels,

@@ -10,6 +10,7 @@ It is written and read here alone. It holds no date and no path of the folder: e
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from sdflow import __version__
 from sdflow.digest import FileEntry
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
+from sdflow.families.defaults import SAID
+from sdflow.families.schedulers import SCHEDULERS
 from sdflow.input_file import read_json
 
 MANIFEST_FILE = "sdflow.json"
@@ -73,7 +76,8 @@ class Origin:
     model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
     where they are from. controlnets: name -> where it is from. checkpoint: what identifies its content. chains: submodel
     -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
-    NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
+    NOT_SAID: nothing is known. family: which submodels there are, and how they draw. generate: what the workflow says of
+    how it draws (`families.defaults.SAID`). few_steps: what the names of the model and the LoRAs say, and `because`.
     """
 
     name: str
@@ -88,6 +92,13 @@ class Origin:
     family: str = DEFAULT
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
+    generate: Mapping[str, Any] = field(default_factory=dict)
+    few_steps: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is said of how it draws besides what its configs tell: the workflow's word is the last."""
+        return {**self.few_steps, **self.generate}
 
     def pinned_model(self, where: str) -> str:
         """The model, a checkpoint of the hub at the commit that was used.
@@ -164,10 +175,9 @@ class Manifest:
             content["verified"] = origin.verified
         if origin.family != DEFAULT:
             content["family"] = origin.family
-        if origin.components:
-            content["components"] = dict(origin.components)
-        if origin.controlnets:
-            content["controlnets"] = dict(origin.controlnets)
+        for name in ("components", "controlnets", "generate", "few_steps"):
+            if found := getattr(origin, name):
+                content[name] = dict(found)
         return content
 
     def to_bytes(self) -> bytes:
@@ -268,6 +278,8 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         family=_family(value),
         components=_references(value, "components"),
         controlnets=_references(value, "controlnets"),
+        generate=_said(value, "generate"),
+        few_steps=_said(value, "few_steps"),
     )
     files = _get(value, "files", list)
     if not all(isinstance(path, str) for path in files):
@@ -300,6 +312,17 @@ def _family(value: Mapping[str, Any]) -> str:
 def _references(value: Mapping[str, Any], key: str) -> dict[str, str]:
     found = _get_or(value, key, dict, None) or {}
     return {name: _get(found, name, str) for name in found}
+
+
+def _said(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = _get_or(value, key, dict, None) or {}
+    said = {name: _get(found, name, kind) for name, kind in {**SAID, "because": str}.items() if name in found}
+    for name, number in said.items():
+        if not isinstance(number, str) and not int(name == "steps") <= number < math.inf:
+            raise ValueError(f"'{key}' has {name} {number}")
+    if said.get("scheduler", next(iter(SCHEDULERS))) not in SCHEDULERS:
+        raise ValueError(f"'{key}' names the scheduler {said['scheduler']!r:.40}, known are {', '.join(SCHEDULERS)}")
+    return said
 
 
 def _lora(value: Mapping[str, Any]) -> MergedLora:

@@ -15,8 +15,8 @@ chains carry their weights through every pass, and the plan's notes say why.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from sdflow import sources
 from sdflow.artifact import Action, Record
@@ -24,6 +24,7 @@ from sdflow.config.workflow import LoraSpec, PipelineSpec, StepSpec, Workflow
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
+from sdflow.families.few_steps import spelled
 from sdflow.file_stamp import file_stamp
 from sdflow.machine.packages import distribution_version
 from sdflow.passes import registry
@@ -61,13 +62,15 @@ class Chain:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """One pipeline: its chains, where its checkpoint comes from, and what was left out and why."""
+    """One pipeline: its chains, where its checkpoint comes from, and what was left out and why. few_steps: what the names of
+    the model and the LoRAs say of how it draws, and `because`."""
 
     pipeline: PipelineSpec
     checkpoint: sources.Checkpoint | None
     loras: tuple[LoraFile, ...]
     chains: tuple[Chain, ...]
     notes: tuple[str, ...]
+    few_steps: Mapping[str, Any] = field(default_factory=dict)
 
     def steps(self, cache: Cache) -> Iterator[PlannedStep]:
         """Each step as cached or to run, looked up in `cache` now."""
@@ -175,7 +178,19 @@ def _plan_pipeline(
             carried.setdefault(why, []).append(submodel)
     for why, submodels in carried.items():
         notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
-    return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes))
+    few_steps: dict[str, Any] = {}
+    if checkpoint is not None:
+        merged = [
+            (spec, lora) for spec in pipeline.loras if spec.scale and (lora := opened[spec.reference, spec.weight_name])
+        ]
+        few_steps = sources.few_steps(
+            checkpoint, [(spec.reference, spec.weight_name, lora.path) for spec, lora in merged]
+        )
+        said = {**few_steps, **pipeline.generate}
+        checkpoint = replace(checkpoint, said=said)
+        if few_steps:
+            notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")
+    return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
 
 
 def _chain(

@@ -124,7 +124,7 @@ def _assemble(
             executor.cache.check(artifact)
     assert plan.checkpoint is not None, "planned with download=True"
     extra, companions = plan.checkpoint.options, plan.checkpoint.companions
-    stamps = plan.checkpoint.companion_stamps
+    changed, stamps = plan.checkpoint.changed_companions(), plan.checkpoint.companion_stamps
 
     def check() -> None:
         group.check()
@@ -136,7 +136,9 @@ def _assemble(
     if checked is not None:
         with scratch_folder("verify") as scratch:
             trial = scratch.resolve() / plan.pipeline.name
-            assemble(trial, parts=parts, companions=companions, origin=origin, options=extra, check=check)
+            assemble(
+                trial, parts=parts, companions=companions, origin=origin, options=extra, changed=changed, check=check
+            )
             with _alone(group):
                 verification = _verify(plan, checked, trial, executor, options, group)
     assembled = assemble(
@@ -145,6 +147,7 @@ def _assemble(
         companions=companions,
         origin=origin,
         options=extra,
+        changed=changed,
         copy=options.copy,
         check=check,
         keeper=executor.cache,
@@ -250,6 +253,8 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
         },
         components=pipeline.components,
         controlnets=pipeline.controlnets,
+        generate=pipeline.generate,
+        few_steps=plan.few_steps,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 

@@ -81,6 +81,12 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    eta: Annotated[
+        float | None,
+        typer.Option(
+            help="How much noise DDIM and TCD add in a step, from 0 to 1. Default: the model's.", show_default=False
+        ),
+    ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[
         int | None,
@@ -150,6 +156,7 @@ def generate(
         steps=steps,
         guidance_scale=guidance_scale,
         strength=strength,
+        eta=eta,
         image=image,
         mask=mask,
         scheduler=scheduler,

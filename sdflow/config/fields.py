@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
+from sdflow.families.schedulers import SchedulerName
 
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; base/NAME.yaml that "
@@ -24,6 +25,7 @@ WORKFLOW: Mapping[str, str] = {
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",
+    "generate": "How the pipeline draws where nobody says it, in place of what the model and its LoRAs say.",
     "verify": "How the artifacts are held to the PyTorch model before the pipeline is assembled: `quick` (the default), "
     "`full`, a map of options, or false, null or `off`: not at all.",
     "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
@@ -119,6 +121,25 @@ class VerifyFields(_Fields):
     steps: Annotated[Positive | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
     height: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
     width: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
+
+
+class GenerateFields(_Fields):
+    """How the pipeline draws where nobody says it. null, or left out: as the model and its LoRAs say."""
+
+    steps: Annotated[Positive | None, Field(description="Denoising steps.")] = None
+    guidance_scale: Annotated[
+        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
+        Field(description="Classifier-free guidance; up to 1 there is none."),
+    ] = None
+    strength: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None, Field(description="Part of the steps that an image goes through.")
+    ] = None
+    eta: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | None, Field(description="How much noise DDIM and TCD add in a step.")
+    ] = None
+    scheduler: Annotated[
+        SchedulerName | None, Field(description="In place of the checkpoint's own, with its noise schedule.")
+    ] = None
 
 
 def _image_spec(fields: ImageFields) -> ImageSpec:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, is_null, unknown_keys
@@ -18,6 +19,7 @@ from sdflow.config.fields import (
     NET_NAME,
     WORKFLOW,
     EvaluateFields,
+    GenerateFields,
     VerifyFields,
     evaluate_spec,
     verify_spec,
@@ -86,6 +88,7 @@ class _Loader:
         self.carry_weights = self._flag("carry_weights")
         self.components = self._components(document.entries.get("components"))
         self.controlnets = self._controlnets(document.entries.get("controlnets"))
+        self.generate = self._generate(document.entries.get("generate"))
         self._targets: dict[str, _ForTarget] = {}
         self._models: dict[int, str | None] = {}
         self._loras: dict[int, tuple[LoraSpec, ...]] = {}
@@ -131,6 +134,7 @@ class _Loader:
             carry_weights=self.carry_weights,
             components=self.components,
             controlnets=self.controlnets,
+            generate=self.generate,
         )
 
     def _flag(self, key: str) -> bool:
@@ -182,6 +186,15 @@ class _Loader:
             self.problems.add(self.document.mark, text, "extend a file that has it")
             return others
         return {**others, **{f"{NET}_{name}": chains[NET] for name in sorted(self.controlnets)}}
+
+    def _generate(self, node: Node | None) -> dict[str, Any]:
+        if node is None or is_null(node):
+            return {}
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map of steps, guidance_scale and scheduler, or null", "`generate`", self.problems)
+            return {}
+        fields = check(GenerateFields, node, "generate", self.problems)
+        return fields.model_dump(exclude_none=True) if fields else {}
 
     def _for_target(self, target: str) -> _ForTarget:
         if target not in self._targets:

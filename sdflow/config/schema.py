@@ -18,6 +18,7 @@ from sdflow.config.fields import (
     SUBMODEL,
     WORKFLOW,
     EvaluateFields,
+    GenerateFields,
     LoraFields,
     VerifyFields,
 )
@@ -115,6 +116,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "matrix": _ref("matrix"),
             "submodels": _ref("submodels"),
             "evaluate": evaluate,
+            "generate": {"anyOf": [_model(GenerateFields, "generate", defs), {"type": "null"}]},
             "verify": verify,
             "carry_weights": {"type": "boolean"},
             "allow_pickle": {"type": "boolean"},

@@ -108,7 +108,7 @@ class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
     components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
-    verify: None: the artifacts are not verified.
+    verify: None: the artifacts are not verified. generate: what is said of how it draws, of `families.defaults.SAID`.
     """
 
     name: str
@@ -123,6 +123,7 @@ class PipelineSpec:
     carry_weights: bool = False
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
+    generate: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,16 @@ Task = Literal["text", "image", "inpaint"]
 """An image from text alone, from another image too, or into the white part of a mask."""
 
 
+SAID: Mapping[str, type | tuple[type, ...]] = {
+    "steps": int,
+    "guidance_scale": (int, float),
+    "strength": (int, float),
+    "eta": (int, float),
+    "scheduler": str,
+}
+"""What may be said of how a model draws, besides what its configs tell, and of which type it is."""
+
+
 @dataclass(frozen=True)
 class Defaults:
     """Of one task. steps: of denoising. guidance_scale: up to 1 there is none. strength: the part of the steps that an image

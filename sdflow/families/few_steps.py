@@ -8,8 +8,8 @@ model cards say: https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sd
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -25,6 +25,10 @@ class FewSteps:
     eta: float = 0.0
     strength: float | None = None
 
+    def with_its_own_scheduler(self) -> FewSteps:
+        """Of a model that brings the right one."""
+        return replace(self, scheduler=None)
+
     def changes(self) -> dict[str, Any]:
         """What it changes of a call's defaults, and the scheduler, by name; eta only where there is any."""
         found: dict[str, Any] = {"steps": self.steps, "guidance_scale": self.guidance_scale}
@@ -35,6 +39,17 @@ class FewSteps:
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
         return found
+
+
+def spelled(changes: Mapping[str, Any]) -> str:
+    """What is said of how a model draws (`sdflow.families.defaults.SAID`), in words."""
+    steps, guidance = changes.get("steps"), changes.get("guidance_scale")
+    words = [] if steps is None else [f"{steps} step{'s' if steps > 1 else ''}"]
+    if guidance is not None:
+        words.append(f"guidance {guidance:g}" if guidance > 1 else "no guidance")
+    words += [f"{name} {changes[name]:g}" for name in ("strength", "eta") if name in changes]
+    words += [f"scheduler {changes['scheduler']}"] if "scheduler" in changes else []
+    return ", ".join(words)
 
 
 _Row = tuple[re.Pattern[str], Callable[[re.Match[str]], FewSteps]]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from sdflow.errors import UsageError
 from sdflow.models.base import Config
+
+SchedulerName = Literal[
+    "ddim", "ddim_trailing", "euler", "euler_trailing", "euler_a", "euler_a_trailing", "dpm++_2m", "unipc", "lcm", "tcd", "pndm"
+]  # fmt: skip
 
 _TRAILING = {"timestep_spacing": "trailing"}
 

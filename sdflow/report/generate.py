@@ -19,6 +19,8 @@ def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
     print_table("", ("file", "seed", "prompt", "flagged"), rows, right=("seed",))
     if result.sheet:
         print(f"contact sheet: {result.sheet}")
+    for note in result.notes:
+        print(f"  {note}")
     count = len(result.images)
     each = f", {spell_seconds(result.draw_seconds / count)} each" if count > 1 else ""
     took, loading = spell_seconds(result.draw_seconds), spell_seconds(result.load_seconds)

@@ -13,6 +13,7 @@ from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.families.defaults import Defaults, Task
 from sdflow.input_file import read_json
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
@@ -75,7 +76,8 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
     """
     family = folder_family(folder)
     configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
-    return family.defaults_of(configs, _read_json(folder / SCHEDULER / family.companions[SCHEDULER].file), {})
+    said = read_manifest(folder).origin.said if (folder / MANIFEST_FILE).exists() else {}
+    return family.defaults_of(configs, _read_json(folder / SCHEDULER / family.companions[SCHEDULER].file), said)
 
 
 def folder_task(folder: Path) -> Task:

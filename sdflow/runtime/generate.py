@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.families.few_steps import spelled
 from sdflow.families.schedulers import require_known
 from sdflow.input_file import read_input
 from sdflow.machine.packages import versions
@@ -38,7 +39,7 @@ class GenerateRequest:
     """What to draw.
 
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
-    one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength: None: the model's.
+    one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength, eta: None: the model's.
     image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
     images drawn at once. threads: of the CPU. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. more: what the pipeline's family takes besides.
@@ -55,6 +56,7 @@ class GenerateRequest:
     steps: int | None = None
     guidance_scale: float | None = None
     strength: float | None = None
+    eta: float | None = None
     image: Path | None = None
     mask: Path | None = None
     scheduler: str | None = None
@@ -91,6 +93,7 @@ class GenerateResult:
     settings: dict[str, Any]
     load_seconds: float
     draw_seconds: float
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,6 +142,9 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
     settings = _settings(request, pipeline, built, target, words)
+    notes = _told(pipeline, built, settings)
+    for note in notes:
+        progress.phase(note)
     images: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
@@ -163,7 +169,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         content = {**settings, "prompts": [each.prompt for each in drawn], "seeds": [each.seed for each in drawn]}
         _write(contact_sheet(images, [each.prompt for each in drawn]), sheet, content)
     done = time.perf_counter()
-    return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded)
+    return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded, notes)
 
 
 def _read_whole(folder: Path) -> Manifest:
@@ -192,6 +198,8 @@ def _check(request: GenerateRequest) -> None:
         )
     if request.strength is not None and not 0 < request.strength <= 1:
         raise UsageError(f"it is {request.strength}", where="--strength", remedy="It must be above 0 and at most 1.")
+    if request.eta is not None and not 0 <= request.eta <= 1:
+        raise UsageError(f"it is {request.eta}", where="--eta", remedy="It must be from 0 to 1.")
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
@@ -252,6 +260,7 @@ def _draw(
         num_inference_steps=request.steps,
         guidance_scale=request.guidance_scale,
         strength=request.strength,
+        eta=request.eta,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         prompt_syntax=request.prompt_syntax,
         clip_skip=request.clip_skip,
@@ -268,6 +277,15 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
     return lambda index, timestep, total: progress.step(label, index + 1, total)
 
 
+def _told(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where the model itself says how it draws, and it is no ordinary one: who says it, and what."""
+    if pipeline.defaults == pipeline.family.defaults:
+        return ()
+    words = built.origin.few_steps.get("because") or "the model's configuration says how it draws"
+    used = {name: settings[name] for name in ("steps", "guidance_scale")}
+    return (f"{words}: {spelled(used)}, {settings['scheduler']}",)
+
+
 def _settings(
     request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target, words: Sequence[Embedding]
 ) -> dict[str, Any]:
@@ -281,7 +299,7 @@ def _settings(
         "strength": None if request.image is None else strength,
         "safety_checker": request.checker,
         "guidance_scale": own.guidance_scale if request.guidance_scale is None else request.guidance_scale,
-        "eta": own.eta,
+        "eta": own.eta if request.eta is None else request.eta,
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},

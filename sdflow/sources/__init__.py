@@ -7,6 +7,7 @@ from sdflow.sources.checkpoint import (
     PlainDigests,
     SubmodelCheckpoint,
 )
+from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
 from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora, require_made_for
 from sdflow.sources.opening import open_checkpoint
@@ -19,6 +20,7 @@ __all__ = [
     "LoraLayer",
     "PlainDigests",
     "SubmodelCheckpoint",
+    "few_steps",
     "find_lora",
     "load_module",
     "load_pipeline",

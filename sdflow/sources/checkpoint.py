@@ -14,6 +14,7 @@ from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families.base import Family, Part
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.schedulers import renamed
 from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
@@ -76,6 +77,7 @@ class Checkpoint:
         vae_scale_factor, scaling_factor, scheduler (class name), requires_safety_checker.
     options: the entries of model_index.json that the family's pipelines read (`Family.options`).
     notes: choices that the user should hear of, one sentence each.
+    said: of how it draws, besides what its configs tell (`families.defaults.SAID`).
     """
 
     family: Family
@@ -87,6 +89,7 @@ class Checkpoint:
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     companion_stamps: tuple[Stamp, ...] = ()
+    said: Mapping[str, Any] = field(default_factory=dict)
 
     def stamps(self, submodels: Collection[str] | None = None) -> list[Stamp]:
         """Of every file that loading these submodels (None: all) and the companions reads, from before it was read."""
@@ -95,9 +98,20 @@ class Checkpoint:
 
     def defaults(self) -> dict[Task, Defaults]:
         """What a call of its pipeline takes where the caller says nothing, for each task."""
-        scheduler = self.companions["scheduler"] / self.family.companions["scheduler"].file
         configs = {name: submodel.load["config"] for name, submodel in self.submodels.items()}
-        return self.family.defaults_of(configs, json.loads(scheduler.read_text(encoding="utf-8")), {})
+        return self.family.defaults_of(configs, self._scheduler(), self.said)
+
+    def changed_companions(self) -> dict[str, dict[str, Any]]:
+        """Files of the companions, as companion/file, that are not as they lie there: JSON. The scheduler's, where another
+        is said."""
+        name = self.said.get("scheduler")
+        file = self.family.companions["scheduler"].file
+        return {} if name is None else {f"scheduler/{file}": renamed(self._scheduler(), name)}
+
+    def _scheduler(self) -> dict[str, Any]:
+        file = self.companions["scheduler"] / self.family.companions["scheduler"].file
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return config
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

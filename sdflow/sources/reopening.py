@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sdflow.errors import UsageError
@@ -30,7 +31,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, downl
         nets=origin.pinned_nets(),
     )
     require_same_checkpoint(checkpoint, origin, where)
-    return checkpoint
+    return replace(checkpoint, said=origin.said)
 
 
 def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:

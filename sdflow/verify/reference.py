@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Latents
 from sdflow.families.torch_start import torch_start
+from sdflow.runtime.folder import SCHEDULER
+from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas
 from sdflow.sources import load_module, lora_submodels, read_lora
 from sdflow.sources.load import load_companion
@@ -65,7 +67,7 @@ class LoraMerge:
 @dataclass(frozen=True)
 class ReferenceRequest:
     """What to compute. family: its name. loads: submodel -> how to load it. companions: of the family -> folder.
-    options: of the family."""
+    options: of the family. scheduler: by name, in place of the one that lies there."""
 
     family: str
     loads: Mapping[str, Mapping[str, Any]]
@@ -74,6 +76,7 @@ class ReferenceRequest:
     selection: Selection
     out: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -96,6 +99,7 @@ class ReferenceRequest:
             selection=Selection.from_json(value["selection"]),
             out=Path(value["out"]),
             options=value["options"],
+            scheduler=value["scheduler"],
         )
 
 
@@ -158,6 +162,9 @@ class _Run:
             name: load_companion(self.family.companions[name], folder, str(folder))
             for name, folder in request.companions.items()
         }
+        if request.scheduler is not None:
+            own = self.companions[SCHEDULER]
+            self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config)
 
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""

@@ -28,6 +28,7 @@ LACKS = {
     "sdxl_refiner": ("safety_checker", "text_encoder"),
     "sdxl": ("safety_checker",),
     "sd2": ("safety_checker", "text_encoder_2"),
+    "sd_turbo": ("safety_checker", "text_encoder_2"),
     "shapes": ("safety_checker", "text_encoder_2"),
     "": ("text_encoder_2",),
 }

@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "sd21": "sd21",
     "sdxl": "sdxl",
     **{f"{name}_inpainting": f"{name}-inpainting" for name in ("sd15", "sd2", "sdxl")},
+    "sd_turbo": "sd-turbo",
+    "sdxl_turbo": "sdxl-turbo",
+    "lcm": "lcm",
 }
 """Base workflow -> the architecture that its checkpoint has."""
 
