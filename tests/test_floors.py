@@ -25,7 +25,7 @@ FLOORS = {
             "step plan inspection execute assemble disk_space",
             "runtime",
             "evaluate verify bench serve doctor",
-            "run bake fix",
+            "run bake init fix",
             "report cli __main__",
         )
     )

@@ -12,7 +12,7 @@ from sdflow import __version__
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.generate import generate
-from sdflow.cli.inspect import inspect
+from sdflow.cli.inspect import init, inspect
 
 app = typer.Typer(
     name="sdflow",
@@ -29,6 +29,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(tune)
 app.command()(inspect)
+app.command()(init)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

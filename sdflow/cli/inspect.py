@@ -1,4 +1,4 @@
-"""`sdflow inspect`: what a file or folder is."""
+"""`sdflow inspect`: what a file or folder is; `sdflow init`: a workflow for it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,28 @@ def inspect(
     from sdflow.report.inspect import print_findings
 
     print_findings([finding for path in paths for finding in look(path)], as_json=json)
+
+
+def init(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="As a workflow names one: a file, a folder, hf:owner/name, ... Default: the LoRA's, or SD 1.5."
+        ),
+    ] = None,
+    target: Annotated[str, typer.Option(help="What to build for.")] = "cpu",
+    lora: Annotated[
+        list[str] | None, typer.Option("--lora", help="A LoRA and its scale. Repeatable.", metavar="FILE[:SCALE]")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The workflow to extend, as sdxl. Default: what the model is.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path("workflow.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write a workflow for a model, a target and LoRAs, complete and commented."""
+    from sdflow.init import InitRequest, write_workflow
+
+    written = write_workflow(InitRequest(out, model, target, lora or (), base, force))
+    print(f"{written}: written. Next: sdflow run {written}")
