@@ -225,7 +225,7 @@ def _memory_watched(pid: int, on_memory: Callable[[int], None]) -> Iterator[None
 
 
 def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
-    if error["errno"] in (errno.ENOSPC, errno.EDQUOT):
+    if error["errno"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
     kind = getattr(errors, error["kind"], None)
     if isinstance(kind, type) and issubclass(kind, SdflowError):
@@ -261,8 +261,9 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         answers.flush()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        traceback.print_exception(kind, error, trace)
-        sys.stderr.flush()
+        with suppress(OSError):  # the log may lie on the disk that is full
+            traceback.print_exception(kind, error, trace)
+            sys.stderr.flush()
         where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
         what = error.what if isinstance(error, SdflowError) else str(error)
         number = error.errno if isinstance(error, OSError) else None
@@ -272,7 +273,8 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
     sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
     result = work(request, lambda phrase: answer(phase=phrase))
     answer(result=result, peak_memory=peak_memory())
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(0)  # no exit handlers: some libraries send their telemetry there
 
 

@@ -72,6 +72,12 @@ def test_a_full_disk_is_told_apart_from_a_failed_pass(run: Run) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_a_limit_of_the_file_size_is_told_apart_from_a_failed_pass(run: Run) -> None:
+    with pytest.raises(OSError, match="File too large") as caught:
+        run("reach the file size limit")
+    assert caught.value.errno == errno.EFBIG
+
+
 def test_a_killed_worker_is_reported_by_its_signal(run: Run) -> None:
     with pytest.raises(PassError, match="SIGKILL, most likely because memory ran out"):
         run("die")

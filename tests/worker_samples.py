@@ -84,6 +84,11 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> Any:
             return {}["missing"]
         case "fill the disk":
             raise OSError(errno.ENOSPC, "No space left on device")
+        case "reach the file size limit":
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+            return Path("file").write_bytes(bytes(100))
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":

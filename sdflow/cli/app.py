@@ -50,6 +50,9 @@ Jobs = Annotated[
         show_default=False,
     ),
 ]
+Rehash = Annotated[
+    bool, typer.Option("--rehash", help="Read every file again; believe no digest that was noted with a file's time.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
@@ -90,6 +93,7 @@ def run(
     results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and images.")] = Path(
         "results"
     ),
+    rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
@@ -111,7 +115,7 @@ def run(
         jobs=jobs,
     )
     with progress_view() as listener:
-        result = run_workflow(_load(workflow, overrides, target), _cache(cache), options, listener)
+        result = run_workflow(_load(workflow, overrides, target), _cache(cache, rehash), options, listener)
     print_run(result, as_json=json)
 
 
@@ -132,6 +136,7 @@ def verify(
     ] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
+    rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
@@ -140,7 +145,7 @@ def verify(
 
     verify_all(
         subject,
-        _cache(cache),
+        _cache(cache, rehash),
         load=lambda path: _load(path, overrides, target),
         targets=target or [],
         full=full,
@@ -177,6 +182,7 @@ def bake(
     ] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
     jobs: Jobs = None,
+    rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
@@ -187,7 +193,7 @@ def bake(
 
     with progress_view() as listener:
         result = bake_pipeline(
-            base, lora, out, _cache(cache), listener, copy=copy, jobs=jobs, verify=verify, results=results
+            base, lora, out, _cache(cache, rehash), listener, copy=copy, jobs=jobs, verify=verify, results=results
         )
     print_bake(result, as_json=json)
 
@@ -297,7 +303,7 @@ def _load(path: Path, overrides: list[str] | None, targets: list[str] | None):  
     return load_workflow(path, catalog=catalog(), overrides=overrides or (), targets=targets or ())
 
 
-def _cache(root: Path):  # type: ignore[no-untyped-def]
+def _cache(root: Path, rehash: bool = False):  # type: ignore[no-untyped-def]
     from sdflow.store import Cache
 
-    return Cache(root)
+    return Cache(root, rehash=rehash)

@@ -31,6 +31,12 @@ def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
 
     result = Cache(cache).verify()
     print_cache_verification(result, as_json=json)
+    if result.stuck:
+        raise CacheError(
+            f"{len(result.damaged)} entries are damaged; {len(result.stuck)} of them cannot be moved to quarantine",
+            where=str(cache),
+            remedy="No build uses them. Make the cache writable and verify again; check the disk if this comes back.",
+        )
     if result.damaged:
         raise CacheError(
             f"{len(result.damaged)} damaged entries were moved to quarantine",

@@ -23,7 +23,7 @@ from sdflow.store.objects import AbsentObject, BadTree, check, find
 from sdflow.store.pins import Pin, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
-from sdflow.store.records import BadRecord, dump, load, load_action
+from sdflow.store.records import BadRecord, dump, load, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 from sdflow.store.verify import VerifyReport, verify
 
@@ -35,17 +35,19 @@ class CorruptArtifactError(CacheError):
 class Cache:
     """A cache directory. Opening it touches nothing; the directory is made by the first write.
 
-    salt: for the planner to put into every action, so that a user can set apart what would be equal.
+    salt: for the planner to put into every action, so that a user can set apart what would be equal. rehash: read every file
+    once more, whatever was noted of it.
     Raises UsageError when the root is a file.
     """
 
-    def __init__(self, root: Path, *, salt: str = "") -> None:
+    def __init__(self, root: Path, *, salt: str = "", rehash: bool = False) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
         self.root = root
         self.salt = salt
         self._layout = Layout(root)
-        self.stat = StatCache(self._layout)
+        self._rehash = rehash
+        self.stat = StatCache(self._layout, rehash=rehash)
         self._lease: leases.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 
@@ -54,13 +56,11 @@ class Cache:
         path = self._layout.action(action.digest)
         with reading(self.root):
             try:
-                data = path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            try:
-                stored = load_action(data)
+                stored = load_action(read_record(path))
                 if stored.action.digest != action.digest:
                     raise BadRecord("it belongs to another action")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
             except BadRecord as error:
                 put_aside(self._layout, [path], str(error))
                 return None
@@ -81,6 +81,12 @@ class Cache:
         except OSError as error:
             log.debug("last use of %s not noted: %s", path, error)
         return Record(action, artifact, stored.facts, stored.built)
+
+    @property
+    def writable(self) -> bool:
+        """Whether results can be kept: not on a disk or in a folder that is read-only."""
+        places = (self._layout.staging, *self._layout.staging.parents)
+        return os.access(next(place for place in places if place.exists()), os.W_OK)
 
     def check(self, artifact: Artifact) -> None:
         """Read and hash an artifact again, before a pass reads it or it is copied.
@@ -273,7 +279,7 @@ class Cache:
         """Empty the cache. Raises CacheError if the folder is not a cache of sdflow or a run is using it."""
         self.stat.close()
         clean(self._layout)
-        self.stat = StatCache(self._layout)
+        self.stat = StatCache(self._layout, rehash=self._rehash)
 
     def verify(self, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
         """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes."""

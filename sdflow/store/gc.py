@@ -21,7 +21,7 @@ from sdflow.store.locks import held, held_if_possible, try_lock
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
 from sdflow.store.quarantine import put_aside
-from sdflow.store.records import BadRecord, load_action
+from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 
 KEEP_SECONDS = 14 * 24 * 3600
@@ -71,7 +71,7 @@ def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree
     for path in sorted(layout.actions.glob("*/*.json")):
         try:
             used = path.stat().st_mtime
-            stored = load_action(path.read_bytes())
+            stored = load_action(read_record(path))
             files = read_manifest(layout.object(stored.object), stored.object)
         except FileNotFoundError:  # forgotten just now
             continue

@@ -88,7 +88,10 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
 def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
     with _being_there(directory):
-        data = (directory / MANIFEST).read_bytes()
+        try:
+            data = (directory / MANIFEST).read_bytes()
+        except IsADirectoryError as error:
+            raise BadTree("the manifest is a directory") from error
     try:
         entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
     except (ValueError, KeyError, TypeError) as error:
@@ -109,14 +112,22 @@ def find(layout: Layout, stats: StatCache, digest: str) -> Artifact:
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
+        there = _require_listed(directory / FILES, entries)
         for entry in entries:
-            path = directory / FILES / entry.path
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
+            path, found = directory / FILES / entry.path, there[entry.path]
+            if found.st_size != entry.size:
                 raise BadTree(f"{entry.path} does not have {entry.size} bytes")
             if stats.recall(path, SHA256, identity(found)) != entry.sha256:
                 _rehash(path, entry, stats)
     return Artifact(digest, directory / FILES, entries)
+
+
+def _require_listed(files: Path, entries: tuple[FileEntry, ...]) -> dict[str, os.stat_result]:
+    """The files that are there, which must be those of the manifest, each plain and with one link. Raises BadTree."""
+    there = dict(scan(files))
+    if difference := there.keys() ^ {entry.path for entry in entries}:
+        raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
+    return there
 
 
 def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
@@ -127,9 +138,7 @@ def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
-        difference = {name for name, _ in scan(directory / FILES)} ^ {entry.path for entry in entries}
-        if difference:
-            raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
+        _require_listed(directory / FILES, entries)
         for entry in entries:
             _rehash(directory / FILES / entry.path, entry, stats)
     return Artifact(digest, directory / FILES, entries)

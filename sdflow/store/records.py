@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Action
@@ -18,6 +19,14 @@ class BadRecord(Exception):
 def dump(body: Mapping[str, Any]) -> bytes:
     """The file content for `body`. Raises TypeError or ValueError for what JSON cannot hold."""
     return canonical_json({"record": body, "sha256": digest_json(body)})
+
+
+def read_record(path: Path) -> bytes:
+    """The bytes of a record's file. Raises OSError, and BadRecord for a directory in its place."""
+    try:
+        return path.read_bytes()
+    except IsADirectoryError as error:
+        raise BadRecord("it is a directory") from error
 
 
 def load(data: bytes) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 An entry is believed when size, mtime, inode and (except on Windows, where it means something else) ctime are the same
 as when the content was read. ctime cannot be set back, so a change with restored mtime is seen as well.
 
-A file that changes twice within one tick of the clock keeps its stat. As git does, an entry is therefore only kept if
-the file had been left alone for `SETTLED_NS` when reading began: any later write then shows. Objects of the cache are
-the exception (`settled=True`): they are made read-only before they are hashed, and are hashed again before use.
+A file that changes twice within one tick of the clock keeps its stat, and one that is written through a memory map keeps
+it until the kernel next looks. As git does, an entry is therefore only kept if the file had been left alone for
+`SETTLED_NS` when reading began: a later write then shows, but for one through a map of a file system that never looks
+(tmpfs); `rehash` is for those. Objects of the cache are the exception (`settled=True`): they are made read-only before
+they are hashed, and are hashed again before use.
 """
 
 from __future__ import annotations
@@ -28,7 +30,26 @@ from sdflow.store.locks import held
 
 log = logging.getLogger("sdflow.store")
 
-SETTLED_NS = 2_000_000_000  # the coarsest clock of a common file system, FAT
+COARSEST_NS = 2_000_000_000
+"""The coarsest clock of a common file system, FAT."""
+
+
+def _settled_ns() -> int:
+    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more.
+
+    Pages that were written to stay dirty for so long, and only the first write to a clean page renews the time.
+    """
+    hundredths = 3000 + 500  # Linux's defaults
+    try:
+        names = ("dirty_expire_centisecs", "dirty_writeback_centisecs")
+        hundredths = sum(int(Path("/proc/sys/vm", name).read_text()) for name in names)
+    except (OSError, ValueError):
+        log.debug("the kernel does not say for how long pages stay dirty")
+    return hundredths * 10_000_000 + COARSEST_NS
+
+
+SETTLED_NS = _settled_ns()
+"""For how long a file must have been left alone for its stat to be believed later."""
 SCHEMA = 1
 SHA256 = "sha256"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -56,7 +77,9 @@ def _schema(connection: sqlite3.Connection) -> int:
 class StatCache:
     """Remembers values of files in `stat.sqlite`. Without a usable database everything works, by reading again."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, rehash: bool = False) -> None:
+        """rehash: believe nothing that was noted before: every file is read once more."""
+        self._rehash = rehash
         self._layout = layout
         self._database = layout.stat
         self._root = Path(os.path.abspath(layout.root))  # noqa: PTH100  (resolve() would ask the disk)
@@ -94,6 +117,8 @@ class StatCache:
         """The value of a file whose identity is `now`, if it is known."""
         key = self._key(path)
         entry = self._memory.get((key, what))
+        if entry is None and self._rehash:
+            return None
         if entry is None:
             rows = self._execute("SELECT identity, value FROM stat WHERE path = ? AND what = ?", (key, what))
             if not rows:

@@ -95,8 +95,9 @@ def verify(
     with scratch_folder("verify") as scratch, cache.lease():
         request = _request(subject, spec, built, scratch, threads)
         exact, worker = _reference(subject, selection, request, cache, progress, group)
-        action = _action(subject, spec, built, exact, cache)
+        action = _action(subject, spec, built, exact, cache) if exact is not None else None
         if worker is None:
+            assert exact is not None and action is not None
             known = None if fresh else cache.lookup(action)
             if known is not None:
                 return _as_kept(known, subject)
@@ -108,7 +109,9 @@ def verify(
             versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
             seconds=round(time.perf_counter() - started, 1),
         )
-        if result.passed:
+        if not cache.writable:
+            progress("the cache is read-only: what was found is not kept")
+        elif result.passed and action is not None:
             _keep(result, scratch, action, worker, cache)
         return Verified(result, _images(scratch))
 
@@ -208,8 +211,9 @@ def _reference(
     cache: Cache,
     progress: Progress,
     group: WorkerGroup | None,
-) -> tuple[Record, WorkerResult | None]:
-    """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge."""
+) -> tuple[Record | None, WorkerResult | None]:
+    """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge; on a
+    read-only cache beside the request's results, without a record."""
     checkpoint = subject.checkpoint
     family = checkpoint.family
     needed = sorted({*selection.submodels, *family.drawing, *family.nets(checkpoint.submodels).values()})
@@ -233,23 +237,31 @@ def _reference(
     record = cache.lookup(action)
     if record is not None:
         return record, None
+
+    def compute(out: Path) -> WorkerResult:
+        wanted = ReferenceRequest(
+            family=checkpoint.family.name,
+            loads={name: checkpoint.submodels[name].load for name in needed},
+            companions={name: path.absolute() for name, path in checkpoint.companions.items()},
+            options=checkpoint.options,
+            scheduler=checkpoint.said.get("scheduler"),
+            loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
+            selection=selection,
+            out=out.absolute(),
+        )
+        return _work(wanted, replace(request, reference=wanted.out), subject, progress, group)
+
+    if not cache.writable:
+        out = request.out / "reference"
+        out.mkdir()
+        return None, compute(out)
     check = group.check if group is not None else stop.check
     with cache.lock(action, waiting=lambda: progress("another process computes the reference"), meanwhile=check):
         record = cache.lookup(action)
         if record is not None:
             return record, None
         with cache.staging(action) as staging:
-            wanted = ReferenceRequest(
-                family=checkpoint.family.name,
-                loads={name: checkpoint.submodels[name].load for name in needed},
-                companions={name: path.absolute() for name, path in checkpoint.companions.items()},
-                options=checkpoint.options,
-                scheduler=checkpoint.said.get("scheduler"),
-                loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
-                selection=selection,
-                out=staging.files.absolute(),
-            )
-            worker = _work(wanted, replace(request, reference=wanted.out), subject, progress, group)
+            worker = compute(staging.files)
             return staging.publish(worker.value["reference"], _run_facts(worker)), worker
 
 

@@ -246,3 +246,57 @@ def test_a_manifest_cannot_lead_out_of_the_object(cache: Cache, tmp_path: Path) 
         (folder / "manifest.json").write_bytes(canonical_json({"files": [[entry.path, entry.size, entry.sha256]]}))
         with pytest.raises(BadTree, match="outside the object"):
             read_manifest(folder, digest_tree([entry]))
+
+
+def _directory(path: Path) -> None:
+    path.parent.chmod(0o755)
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("which", ["action", "manifest", "pin", "step"])
+def test_a_directory_in_the_place_of_a_file_is_put_aside_and_built_anew(
+    cache: Cache, which: str, tmp_path: Path
+) -> None:
+    record = publish(cache, make_action())
+    cache.pin("sd15", [record.artifact.digest], tmp_path)
+    cache.remember_step("sd15/unet/0", record.action)
+    places = {
+        "action": action_file(cache, record),
+        "manifest": record.artifact.path.parent / "manifest.json",
+        "pin": next((cache.root / "v1/pins").glob("*.json")),
+        "step": next((cache.root / "v1/steps").iterdir()),
+    }
+    _directory(places[which])
+    if which in ("action", "manifest"):
+        assert cache.lookup(record.action) is None
+        assert len(names(cache.root / "v1/quarantine")) == 1
+    again = build(cache, record.action)
+    assert_complete(again, contents(record.action))
+    assert len(cache.entries()) == 1
+    assert cache.gc().removed == ()
+    assert cache.verify().damaged == ()
+    cache.remember_step("sd15/unet/0", record.action)
+    assert cache.last_action("sd15/unet/0") == record.action
+    cache.pin("sd15", [record.artifact.digest], tmp_path)
+    assert cache.entries()[0].pinned_by == ("sd15",)
+
+
+@pytest.mark.parametrize("which", ["action", "manifest"])
+def test_verify_finds_a_directory_in_the_place_of_a_file(cache: Cache, which: str) -> None:
+    record = publish(cache, make_action())
+    _directory(action_file(cache, record) if which == "action" else record.artifact.path.parent / "manifest.json")
+    assert len(cache.verify().damaged) == 1
+    assert_rebuilt(cache, record)
+
+
+@pytest.mark.parametrize("what", ["a file too many", "a second link"])
+def test_what_is_not_in_the_manifest_is_found_by_lookup(cache: Cache, tmp_path: Path, what: str) -> None:
+    record = publish(cache, make_action())
+    record.artifact.path.chmod(0o755)
+    if what == "a file too many":
+        (record.artifact.path / "stray").write_text("x")
+    else:
+        (tmp_path / "other").hardlink_to(record.artifact.path / "model.onnx")
+    assert_rebuilt(cache, record)
+    assert len(names(cache.root / "v1/quarantine")) == 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import sdflow.report  # noqa: F401  (children that gave up root cannot import any more)
+from sdflow.cli import cache as cache_command
 from sdflow.errors import CacheError
 from sdflow.store import Cache
 from sdflow.store.layout import remove_tree
@@ -160,5 +162,36 @@ def test_an_ordinary_user_can_build_quarantine_collect_and_clean(open_path: Path
         publish(cache, make_action("a"))
         cache.clean()
         assert cache.entries() == []
+
+    assert in_process(run)
+
+
+def test_a_read_only_cache_tells_what_a_collection_would_remove(filled: Cache, bar: Callable[[Cache], None]) -> None:
+    def run() -> None:
+        bar(filled)
+        report = Cache(filled.root).gc(0, dry_run=True)
+        assert len(report.removed) == 1
+
+    assert in_process(run)
+    assert filled.lookup(make_action()) is not None
+
+
+def test_verify_of_a_read_only_cache_says_that_damage_cannot_be_moved(
+    filled: Cache, bar: Callable[[Cache], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = filled.lookup(make_action())
+    assert record is not None
+    path = record.artifact.path / "model.onnx"
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    path.chmod(0o444)
+
+    def run() -> None:
+        bar(filled)
+        report = Cache(filled.root).verify()
+        assert len(report.damaged) == len(report.stuck) == 1
+        with pytest.raises(CacheError, match="1 of them cannot be moved") as caught:
+            cache_command.verify(filled.root)
+        assert "were moved" not in str(caught.value)
 
     assert in_process(run)

@@ -28,6 +28,7 @@ from sdflow.verify import Subject, Verification, Verified, own_image, subject_of
 from sdflow.verify.html import page
 from sdflow.verify.recipes import structure_of
 from tests.small_workflows import Events
+from tests.store.faults import in_process, read_only
 from tests.verify.sample_artifacts import ROOT
 
 SPEC = VerifySpec(steps=2, height=64, width=64)
@@ -298,3 +299,22 @@ def test_what_differs_for_a_target_and_set_come_after_the_files(tmp_path: Path) 
     assert pipeline.verify == VerifySpec(level="full", steps=5)
     (pipeline,) = load_workflow(path, overrides=["verify.steps=7"], **load).pipelines
     assert pipeline.verify == VerifySpec(level="full", steps=7)
+
+
+def test_a_read_only_cache_is_verified_with_and_keeps_nothing(subject: Subject, tmp_path: Path) -> None:
+    """Nor does it end the run: what it holds can be used."""
+    cache = Cache(tmp_path / "cache")
+    cache.gc()
+    (cache.root / "v1/staging").mkdir(parents=True, exist_ok=True)
+
+    def run() -> None:
+        read_only(cache.root)
+        if Cache(cache.root).writable:
+            return  # this process may neither mount nor give up its rights
+        said: list[str] = []
+        found = verify(subject, SPEC, Cache(cache.root), submodels=["text_encoder"], threads=1, progress=said.append)
+        assert found.result.passed
+        assert "the cache is read-only: what was found is not kept" in said
+
+    assert in_process(run)
+    assert cache.entries() == []
