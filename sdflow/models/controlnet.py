@@ -111,10 +111,10 @@ class ControlNet(Model):
 
     def traced(self, module: Any) -> None:
         """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
-        original = module.forward
+        original, unscaled = module.forward, {"conditioning_scale": _Unscaled(), "return_dict": False}
 
         def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, controlnet_cond: Any) -> Any:
-            skips, middle = original(sample, timestep, encoder_hidden_states, controlnet_cond, return_dict=False)
+            skips, middle = original(sample, timestep, encoder_hidden_states, controlnet_cond, **unscaled)
             return *skips, middle
 
         def forward_xl(
@@ -127,7 +127,7 @@ class ControlNet(Model):
         ) -> Any:
             added = {"text_embeds": text_embeds, "time_ids": time_ids}
             skips, middle = original(
-                sample, timestep, encoder_hidden_states, controlnet_cond, added_cond_kwargs=added, return_dict=False
+                sample, timestep, encoder_hidden_states, controlnet_cond, added_cond_kwargs=added, **unscaled
             )
             return *skips, middle
 
@@ -160,6 +160,13 @@ class ControlNet(Model):
             if key.startswith(_LAST_HINT):
                 names[key] = f"input_hint_block.{2 * len(blocks) + 2}.{key.removeprefix(_LAST_HINT)}"
         return {key: Original(name) for key, name in names.items()}
+
+
+class _Unscaled:
+    """A factor that leaves no node in a graph: diffusers multiplies each output by the net's scale."""
+
+    def __rmul__(self, value: Any) -> Any:
+        return value
 
 
 def _hint_channels(config: Config) -> Sequence[int]:
