@@ -74,6 +74,17 @@ def generate(
     ] = None,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An image for a ControlNet of the pipeline, how much it counts, and the part of the steps. Repeatable.",
+            metavar="NAME=FILE[:SCALE[:START:END]]",
+            show_default=False,
+        ),
+    ] = None,
+    guess_mode: Annotated[
+        bool, typer.Option("--guess-mode", help="ControlNets guess what the image shows; the prompt may be empty.")
+    ] = False,
     strength: Annotated[
         float | None,
         typer.Option(
@@ -86,12 +97,6 @@ def generate(
         typer.Option(
             help="How much noise DDIM and TCD add in a step, from 0 to 1. Default: the model's.", show_default=False
         ),
-    ] = None,
-    refiner: Annotated[
-        Path | None, typer.Option(help="Another pipeline that goes the rest of the way.", metavar="PIPELINE")
-    ] = None,
-    refiner_start: Annotated[
-        float | None, typer.Option(help="The part of the way at which it takes over. Default: 0.8.", show_default=False)
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[
@@ -137,6 +142,7 @@ def generate(
     """Draw images from text, from an image, or into the white part of a mask."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     from sdflow.report.generate import print_generate
+    from sdflow.runtime.control_files import parse_controls
     from sdflow.runtime.generate import GenerateRequest, read_prompts
     from sdflow.runtime.generate import generate as draw
 
@@ -165,6 +171,8 @@ def generate(
         eta=eta,
         image=image,
         mask=mask,
+        controls=parse_controls(control or ()),
+        guess_mode=guess_mode,
         scheduler=scheduler,
         checker=checker,
         target=target,
@@ -172,8 +180,6 @@ def generate(
         sheet=sheet,
         low_memory=low_memory,
         threads=threads,
-        refiner=refiner,
-        refiner_start=refiner_start,
         prompt_syntax=prompt_syntax,
         clip_skip=clip_skip,
         embeddings=embedding or (),

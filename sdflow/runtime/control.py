@@ -61,7 +61,8 @@ def controls_of(
     start: float | Mapping[str, float],
     end: float | Mapping[str, float],
 ) -> dict[str, Control]:
-    """A call's arguments, each one number for all nets or one for each, put together for each net."""
+    """A call's arguments, each one number for all nets or one for each, put together for each net. images: also as Control, which
+    then says all of it."""
 
     def of(name: str, value: float | Mapping[str, float], default: float) -> float:
         return float(value.get(name, default) if isinstance(value, Mapping) else value)
@@ -70,7 +71,9 @@ def controls_of(
         if isinstance(which, Mapping) and (unknown := sorted(set(which) - set(images or ()))):
             raise UsageError(f"there is no image for the ControlNet {unknown[0]!r}", where="control")
     return {
-        name: Control(image, of(name, scale, 1.0), of(name, start, 0.0), of(name, end, 1.0))
+        name: image
+        if isinstance(image, Control)
+        else Control(image, of(name, scale, 1.0), of(name, start, 0.0), of(name, end, 1.0))
         for name, image in (images or {}).items()
     }
 

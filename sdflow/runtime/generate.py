@@ -19,8 +19,9 @@ from sdflow.input_file import read_input
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.folder import folder_family, folder_latents, folder_task
+from sdflow.runtime.control import Control, require_controls
+from sdflow.runtime.control_files import ControlFile
+from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.start import require_size, require_start
@@ -42,9 +43,9 @@ class GenerateRequest:
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
     one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength, eta: None: the model's.
     image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
-    images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
-    from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
-    textual inversion, FILE or FILE:WORD. more: what the pipeline's family takes besides.
+    images drawn at once. threads: of the CPU. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
+    textual inversion, FILE or FILE:WORD. controls: images for ControlNets; guess_mode: as of the pipeline. more: what the
+    pipeline's family takes besides.
     """
 
     folder: Path
@@ -61,6 +62,8 @@ class GenerateRequest:
     eta: float | None = None
     image: Path | None = None
     mask: Path | None = None
+    controls: Sequence[ControlFile] = ()
+    guess_mode: bool = False
     scheduler: str | None = None
     checker: bool = True
     target: str | None = None
@@ -68,8 +71,6 @@ class GenerateRequest:
     sheet: bool = True
     low_memory: bool = False
     threads: int | None = None
-    refiner: Path | None = None
-    refiner_start: float | None = None
     prompt_syntax: str = "plain"
     clip_skip: int | None = None
     embeddings: Sequence[str] = ()
@@ -131,6 +132,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     _check(request)
     words = _words(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
+    controls = {each.name: _control(each, _open(each.path)) for each in request.controls}
     if request.target is not None:
         target = find_target(request.target, "--target")
     else:
@@ -145,9 +147,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
-    drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
-    settings = {**_settings(request, drawing, built, target, words), **_refined(request)}
-    notes = _told(drawing, built, settings)
+    settings = _settings(request, pipeline, built, target, words)
+    notes = _told(pipeline, built, settings)
     for note in notes:
         progress.phase(note)
     images: list[Image] = []
@@ -160,7 +161,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
             if len(prompts) == 1
             else f"{begin + 1}-{begin + len(prompts)} of {len(wanted)}"
         )
-        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), _counted(progress, label))
+        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, _counted(progress, label))
         for made, prompt, seed, flagged in zip(batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{len(drawn) + 1:03d}-{seed}.png"
             _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
@@ -196,7 +197,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
-    _check_arguments(request)
+    folder_family(request.folder).require_arguments(request.more, len(request.prompts))
     if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(
             f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
@@ -208,41 +209,14 @@ def _check(request: GenerateRequest) -> None:
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
+    nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
+    require_controls({each.name: _control(each, None) for each in request.controls}, list(nets))
     require_size(folder_latents(request.folder).granularity, request.height, request.width)
     there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
     if not os.access(there, os.W_OK):
         raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
-
-
-def _check_arguments(request: GenerateRequest) -> None:
-    """Each argument that not all families take, by those that know it: with a refiner, the base or the refiner."""
-    family, refiner = folder_family(request.folder), None
-    if request.refiner is None:
-        if request.refiner_start is not None:
-            raise UsageError(
-                "it says where a refiner takes over", where="--refiner-start", remedy="Add --refiner PIPELINE."
-            )
-    else:
-        _read_whole(request.refiner)
-        refiner = folder_family(request.refiner)
-        if request.refiner_start is not None and not 0 < request.refiner_start < 1:
-            raise UsageError(
-                f"it is {request.refiner_start}", where="--refiner-start", remedy="It must be above 0 and below 1."
-            )
-        if request.mask is not None:
-            raise UsageError(
-                "a refiner draws the whole image, and would not keep what is behind the mask",
-                where="--mask",
-                remedy="Draw into the mask without --refiner.",
-            )
-    known = () if refiner is None else refiner.arguments
-    own = {name: value for name, value in request.more.items() if name in family.arguments or name not in known}
-    family.require_arguments(own, len(request.prompts))
-    if refiner is not None:
-        taken = {name: value for name, value in request.more.items() if name in known}
-        refiner.require_arguments(taken, len(request.prompts))
 
 
 def _open(path: Path) -> Image:
@@ -255,6 +229,10 @@ def _open(path: Path) -> Image:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
+def _control(file: ControlFile, image: Image | None) -> Control:
+    return Control(image, file.scale, file.start, file.end)
+
+
 def _words(request: GenerateRequest) -> list[Embedding]:
     more = [text for text in request.more.values() if isinstance(text, str)]
     texts = [*request.prompts, request.negative_prompt or "", *more]
@@ -262,39 +240,33 @@ def _words(request: GenerateRequest) -> list[Embedding]:
     return read_words(request.embeddings, texts, reading, allow_pickle=request.allow_pickle)
 
 
-def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline | Ensemble:
-    options: dict[str, Any] = {
-        "scheduler": request.scheduler,
-        "checker": request.checker,
-        "low_memory": request.low_memory,
-        "threads": request.threads,
-        "tuning": tuning,
-        "embeddings": words,
-    }
-    if request.refiner is not None:
-        return Ensemble.load(request.folder, request.refiner, target, **options)
-    return Pipeline.load(request.folder, target, **options)
+def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline:
+    return Pipeline.load(
+        request.folder,
+        target,
+        scheduler=request.scheduler,
+        checker=request.checker,
+        low_memory=request.low_memory,
+        threads=request.threads,
+        tuning=tuning,
+        embeddings=words,
+    )
 
 
 def _draw(
-    pipeline: Pipeline | Ensemble,
+    pipeline: Pipeline,
     request: GenerateRequest,
     prompts: list[str],
     seeds: list[int],
     images: tuple[Image | None, Image | None],
+    controls: Mapping[str, Control],
     on_step: Callable[[int, int, int], None],
 ) -> tuple[list[Image], list[bool | None]]:
     import torch
 
-    image, mask = images
-    more: dict[str, Any] = dict(request.more)
-    if request.refiner_start is not None:
-        more["refiner_start"] = request.refiner_start
-    if mask is not None:
-        more["mask_image"] = mask
     result = pipeline(
         prompts,
-        image,
+        *images,
         negative_prompt=request.negative_prompt,
         height=request.height,
         width=request.width,
@@ -303,10 +275,12 @@ def _draw(
         strength=request.strength,
         eta=request.eta,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        control=controls,
+        guess_mode=request.guess_mode,
         prompt_syntax=request.prompt_syntax,
         clip_skip=request.clip_skip,
         callback_on_step_end=on_step,
-        **more,
+        **request.more,
     )
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
@@ -341,6 +315,8 @@ def _settings(
         "safety_checker": request.checker,
         "guidance_scale": own.guidance_scale if request.guidance_scale is None else request.guidance_scale,
         "eta": own.eta if request.eta is None else request.eta,
+        **({"controls": {each.name: each.settings() for each in request.controls}} if request.controls else {}),
+        **({"guess_mode": True} if request.guess_mode else {}),
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
@@ -350,15 +326,6 @@ def _settings(
         "artifacts": built.artifacts,
         "versions": versions(),
     }
-
-
-def _refined(request: GenerateRequest) -> dict[str, Any]:
-    """What the settings say of a refiner; nothing without one."""
-    if request.refiner is None:
-        return {}
-    built = read_manifest(request.refiner)
-    start = REFINER_START if request.refiner_start is None else request.refiner_start
-    return {"refiner": {"pipeline": built.origin.name, "start": start, "artifacts": built.artifacts}}
 
 
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""`--control NAME=FILE[:SCALE[:START:END]]`: the images of ControlNets as files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import digest_file
+from sdflow.errors import UsageError
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBERS = re.compile(rf"(.+?):({_NUMBER})(?::({_NUMBER}):({_NUMBER}))?", re.DOTALL)
+_FORM = "Write NAME=FILE, NAME=FILE:SCALE or NAME=FILE:SCALE:START:END, for example canny=edges.png:0.8:0:0.6."
+
+
+@dataclass(frozen=True)
+class ControlFile:
+    """An image for the ControlNet of this name. scale, start, end: as of `runtime.control.Control`."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """As an image's file tells it."""
+        return {
+            "name": self.path.name,
+            "sha256": digest_file(self.path),
+            "scale": self.scale,
+            "start": self.start,
+            "end": self.end,
+        }
+
+
+def parse_control(text: str) -> ControlFile:
+    """A file whose name has such numbers at its end is found first. Raises UsageError for text of another form."""
+    name, equals, rest = text.partition("=")
+    if not equals or not name or not rest:
+        raise UsageError(f"{text!r} names no ControlNet and file", where="--control", remedy=_FORM)
+    found = None if Path(rest).exists() else _NUMBERS.fullmatch(rest)
+    if found is None:
+        return ControlFile(name, Path(rest))
+    scale, start, end = (None if each is None else float(each) for each in found.groups()[1:])
+    assert scale is not None
+    if start is None or end is None:
+        return ControlFile(name, Path(found[1]), scale)
+    return ControlFile(name, Path(found[1]), scale, start, end)
+
+
+def parse_controls(texts: Sequence[str]) -> tuple[ControlFile, ...]:
+    """One for each text. Raises UsageError, also for two of one name."""
+    found = tuple(parse_control(text) for text in texts)
+    for index, each in enumerate(found):
+        if each.name in (other.name for other in found[:index]):
+            raise UsageError(f"the ControlNet {each.name!r} has two images", where="--control", remedy="Give each one.")
+    return found
