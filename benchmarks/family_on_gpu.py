@@ -276,7 +276,7 @@ def main() -> None:
         for key, bound in submodel._bound.items():
             found = placement(bound.session, (folder / name / "model.onnx").resolve())
             say(f"{name} {dict(key)}: {found}")
-    denoiser = next(iter(pipeline._denoisers.values()))
+    denoiser = next(iter(pipeline.denoisers.kept.values()))
     for attribute in ("_text", "_step"):
         if hasattr(denoiser, attribute):
             found = placement(getattr(denoiser, attribute).session, (folder / family.denoiser / "model.onnx").resolve())

@@ -7,22 +7,22 @@ exported encoder gives the mean).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.errors import UsageError
 from sdflow.families.base import Conditions, Family, Request
 from sdflow.families.defaults import Defaults, Task
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.control import Control, ControlledDenoiser, controls_of, read_controls, require_controls
+from sdflow.runtime.control import Control, controls_of, read_controls, require_controls
 from sdflow.runtime.denoise import Start, denoise
-from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
+from sdflow.runtime.denoiser import Denoiser
+from sdflow.runtime.denoisers import Denoisers
 from sdflow.runtime.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -46,7 +46,7 @@ from sdflow.runtime.start import (
     require_size,
     require_start,
 )
-from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.submodel import Submodel
 from sdflow.runtime.text import run_rows, with_words, without_last_layers
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.runtime.vae import decode, encode
@@ -59,9 +59,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SCHEDULES_KEPT = 16
-DENOISERS_KEPT = 2
-"""For how many sizes and numbers of images a denoiser in parts is kept: each has its scratch in memory, on the CPU
-weights too."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,6 @@ class Pipeline:
         self.scheduler = companions[SCHEDULER]
         self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
-        self.split = split
         self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
         self.configs = configs
@@ -115,7 +111,15 @@ class Pipeline:
         told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
         self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
-        self._denoisers: dict[tuple[Any, ...], Denoiser] = {}
+        self.denoisers = Denoisers(
+            submodels[family.denoiser],
+            self.nets,
+            [self.submodels[name] for name in family.text],
+            submodels[family.decoder],
+            self.latents.scale,
+            split=split,
+            low_memory=low_memory,
+        )
 
     @classmethod
     def load(
@@ -277,9 +281,7 @@ class Pipeline:
                 callback_on_text_end()
             result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end)
             if self.low_memory:
-                self._denoisers.clear()
-                for submodel in (self.submodels[self.family.denoiser], *self.nets.values()):
-                    submodel.unload()
+                self.denoisers.unload()
             if output_type == "latent":
                 return Images(result.cpu().numpy(), None)
             drawn, flagged = self.check_safety(self.decode(result))
@@ -360,37 +362,7 @@ class Pipeline:
     ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
         where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets."""
-        family, submodels = self.family, self.submodels
-        model, (images, channels, *size) = submodels[family.denoiser], start.noise.shape
-        shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
-        texts = [submodels[name] for name in family.text]
-        if conditions is None:
-            length = max(int(text.config["max_position_embeddings"]) for text in texts)
-        else:
-            length = _length(model, conditions)
-        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
-        if self.nets:  # also without an image for any: what the last call added is there still
-            pixels = {"height": size[0] * self.latents.scale, "width": size[1] * self.latents.scale}
-            whole = WholeDenoiser(model, shape, sizes)
-            return ControlledDenoiser(whole, self.nets, controls or {}, {**sizes, **pixels}, images, guess=guess)
-        if model.path is None or not self.split:
-            return WholeDenoiser(model, shape, sizes)
-        key = (shape, rows, length)
-        if key not in self._denoisers:
-            while len(self._denoisers) >= DENOISERS_KEPT:
-                self._denoisers.pop(next(iter(self._denoisers)))
-            with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-                parted = pool.submit(_parted_or_whole, model, shape, sizes)
-                others: list[Future[Bound]] = []
-                if not self.low_memory:
-                    waiting = texts if conditions is None else ()
-                    others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in waiting]
-                    decoder = submodels[family.decoder]
-                    others.append(pool.submit(decoder.bound, **decoder.shapes({**sizes, "batch": 1})))
-                self._denoisers[key] = parted.result()
-                for each in others:
-                    each.result()
-        return self._denoisers[key]
+        return self.denoisers.get(start, rows, conditions, controls or {}, guess=guess)
 
     def schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
         """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. options: as
@@ -409,19 +381,3 @@ class Pipeline:
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:
         with self._using(self.family.encoder) as encoder:
             return encode(encoder, images, self.latents, tiles=self.low_memory)
-
-
-def _length(denoiser: Submodel, conditions: Conditions) -> int:
-    """How many tokens the texts have."""
-    for port in denoiser.part.model.ports(denoiser.config).inputs:
-        if "sequence" in port.axes:
-            return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
-    raise AssertionError("a denoiser that reads no texts")
-
-
-def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Denoiser:
-    try:
-        return PartedDenoiser(model, shape, sizes)
-    except PassError as error:
-        warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
-        return WholeDenoiser(model, shape, sizes)

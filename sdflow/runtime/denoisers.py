@@ -1,0 +1,103 @@
+"""The denoisers of a pipeline: one for each size and number of images, made when it is first wanted, and kept."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from sdflow.errors import PassError, SlowerWarning
+from sdflow.families.base import Conditions
+from sdflow.runtime.control import Control, ControlledDenoiser
+from sdflow.runtime.denoise import Start
+from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
+from sdflow.runtime.submodel import Bound, Submodel
+
+KEPT = 2
+"""For how many sizes and numbers of images a denoiser in parts is kept: each has its scratch in memory, on the CPU
+weights too."""
+
+
+class Denoisers:
+    """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
+    image pixels per latent pixel. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
+    nothing beside it."""
+
+    def __init__(
+        self,
+        model: Submodel,
+        nets: Mapping[str, Submodel],
+        texts: Sequence[Submodel],
+        decoder: Submodel,
+        scale: int,
+        *,
+        split: bool,
+        low_memory: bool,
+    ) -> None:
+        self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
+        self._scale, self._split, self._low_memory = scale, split, low_memory
+        self.kept: dict[tuple[Any, ...], Denoiser] = {}
+
+    def unload(self) -> None:
+        """Give the memory of all of them back, and of the graphs that they are made of."""
+        self.kept.clear()
+        for submodel in (self._model, *self._nets.values()):
+            submodel.unload()
+
+    def get(
+        self, start: Start, rows: int, conditions: Conditions | None, controls: Mapping[str, Control], *, guess: bool
+    ) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
+
+        rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
+        once. controls, guess: for the nets.
+        """
+        images, channels, *size = start.noise.shape
+        shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
+        if conditions is None:
+            length = max(int(text.config["max_position_embeddings"]) for text in self._texts)
+        else:
+            length = _length(self._model, conditions)
+        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
+        if self._nets:  # also without an image for any: what the last call added is there still
+            sizes |= {"height": size[0] * self._scale, "width": size[1] * self._scale}
+            whole = WholeDenoiser(self._model, shape, sizes)
+            return ControlledDenoiser(whole, self._nets, controls, sizes, images, guess=guess)
+        if self._model.path is None or not self._split:
+            return WholeDenoiser(self._model, shape, sizes)
+        key = (shape, rows, length)
+        if key not in self.kept:
+            while len(self.kept) >= KEPT:
+                self.kept.pop(next(iter(self.kept)))
+            self.kept[key] = self._made(shape, sizes, self._texts if conditions is None else ())
+        return self.kept[key]
+
+    def _made(self, shape: tuple[int, ...], sizes: Mapping[str, int], texts: Sequence[Submodel]) -> Denoiser:
+        """texts: that are not encoded yet."""
+        with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
+            parted = pool.submit(_parted_or_whole, self._model, shape, sizes)
+            others: list[Future[Bound]] = []
+            if not self._low_memory:
+                others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+            made = parted.result()
+            for each in others:
+                each.result()
+        return made
+
+
+def _length(denoiser: Submodel, conditions: Conditions) -> int:
+    """How many tokens the texts have."""
+    for port in denoiser.part.model.ports(denoiser.config).inputs:
+        if "sequence" in port.axes:
+            return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
+    raise AssertionError("a denoiser that reads no texts")
+
+
+def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Denoiser:
+    try:
+        return PartedDenoiser(model, shape, sizes)
+    except PassError as error:
+        warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
+        return WholeDenoiser(model, shape, sizes)
