@@ -98,6 +98,12 @@ def generate(
             help="How much noise DDIM and TCD add in a step, from 0 to 1. Default: the model's.", show_default=False
         ),
     ] = None,
+    refiner: Annotated[
+        Path | None, typer.Option(help="Another pipeline that goes the rest of the way.", metavar="PIPELINE")
+    ] = None,
+    refiner_start: Annotated[
+        float | None, typer.Option(help="The part of the way at which it takes over. Default: 0.8.", show_default=False)
+    ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[
         int | None,
@@ -180,6 +186,8 @@ def generate(
         sheet=sheet,
         low_memory=low_memory,
         threads=threads,
+        refiner=refiner,
+        refiner_start=refiner_start,
         prompt_syntax=prompt_syntax,
         clip_skip=clip_skip,
         embeddings=embedding or (),

@@ -21,6 +21,7 @@ from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import Control, require_controls
 from sdflow.runtime.control_files import ControlFile
+from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import recorded_tuning
@@ -43,7 +44,8 @@ class GenerateRequest:
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
     one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength, eta: None: the model's.
     image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
-    images drawn at once. threads: of the CPU. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
+    images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
+    from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. controls: images for ControlNets; guess_mode: as of the pipeline. more: what the
     pipeline's family takes besides.
     """
@@ -71,6 +73,8 @@ class GenerateRequest:
     sheet: bool = True
     low_memory: bool = False
     threads: int | None = None
+    refiner: Path | None = None
+    refiner_start: float | None = None
     prompt_syntax: str = "plain"
     clip_skip: int | None = None
     embeddings: Sequence[str] = ()
@@ -147,8 +151,9 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
 
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
-    settings = _settings(request, pipeline, built, target, words)
-    notes = _told(pipeline, built, settings)
+    drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
+    settings = {**_settings(request, drawing, built, target, words), **_refined(request)}
+    notes = _told(drawing, built, settings)
     for note in notes:
         progress.phase(note)
     images: list[Image] = []
@@ -197,7 +202,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         require_known(request.scheduler)
-    folder_family(request.folder).require_arguments(request.more, len(request.prompts))
+    _check_arguments(request)
     if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(
             f"{request.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
@@ -217,6 +222,35 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
     if not os.access(there, os.W_OK):
         raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
+
+
+def _check_arguments(request: GenerateRequest) -> None:
+    """Each argument that not all families take, by those that know it: with a refiner, the base or the refiner."""
+    family, refiner = folder_family(request.folder), None
+    if request.refiner is None:
+        if request.refiner_start is not None:
+            raise UsageError(
+                "it says where a refiner takes over", where="--refiner-start", remedy="Add --refiner PIPELINE."
+            )
+    else:
+        _read_whole(request.refiner)
+        refiner = folder_family(request.refiner)
+        if request.refiner_start is not None and not 0 < request.refiner_start < 1:
+            raise UsageError(
+                f"it is {request.refiner_start}", where="--refiner-start", remedy="It must be above 0 and below 1."
+            )
+        if request.mask is not None:
+            raise UsageError(
+                "a refiner draws the whole image, and would not keep what is behind the mask",
+                where="--mask",
+                remedy="Draw into the mask without --refiner.",
+            )
+    known = () if refiner is None else refiner.arguments
+    own = {name: value for name, value in request.more.items() if name in family.arguments or name not in known}
+    family.require_arguments(own, len(request.prompts))
+    if refiner is not None:
+        taken = {name: value for name, value in request.more.items() if name in known}
+        refiner.require_arguments(taken, len(request.prompts))
 
 
 def _open(path: Path) -> Image:
@@ -240,21 +274,22 @@ def _words(request: GenerateRequest) -> list[Embedding]:
     return read_words(request.embeddings, texts, reading, allow_pickle=request.allow_pickle)
 
 
-def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline:
-    return Pipeline.load(
-        request.folder,
-        target,
-        scheduler=request.scheduler,
-        checker=request.checker,
-        low_memory=request.low_memory,
-        threads=request.threads,
-        tuning=tuning,
-        embeddings=words,
-    )
+def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Sequence[Embedding]) -> Pipeline | Ensemble:
+    options: dict[str, Any] = {
+        "scheduler": request.scheduler,
+        "checker": request.checker,
+        "low_memory": request.low_memory,
+        "threads": request.threads,
+        "tuning": tuning,
+        "embeddings": words,
+    }
+    if request.refiner is not None:
+        return Ensemble.load(request.folder, request.refiner, target, **options)
+    return Pipeline.load(request.folder, target, **options)
 
 
 def _draw(
-    pipeline: Pipeline,
+    pipeline: Pipeline | Ensemble,
     request: GenerateRequest,
     prompts: list[str],
     seeds: list[int],
@@ -264,9 +299,15 @@ def _draw(
 ) -> tuple[list[Image], list[bool | None]]:
     import torch
 
+    image, mask = images
+    more: dict[str, Any] = dict(request.more)
+    if request.refiner_start is not None:
+        more["refiner_start"] = request.refiner_start
+    if mask is not None:
+        more["mask_image"] = mask
     result = pipeline(
         prompts,
-        *images,
+        image,
         negative_prompt=request.negative_prompt,
         height=request.height,
         width=request.width,
@@ -280,7 +321,7 @@ def _draw(
         prompt_syntax=request.prompt_syntax,
         clip_skip=request.clip_skip,
         callback_on_step_end=on_step,
-        **request.more,
+        **more,
     )
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
@@ -326,6 +367,15 @@ def _settings(
         "artifacts": built.artifacts,
         "versions": versions(),
     }
+
+
+def _refined(request: GenerateRequest) -> dict[str, Any]:
+    """What the settings say of a refiner; nothing without one."""
+    if request.refiner is None:
+        return {}
+    built = read_manifest(request.refiner)
+    start = REFINER_START if request.refiner_start is None else request.refiner_start
+    return {"refiner": {"pipeline": built.origin.name, "start": start, "artifacts": built.artifacts}}
 
 
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
@@ -44,6 +45,7 @@ from sdflow.runtime.start import (
     read_image,
     read_mask,
     require_size,
+    require_span,
     require_start,
 )
 from sdflow.runtime.submodel import Submodel
@@ -135,13 +137,14 @@ class Pipeline:
         threads: int | None = None,
         tuning: Tuning = UNTUNED,
         embeddings: Sequence[Path | str | Embedding] = (),
+        shared: Mapping[str, Submodel] = MappingProxyType({}),
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         scheduler: one of `families.schedulers.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if
         it is there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune`
         chose for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
-        FILE:WORD; their words may stand in prompts.
+        FILE:WORD; their words may stand in prompts. shared: submodels that another pipeline has loaded of the same artifacts.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
@@ -152,6 +155,8 @@ class Pipeline:
         words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]
 
         def load(name: str) -> Submodel:
+            if name in shared:
+                return shared[name]
             # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
             late = (family.encoder, *family.nets(names).values())
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
@@ -196,6 +201,8 @@ class Pipeline:
         control_guidance_start: float | Mapping[str, float] = 0.0,
         control_guidance_end: float | Mapping[str, float] = 1.0,
         guess_mode: bool = False,
+        denoising_start: float | None = None,
+        denoising_end: float | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
         prompt_syntax: str = "plain",
         clip_skip: int | None = None,
@@ -211,7 +218,9 @@ class Pipeline:
         image goes through. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
-        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. prompt_syntax: how prompts are read
+        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. denoising_start, denoising_end: the
+        part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
+        pipeline left there. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. more: what the family's pipeline takes besides (`Family.arguments`).
@@ -225,6 +234,7 @@ class Pipeline:
             require_controls(controls, list(self.nets))
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
             require_start(self.task, image, mask_image)
+            require_span(denoising_start, denoising_end, image, mask_image)
             if image is not None and self.family.encoder not in self.submodels:
                 raise UsageError(
                     f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
@@ -251,13 +261,15 @@ class Pipeline:
             from_image = image is not None and (mask is None or (strength < 1 and latents is None))
             schedule = self.schedule(
                 steps,
-                strength=strength if image is not None else 1.0,
+                strength=strength if image is not None and denoising_start is None else 1.0,
                 from_image=from_image,
                 inpaint=mask is not None,
                 eta=own.eta if eta is None else eta,
                 guidance_scale=guidance_scale if guided else None,
+                span=(denoising_start, denoising_end),
             )
-            noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, latents, generator)]
+            first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
+            noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
             start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
             request = Request(

@@ -20,6 +20,8 @@ from sdflow.families.schedulers import SCHEDULERS, require_known
 if TYPE_CHECKING:
     import torch
 
+Span = tuple[float | None, float | None]
+WHOLE: Span = (None, None)
 NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
 """The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
 
@@ -92,19 +94,22 @@ def trace(
     inpaint: bool = False,
     eta: float = 0.0,
     spread: bool = False,
+    span: Span = WHOLE,
 ) -> Schedule:
     """The factors of a diffusers scheduler; the scheduler itself is left as it is.
 
     fixed: what the pipeline sets in the scheduler's config. strength: the part of the steps that is taken, the last one.
     from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
-    spread: all steps are taken, in that part, where the scheduler can.
+    spread: all steps are taken, in that part, where the scheduler can. span: from where to where of the way from noise to
+    image, each a part of 1, as in diffusers' `denoising_start` and `denoising_end`; None: to the end. From a place on the way,
+    the latents begin with those given as the image's, and there is no strength.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
     import torch
 
     scheduler = _fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
-    options = (steps, strength, from_image, inpaint, eta, spread)
+    options = (steps, strength, from_image, inpaint, eta, spread, span)
     schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
     if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
         raise UsageError(
@@ -122,6 +127,7 @@ def _trace(
     inpaint: bool,
     eta: float,
     spread: bool,
+    span: Span,
     unit: float,
 ) -> Schedule:
     import torch
@@ -139,8 +145,18 @@ def _trace(
     if left == 0:
         raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
     skipped = (steps - left) * scheduler.order
+    begin, end = span
+    if begin is not None:
+        skipped = len(scheduler.timesteps) - _behind(scheduler, begin)
     timesteps = scheduler.timesteps[skipped:]
+    if end is not None:
+        timesteps = timesteps[: int((timesteps >= _cutoff(scheduler, end)).sum())]
     runs = len(timesteps)
+    if runs == 0:
+        raise UsageError(
+            f"no step is left of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the way",
+            remedy="Take more steps.",
+        )
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(skipped)
 
@@ -164,6 +180,8 @@ def _trace(
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {"eta": eta} if "eta" in accepted else {}
     latents = scheduler.add_noise(image, noise, timesteps[:1]) if from_image else noise * scheduler.init_noise_sigma
+    if begin is not None:
+        latents = image
     inputs, kept = [], []
     known = latents
     with Draw():
@@ -187,6 +205,18 @@ def _trace(
     return Schedule(
         numbers, timesteps.to(torch.float32)[:, None], rows([*inputs, latents]), rows([*kept, known]), draws
     )
+
+
+def _cutoff(scheduler: Any, place: float) -> int:
+    """The timestep of a place on the way, as diffusers' pipelines round it."""
+    steps: int = scheduler.config.num_train_timesteps
+    return round(steps - place * steps)
+
+
+def _behind(scheduler: Any, place: float) -> int:
+    """How many timesteps lie behind it. A scheduler of second order has two a step, the first one: it is not cut in between."""
+    count = int((scheduler.timesteps < _cutoff(scheduler, place)).sum())
+    return count + 1 if scheduler.order == 2 and count % 2 == 0 else count
 
 
 def _fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:

@@ -32,6 +32,21 @@ def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("
         raise UsageError("this model goes on from an image", where=_first_word(names[0]), remedy=f"Add {names[0]}.")
 
 
+def require_span(begin: float | None, end: float | None, image: Any, mask: Any) -> None:
+    """Raises UsageError for parts of the way from noise to image that are none, and without what they begin with."""
+    for name, place in (("denoising_start", begin), ("denoising_end", end)):
+        if place is not None and not 0 < place < 1:
+            raise UsageError(f"it is {place}", where=name, remedy="Give a part of the way, above 0 and below 1.")
+    if begin is not None and end is not None and begin >= end:
+        raise UsageError(f"{begin} is not before {end}", where="denoising_start", remedy="Take a smaller one.")
+    if begin is not None and (image is None or mask is not None):
+        raise UsageError(
+            "what begins on the way begins with latents, and without a mask",
+            where="denoising_start",
+            remedy="Give the latents that the other pipeline left there as the image.",
+        )
+
+
 def _first_word(text: str) -> str:
     return text.partition(" ")[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from tiny_pipeline import artifact_of
 
+from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families import FAMILIES, family_of_index
@@ -21,9 +23,11 @@ from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, folder_task, read_index
 from sdflow.runtime.generate import GenerateRequest, generate
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1]
@@ -58,22 +62,54 @@ def theirs(checkpoint: Checkpoint) -> Any:
     return made
 
 
-@pytest.fixture(scope="module")
-def ours(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    root, family = tmp_path_factory.mktemp("refiner"), checkpoint.family
-    for name, submodel in checkpoint.submodels.items():
-        (root / name).mkdir()
-        OnnxConversion().run(PassInputs(name, None, submodel.load, family.name), root / name, OnnxConversionConfig())
-    folder = root / "pipeline"
+def built(checkpoint: Checkpoint, root: Path, name: str, known: dict[str, Artifact]) -> Path:
+    """A pipeline folder; known: what is not converted again."""
+    family = checkpoint.family
+    for part in checkpoint.submodels.keys() - known.keys():
+        (root / part).mkdir()
+        load = checkpoint.submodels[part].load
+        OnnxConversion().run(PassInputs(part, None, load, family.name), root / part, OnnxConversionConfig())
     assemble(
-        folder,
-        parts={name: artifact_of(root / name) for name in checkpoint.submodels},
+        root / "pipeline",
+        parts={part: known.get(part) or artifact_of(root / part) for part in checkpoint.submodels},
         companions=checkpoint.companions,
-        origin=Origin("refiner", "cpu", family=family.name),
+        origin=Origin(name, "cpu", family=family.name),
         options=checkpoint.options,
     )
-    made = Pipeline.load(folder, "cpu", threads=1)
-    made.folder = folder  # type: ignore[attr-defined]
+    return root / "pipeline"
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(checkpoint, tmp_path_factory.mktemp("refiner"), "refiner", {})
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Pipeline:
+    return Pipeline.load(folder, "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def base() -> Checkpoint:
+    return opened("synthetic:sdxl-tiny")
+
+
+@pytest.fixture(scope="module")
+def base_folder(folder: Path, base: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base, with the refiner's second text encoder and VAE: they are the same."""
+    same = ("text_encoder_2", "vae_encoder", "vae_decoder")
+    return built(base, tmp_path_factory.mktemp("base"), "base", {part: artifact_of(folder / part) for part in same})
+
+
+@pytest.fixture(scope="module")
+def ensemble(base_folder: Path, folder: Path) -> Ensemble:
+    return Ensemble.load(base_folder, folder, "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def their_base(base: Checkpoint) -> Any:
+    made = diffusers.StableDiffusionXLPipeline(**load_pipeline(base).components, add_watermarker=False)
+    made.set_progress_bar_config(disable=True)
     return made
 
 
@@ -107,8 +143,88 @@ def test_the_refiner_alone_equals_diffusers(ours: Pipeline, theirs: Any, image: 
         assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
 
 
-def test_its_folder_is_that_of_the_refiner_and_says_that_it_wants_an_image(ours: Pipeline, tmp_path: Path) -> None:
-    folder: Path = ours.folder  # type: ignore[attr-defined]
+@pytest.mark.parametrize("scheduler", ["euler", "euler_a", "ddim", "dpm++_2m", "unipc", "pndm"])
+def test_base_and_refiner_together_equal_diffusers(
+    ensemble: Ensemble, their_base: Any, theirs: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pipeline in (ensemble.base, ensemble.refiner, their_base, theirs):
+        monkeypatch.setattr(pipeline, "scheduler", named_scheduler(scheduler, pipeline.scheduler.config))
+    one, other = generator(), generator()
+    both = {"num_inference_steps": 5, "negative_prompt": "blurry"}
+    size = {"height": SIZE, "width": 2 * SIZE}
+    latents = their_base(PROMPT, denoising_end=0.6, output_type="latent", generator=one, **both, **size).images
+    expected = theirs(PROMPT, image=latents, denoising_start=0.6, output_type="np", generator=one, **both).images
+    drawn = ensemble(PROMPT, refiner_start=0.6, output_type="np", generator=other, **both, **size).images
+    assert expected.std() > 0.05 and drawn.shape == expected.shape
+    assert np.abs(drawn - expected).max() <= TOLERANCE
+    alone = their_base(PROMPT, output_type="np", generator=generator(), **both, **size).images
+    assert np.abs(alone - drawn).max() > 10 * TOLERANCE, "the refiner changes nothing"
+
+
+def test_each_of_the_two_takes_its_own_arguments(ensemble: Ensemble, their_base: Any, theirs: Any) -> None:
+    both = {"num_inference_steps": 4, "num_images_per_prompt": 2}
+    words, scores, size = {"prompt_2": "ink"}, {"aesthetic_score": 2.0}, {"original_size": (300, 200)}
+    one, other = generator(), generator()
+    given = {"denoising_end": 0.5, "output_type": "latent", "height": SIZE, "width": SIZE}
+    latents = their_base(PROMPT, generator=one, **both, **words, **size, **given).images
+    given = {"denoising_start": 0.5, "output_type": "np"}
+    expected = theirs(PROMPT, image=latents, generator=one, **both, **scores, **size, **given).images
+    given = {"refiner_start": 0.5, "output_type": "np", "height": SIZE, "width": SIZE}
+    drawn = ensemble(PROMPT, generator=other, **both, **words, **scores, **size, **given).images
+    assert np.abs(drawn - expected).max() <= TOLERANCE
+
+
+def test_what_both_have_is_loaded_once(ensemble: Ensemble) -> None:
+    base, refiner = ensemble.base.submodels, ensemble.refiner.submodels
+    assert {name for name in refiner if refiner[name] is base.get(name)} == {
+        "text_encoder_2",
+        "vae_encoder",
+        "vae_decoder",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"refiner_start": 1.0}, "denoising_end"),
+        ({"mask_image": Image.new("L", (SIZE, SIZE)), "image": Image.new("RGB", (SIZE, SIZE))}, "mask_image"),
+        ({"prompt_3": "a"}, "prompt_3"),
+    ],
+)
+def test_what_an_ensemble_cannot_do_is_refused(ensemble: Ensemble, given: dict[str, Any], where: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ensemble(PROMPT, **given)
+    assert caught.value.where == where
+
+
+def test_no_step_left_for_one_of_them_is_told(ensemble: Ensemble) -> None:
+    with pytest.raises(UsageError, match="no step is left of 2 between"):
+        ensemble(PROMPT, refiner_start=0.2, num_inference_steps=2, height=SIZE, width=SIZE)
+
+
+def test_generate_draws_with_both(base_folder: Path, folder: Path, tmp_path: Path) -> None:
+    request = GenerateRequest(
+        folder=base_folder, refiner=folder, prompts=[PROMPT], out=tmp_path, steps=4, height=SIZE, width=SIZE, seed=1
+    )
+    request = replace(request, threads=1, more={"prompt_2": "ink", "aesthetic_score": 7.0})
+    settings = generate(request).settings
+    assert settings["refiner"]["start"] == 0.8 and settings["refiner"]["pipeline"] == "refiner"
+    with Image.open(tmp_path / "001-1.png") as drawn:
+        assert drawn.size == (SIZE, SIZE)
+    for wrong, where in (
+        ({"refiner_start": 1.0}, "--refiner-start"),
+        ({"refiner": None, "refiner_start": 0.5}, "--refiner-start"),
+        ({"image": folder, "mask": folder}, "--mask"),
+        ({"more": {"prompt_3": "a"}}, "prompt_3"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            generate(replace(request, **wrong))
+        assert caught.value.where == where
+
+
+def test_its_folder_is_that_of_the_refiner_and_says_that_it_wants_an_image(
+    ours: Pipeline, folder: Path, tmp_path: Path
+) -> None:
     index = read_index(folder)
     assert index["_class_name"] == "ORTStableDiffusionXLImg2ImgPipeline"
     assert index["text_encoder"] == index["tokenizer"] == [None, None]

@@ -1,0 +1,96 @@
+"""A base and its refiner, drawn as one: the base goes the first part of the way from noise to image, the refiner the rest.
+
+diffusers calls it an ensemble of expert denoisers (https://arxiv.org/abs/2211.01324), and Stable Diffusion XL is made for it
+(https://arxiv.org/abs/2307.01952).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.manifest import read_manifest
+from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.targets import Target
+
+REFINER_START = 0.8
+"""Where diffusers' documentation hands over."""
+
+OF_BOTH = (
+    *("negative_prompt", "guidance_scale", "num_images_per_prompt", "eta", "generator"),
+    *("prompt_syntax", "clip_skip", "callback_on_step_end"),
+)
+"""What of a call both take as it is. Their arguments for one family go to those that know them, all others to the base."""
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Two pipelines with the same latents. Raises UsageError for others."""
+
+    base: Pipeline
+    refiner: Pipeline
+
+    def __post_init__(self) -> None:
+        one, other = self.base.latents, self.refiner.latents
+        if (one.channels, one.scale, one.factor) != (other.channels, other.scale, other.factor):
+            raise UsageError(
+                "its latents are not those of the base", where="refiner", remedy="Take the refiner of the same family."
+            )
+
+    @classmethod
+    def load(cls, folder: Path | str, refiner: Path | str, target: str | Target, **options: Any) -> Ensemble:
+        """Load two pipeline folders; what both have, down to the bytes, once. options: of `Pipeline.load`."""
+        base = Pipeline.load(folder, target, **options)
+        mine, theirs = (read_manifest(Path(each)).artifacts for each in (folder, refiner))
+        shared = {name: each for name, each in base.submodels.items() if mine.get(name) == theirs.get(name)}
+        if options.get("embeddings"):  # each text encoder takes the words by itself
+            shared = {name: each for name, each in shared.items() if name not in base.family.text}
+        return cls(base, Pipeline.load(refiner, target, **options, shared=shared))
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        image: Any = None,
+        *,
+        refiner_start: float = REFINER_START,
+        num_inference_steps: int | None = None,
+        output_type: Any = "pil",
+        **given: Any,
+    ) -> Images:
+        """As a call of the base, of which the refiner takes over at `refiner_start`, a part of the way between 0 and 1.
+
+        Raises UsageError as `Pipeline` does.
+        """
+        import torch
+
+        if given.get("mask_image") is not None:
+            raise UsageError(
+                "a refiner draws the whole image, and would not keep what is behind the mask",
+                where="mask_image",
+                remedy="Draw into the mask without it.",
+            )
+        own, known = self.base.family.arguments, self.refiner.family.arguments
+        steps = num_inference_steps
+        if steps is None:
+            steps = self.base.defaults["text" if image is None else "image"].steps
+        first = {name: value for name, value in given.items() if name in own or name not in known}
+        latents = self.base(
+            prompt,
+            image,
+            num_inference_steps=steps,
+            denoising_end=refiner_start,
+            output_type="latent",
+            **first,
+        ).images
+        more = {name: value for name, value in given.items() if name in OF_BOTH or name in known}
+        return self.refiner(
+            prompt,
+            torch.as_tensor(latents),
+            num_inference_steps=steps,
+            denoising_start=refiner_start,
+            output_type=output_type,
+            **more,
+        )
