@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.families.base import Family
 from sdflow.families.torch_start import torch_start
-from sdflow.runtime.folder import folder_family, folder_latents, folder_task, load_companions, read_options
+from sdflow.runtime.folder import (
+    folder_defaults,
+    folder_family,
+    folder_latents,
+    folder_task,
+    load_companions,
+    read_options,
+)
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas
 from sdflow.targets import TARGETS
@@ -34,6 +42,8 @@ def ignore() -> None:
 
 def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
+    import torch
+
     from sdflow.runtime.kernels.library import kernel_library
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.runtime.recorded_tuning import Recorded, recorded_tuning
@@ -61,6 +71,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
             num_inference_steps=case.steps,
             guidance_scale=settings.guidance_scale,
             latents=noise,
+            generator=torch.Generator().manual_seed(settings.seed),
             output_type="np",
             callback_on_text_end=mark,
             callback_on_step_end=(lambda *_: mark()) if mark else None,
@@ -95,6 +106,7 @@ def torch_drawer(
     companions = load_companions(folder)
     if settings.scheduler is not None:
         companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
+    companions["scheduler"].step = _with_float32_noise(companions["scheduler"].step)
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
     _specialize(pipeline, family, engine)
@@ -106,7 +118,7 @@ def torch_drawer(
         return encoded
 
     pipeline.encode_prompt = encode_and_mark
-    what, task = folder_latents(folder), folder_task(folder)
+    what, task, eta = folder_latents(folder), folder_task(folder), folder_defaults(folder)["text"].eta
 
     def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
         marks[0] = mark or ignore
@@ -123,6 +135,8 @@ def torch_drawer(
                 negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
                 num_inference_steps=case.steps,
                 guidance_scale=settings.guidance_scale,
+                generator=torch.Generator().manual_seed(settings.seed),
+                **({"eta": eta} if eta else {}),
                 output_type="np",
                 callback_on_step_end=on_step if mark else None,
             )
@@ -130,6 +144,26 @@ def torch_drawer(
         return images
 
     return draw
+
+
+def _with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler's step, whose noise is drawn in float32 whatever the model's type: else engines would draw other images."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Float32(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = dict(kwargs or {})
+            if function is not torch.randn:
+                return function(*args, **given)
+            return function(*args, **{**given, "dtype": torch.float32}).to(given.get("dtype") or torch.float32)
+
+    @wraps(step)  # diffusers looks at its parameters
+    def stepped(*arguments: Any, **options: Any) -> Any:
+        with Float32():
+            return step(*arguments, **options)
+
+    return stepped
 
 
 @contextmanager
