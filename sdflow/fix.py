@@ -116,10 +116,11 @@ def _rebuilt(
     (plan,) = make_plan(only, cache).pipelines
     with scratch_folder("fix") as scratch, cache.lease():
         steps = Executor(cache, listener).run(plan)
-        folder = scratch.resolve() / subject.name
+        folder = scratch.resolve() / "trial" / subject.name  # the scratch itself stays locked
         assemble(
             folder,
             options=subject.checkpoint.options,
+            changed=subject.checkpoint.changed_companions(),
             parts={submodel: steps[submodel][-1].record.artifact},
             companions=subject.checkpoint.companions,
             origin=origin_of(plan, steps),

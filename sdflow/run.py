@@ -135,7 +135,7 @@ def _assemble(
     verification = None
     if checked is not None:
         with scratch_folder("verify") as scratch:
-            trial = scratch.resolve() / plan.pipeline.name
+            trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch itself stays locked
             assemble(
                 trial, parts=parts, companions=companions, origin=origin, options=extra, changed=changed, check=check
             )
