@@ -6,6 +6,7 @@ Everything else is as it was: the pipeline's sdflow.json says which checkpoint, 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,6 +51,10 @@ def bake(
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
     origin = read_manifest(base).origin
     workflow = workflow_of(base / MANIFEST_FILE, origin, [parse_lora(text) for text in loras], out.name)
+    if origin.refiner is not None:  # it lies where it lay, and is built without LoRAs
+        (pipeline,) = workflow.pipelines
+        refiner = Path(os.path.relpath(base.resolve() / origin.refiner, out.parent.resolve() / out.name)).as_posix()
+        workflow = replace(workflow, pipelines=(replace(pipeline, refiner=refiner),))
     if verify:
         (pipeline,) = workflow.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, verify=VerifySpec()),))

@@ -78,6 +78,7 @@ class Origin:
     -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
     NOT_SAID: nothing is known. family: which submodels there are, and how they draw. generate: what the workflow says of
     how it draws (`families.defaults.SAID`). few_steps: what the names of the model and the LoRAs say, and `because`.
+    refiner: the folder, from this one, of the pipeline that refines its images.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Origin:
     controlnets: Mapping[str, str] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
     few_steps: Mapping[str, Any] = field(default_factory=dict)
+    refiner: str | None = None
 
     @property
     def said(self) -> dict[str, Any]:
@@ -175,6 +177,8 @@ class Manifest:
             content["verified"] = origin.verified
         if origin.family != DEFAULT:
             content["family"] = origin.family
+        if origin.refiner is not None:
+            content["refiner"] = origin.refiner
         for name in ("components", "controlnets", "generate", "few_steps"):
             if found := getattr(origin, name):
                 content[name] = dict(found)
@@ -280,6 +284,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         controlnets=_references(value, "controlnets"),
         generate=_said(value, "generate"),
         few_steps=_said(value, "few_steps"),
+        refiner=_get_or(value, "refiner", str, None),
     )
     files = _get(value, "files", list)
     if not all(isinstance(path, str) for path in files):

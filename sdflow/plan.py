@@ -162,7 +162,7 @@ def _plan_pipeline(
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
         if checkpoint is not None and source is None:
-            if submodel not in OPTIONAL:
+            if submodel not in (*OPTIONAL, *checkpoint.family.lacks):
                 raise CheckpointError(
                     f"the checkpoint {pipeline.model} has no {submodel}: it is of the family {checkpoint.family.title}",
                     where=str(pipeline.model_mark),

@@ -255,6 +255,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
         controlnets=pipeline.controlnets,
         generate=pipeline.generate,
         few_steps=plan.few_steps,
+        refiner=pipeline.refiner,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 

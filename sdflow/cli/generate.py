@@ -99,10 +99,16 @@ def generate(
         ),
     ] = None,
     refiner: Annotated[
-        Path | None, typer.Option(help="Another pipeline that goes the rest of the way.", metavar="PIPELINE")
+        Path | None,
+        typer.Option(
+            help="Another pipeline that goes the rest of the way. Default: its workflow's.", metavar="PIPELINE"
+        ),
     ] = None,
     refiner_start: Annotated[
-        float | None, typer.Option(help="The part of the way at which it takes over. Default: 0.8.", show_default=False)
+        float | None,
+        typer.Option(
+            help="The part of the way at which that takes over; 1: not at all. Default: 0.8.", show_default=False
+        ),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[

@@ -19,6 +19,9 @@ WORKFLOW: Mapping[str, str] = {
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
+    "refiner": "A model that goes the last part of the way from noise to image: built by the same chains beside the model, as "
+    "NAME_refiner, without the counts of `expect` and without the LoRAs. Written like `model`, or a map of `model` and "
+    "`without`: passes that its chains leave out. null: none.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
@@ -31,6 +34,10 @@ WORKFLOW: Mapping[str, str] = {
     "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
+}
+REFINER: Mapping[str, str] = {
+    "model": "The checkpoint, written like that of the workflow.",
+    "without": "Passes that its chains leave out: a list of names.",
 }
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
 """A ControlNet's name, a regular expression: it becomes a part of a folder's name."""

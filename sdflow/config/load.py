@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sdflow.config.catalog import PassCatalog, PassInfo
 from sdflow.config.chain import Chains, is_null, unknown_keys
 from sdflow.config.fields import (
     NET_NAME,
+    REFINER,
     WORKFLOW,
     EvaluateFields,
     GenerateFields,
@@ -58,9 +59,9 @@ def load_workflow(
     if not combinations and "matrix" not in document.entries:
         # Without a target there is no pipeline; this one is only there to find what else is wrong.
         combinations = [Cell("", document.entries.get("model"), document.entries.get("loras"), "")]
-    pipelines = [loader.pipeline(cell) for cell in combinations]
+    pipelines = [each for cell in combinations for each in loader.with_refiner(loader.pipeline(cell))]
     problems.check()
-    return Workflow(path.absolute(), tuple(files.read), tuple(found for found in pipelines if found is not None))
+    return Workflow(path.absolute(), tuple(files.read), tuple(pipelines))
 
 
 _Chain = tuple[tuple[StepSpec, PassInfo], ...]
@@ -136,6 +137,54 @@ class _Loader:
             controlnets=self.controlnets,
             generate=self.generate,
         )
+
+    def with_refiner(self, pipeline: PipelineSpec | None) -> list[PipelineSpec]:
+        """A pipeline and, where the workflow names one, its refiner: by the same chains, for the same target.
+
+        The counts of `expect` are those of the model's own graphs. Where the refiner's are equal, they are the same steps.
+        """
+        node = self.document.entries.get("refiner")
+        if pipeline is None:
+            return []
+        if node is None or is_null(node):
+            return [pipeline]
+        without: list[str] = []
+        if isinstance(node, YamlMap):
+            unknown_keys(node, REFINER, "key of `refiner`", self.problems)
+            without = self._names(node.entries.get("without"), "`refiner.without`")
+            node = node.entries.get("model", YamlScalar(None, node.mark))
+        model = model_reference(node, self.files.folder(node.mark), self.allow_pickle, self.problems, "`refiner`")
+        if model is None:
+            return [pipeline]
+        chains = self._for_target(pipeline.target).chains
+        refiner = replace(
+            pipeline,
+            name=f"{pipeline.name}_refiner",
+            model=model,
+            model_mark=node.mark,
+            loras=(),
+            submodels={
+                name: tuple(
+                    replace(spec, expect={})
+                    for spec, info in chain
+                    if not info.takes_loras and spec.pass_name not in without
+                )
+                for name, chain in chains.items()
+                if name != NET
+            },
+            controlnets={},
+        )
+        return [replace(pipeline, refiner=f"../{refiner.name}"), refiner]
+
+    def _names(self, node: Node | None, what: str) -> list[str]:
+        if node is None or is_null(node):
+            return []
+        if isinstance(node, YamlList):
+            texts = [item.value for item in node.items if isinstance(item, YamlScalar) and isinstance(item.value, str)]
+            if len(texts) == len(node.items):
+                return texts
+        expect_kind(node, "a list of names", what, self.problems)
+        return []
 
     def _flag(self, key: str) -> bool:
         node = self.document.entries.get(key, YamlScalar(False, self.document.mark))

@@ -14,6 +14,7 @@ from sdflow.config.fields import (
     MATRIX,
     NET_NAME,
     OVERLAY,
+    REFINER,
     STEP,
     SUBMODEL,
     WORKFLOW,
@@ -106,6 +107,16 @@ def json_schema(catalog: PassCatalog) -> Schema:
                         "type": "object",
                         "additionalProperties": False,
                         "patternProperties": {f"^{NET_NAME}$": {"anyOf": [_TEXT, {"type": "null"}]}},
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "refiner": {
+                "anyOf": [
+                    _TEXT,
+                    {
+                        **_described(REFINER, {"model": _TEXT, "without": {"type": "array", "items": _TEXT}}),
+                        "required": ["model"],
                     },
                     {"type": "null"},
                 ]

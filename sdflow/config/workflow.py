@@ -108,7 +108,8 @@ class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
     components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
-    verify: None: the artifacts are not verified. generate: what is said of how it draws, of `families.defaults.SAID`.
+    refiner: the folder of the pipeline that refines its images, from its own. verify: None: the artifacts are not verified.
+    generate: what is said of how it draws, of `families.defaults.SAID`.
     """
 
     name: str
@@ -124,6 +125,7 @@ class PipelineSpec:
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
+    refiner: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
     """
     built = _read_whole(request.folder)
+    request = _with_refiner(request, built)
     _check(request)
     words = _words(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
@@ -181,6 +182,22 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         _write(contact_sheet(images, [each.prompt for each in drawn]), sheet, content)
     done = time.perf_counter()
     return GenerateResult(drawn, str(sheet) if sheet else None, settings, loaded - begun, done - loaded, notes)
+
+
+def _with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
+    """With the refiner that the folder names, where the caller names none: not for what it cannot do, and not from the end on."""
+    if request.refiner_start == 1:
+        return replace(request, refiner=None, refiner_start=None)
+    if request.refiner is not None or built.origin.refiner is None or request.mask is not None:
+        return request
+    refiner = Path(os.path.normpath(request.folder.resolve() / built.origin.refiner))
+    if not refiner.is_dir():
+        raise UsageError(
+            f"its refiner {refiner} is not there",
+            where=str(request.folder),
+            remedy="Run the pipeline's workflow again, or write --refiner-start 1: without it.",
+        )
+    return replace(request, refiner=refiner)
 
 
 def _read_whole(folder: Path) -> Manifest:
@@ -237,7 +254,7 @@ def _check_arguments(request: GenerateRequest) -> None:
         refiner = folder_family(request.refiner)
         if request.refiner_start is not None and not 0 < request.refiner_start < 1:
             raise UsageError(
-                f"it is {request.refiner_start}", where="--refiner-start", remedy="It must be above 0 and below 1."
+                f"it is {request.refiner_start}", where="--refiner-start", remedy="It must be above 0; 1 is without it."
             )
         if request.mask is not None:
             raise UsageError(

@@ -212,7 +212,7 @@ def test_generate_draws_with_both(base_folder: Path, folder: Path, tmp_path: Pat
     with Image.open(tmp_path / "001-1.png") as drawn:
         assert drawn.size == (SIZE, SIZE)
     for wrong, where in (
-        ({"refiner_start": 1.0}, "--refiner-start"),
+        ({"refiner_start": 1.5}, "--refiner-start"),
         ({"refiner": None, "refiner_start": 0.5}, "--refiner-start"),
         ({"image": folder, "mask": folder}, "--mask"),
         ({"more": {"prompt_3": "a"}}, "prompt_3"),

@@ -1,0 +1,157 @@
+"""One workflow builds a base and its refiner: two folders, what is equal built once, one image from both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+from shell import ROOT, Shell
+
+from sdflow.config import load_workflow
+from sdflow.errors import CheckpointError, WorkflowError
+from sdflow.manifest import read_manifest
+from sdflow.passes.registry import catalog
+from sdflow.plan import make_plan
+from sdflow.sources import PlainDigests, open_checkpoint, require_made_for
+from sdflow.sources.load import parameter_shapes
+from sdflow.store import Cache
+
+WORKFLOW = ROOT / "workflows/sdxl_with_refiner_tiny_cpu.yaml"
+NAME = WORKFLOW.stem
+DRAW = ("--prompt", "an otter", "--steps", "4", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
+
+
+def test_the_refiner_is_a_pipeline_beside_the_base_without_what_it_lacks(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", salt="")
+    base, refiner = make_plan(load_workflow(WORKFLOW, catalog=catalog()), cache).pipelines
+    assert (base.pipeline.name, refiner.pipeline.name) == (NAME, f"{NAME}_refiner")
+    assert base.pipeline.refiner == f"../{NAME}_refiner" and refiner.pipeline.refiner is None
+    assert "the checkpoint has no text_encoder: it is left out" in refiner.notes
+    chains = {chain.submodel: chain.steps for chain in refiner.chains}
+    assert list(chains) == ["unet", "vae_encoder", "vae_decoder", "text_encoder_2"]
+    for chain in base.chains:
+        if chain.submodel not in chains:
+            continue
+        ours, theirs = (steps[0].action(None, "").digest for steps in (chain.steps, chains[chain.submodel]))
+        assert (ours == theirs) == (chain.submodel != "unet")
+        ours, theirs = (steps[-1].action("before", "").digest for steps in (chain.steps, chains[chain.submodel]))
+        assert (ours == theirs) == (chain.submodel != "unet")
+
+
+def test_with_null_there_is_none() -> None:
+    (only,) = load_workflow(WORKFLOW, catalog=catalog(), overrides=["refiner=null"]).pipelines
+    assert only.refiner is None
+
+
+def test_the_refiner_may_leave_out_passes_of_the_base() -> None:
+    written = 'refiner={model: "synthetic:sdxl-refiner-tiny", without: [SeparateQkv]}'
+    base, refiner = load_workflow(WORKFLOW, catalog=catalog(), overrides=[written], targets=["cuda"]).pipelines
+    passes = [[spec.pass_name for spec in each.submodels["unet"]] for each in (base, refiner)]
+    assert [name for name in passes[0] if name != "SeparateQkv"] == passes[1] != passes[0]
+    assert not any(spec.expect for chain in refiner.submodels.values() for spec in chain)
+
+
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ("refiner={without: [SeparateQkv]}", "a reference to a checkpoint"),
+        ("refiner={model: synthetic:sdxl-refiner-tiny, without: SeparateQkv}", "a list of names"),
+        ("refiner={model: synthetic:sdxl-refiner-tiny, witout: []}", "unknown key of `refiner` 'witout'"),
+        ("refiner=7", "a reference to a checkpoint"),
+    ],
+)
+def test_a_refiner_that_is_written_wrongly_is_told(written: str, what: str) -> None:
+    with pytest.raises(WorkflowError, match=what):
+        load_workflow(WORKFLOW, catalog=catalog(), overrides=[written])
+
+
+def test_loras_are_those_of_the_base_alone(tmp_path: Path) -> None:
+    lora = f'loras=[{{file: "{ROOT / "samples/loras/stripes.safetensors"}"}}]'
+    base, refiner = load_workflow(WORKFLOW, catalog=catalog(), overrides=[lora]).pipelines
+    assert len(base.loras) == 1 and refiner.loras == ()
+    passes = {spec.pass_name for chain in refiner.submodels.values() for spec in chain}
+    assert "LoraMerge" not in passes
+
+
+def lora_for_the_base(path: Path) -> Path:
+    """A LoRA for what the UNet reads of the text; the refiner's reads narrower texts."""
+    load = open_checkpoint("synthetic:sdxl-tiny", digests=PlainDigests(), download=False).submodels["unet"].load
+    shapes = parameter_shapes("unet", load)
+    random, tensors = np.random.default_rng(0), {}
+    for key in [key for key in shapes if key.endswith("attn2.to_k.weight")]:
+        name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
+        tensors[f"{name}.lora_up.weight"] = random.standard_normal((shapes[key][0], 2)).astype(np.float32)
+        tensors[f"{name}.lora_down.weight"] = random.standard_normal((2, shapes[key][1])).astype(np.float32)
+    save_file(tensors, path)
+    return path
+
+
+def test_a_lora_for_the_base_is_refused_by_the_refiner(tmp_path: Path) -> None:
+    lora = lora_for_the_base(tmp_path / "lora.safetensors")
+    base, refiner = (
+        open_checkpoint(f"synthetic:{name}", digests=PlainDigests(), download=False)
+        for name in ("sdxl-tiny", "sdxl-refiner-tiny")
+    )
+    require_made_for(lora, base)
+    with pytest.raises(CheckpointError, match="the refiner of Stable Diffusion XL"):
+        require_made_for(lora, refiner)
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(tmp_path_factory.mktemp("refined"))
+
+
+@pytest.fixture(scope="module")
+def built(shell: Shell) -> list[Any]:
+    found: list[Any] = shell.json("run", str(WORKFLOW), "--no-verify", "--no-evaluate")["pipelines"]
+    return found
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as image:
+        return image.tobytes()
+
+
+@pytest.mark.slow
+def test_the_two_folders_share_and_draw_one_image(shell: Shell, built: list[Any]) -> None:
+    base, refiner = (shell.folder / "pipelines" / name for name in (NAME, f"{NAME}_refiner"))
+    same = {
+        name
+        for name, digest in read_manifest(refiner).artifacts.items()
+        if read_manifest(base).artifacts[name] == digest
+    }
+    assert same == {"text_encoder_2", "vae_encoder", "vae_decoder"}
+    assert all((base / name).resolve() == (refiner / name).resolve() for name in same), "one object of the cache"
+    settings = shell.json("generate", str(base), *DRAW, "--out", "both")["settings"]
+    assert settings["refiner"]["pipeline"] == refiner.name and settings["refiner"]["start"] == 0.8
+    alone = shell.json("generate", str(base), *DRAW, "--refiner-start", "1", "--out", "alone")["settings"]
+    assert "refiner" not in alone
+    assert pixels(shell.folder / "both/001-1.png") != pixels(shell.folder / "alone/001-1.png")
+
+
+@pytest.mark.slow
+def test_a_bake_keeps_the_refiner(shell: Shell, built: list[Any]) -> None:
+    lora = lora_for_the_base(shell.folder / "lora.safetensors")
+    done = shell.run("bake", "--base", f"pipelines/{NAME}", "--lora", str(lora), "--out", "elsewhere/baked")
+    assert done.returncode == 0, done.stderr
+    origin = json.loads((shell.folder / "elsewhere/baked/sdflow.json").read_text())
+    assert origin["refiner"] == f"../../pipelines/{NAME}_refiner"
+    settings = shell.json("generate", "elsewhere/baked", *DRAW, "--out", "from_baked")["settings"]
+    assert settings["refiner"]["pipeline"] == f"{NAME}_refiner"
+
+
+@pytest.mark.slow
+def test_a_refiner_that_is_gone_is_told(shell: Shell, built: list[Any]) -> None:
+    lora = lora_for_the_base(shell.folder / "lora.safetensors")
+    done = shell.run("bake", "--base", f"pipelines/{NAME}", "--lora", str(lora), "--out", "gone/baked")
+    assert done.returncode == 0, done.stderr
+    manifest = shell.folder / "gone/baked/sdflow.json"
+    manifest.write_text(manifest.read_text().replace(f"{NAME}_refiner", "nowhere"))
+    done = shell.run("generate", "gone/baked", *DRAW)
+    assert done.returncode == 2 and "nowhere is not there" in done.stderr and "--refiner-start 1" in done.stderr
