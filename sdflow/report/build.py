@@ -23,6 +23,9 @@ MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}
 FEW = 3
 """Of more pipelines than these only a line each is printed; `--json` has everything."""
 
+SHAPES_TOLD = 6
+"""Of a submodel's inputs so many shapes are printed; `--json` has all."""
+
 # Fused operators worth a column, in the order they are shown.
 FUSED = (
     "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm",
@@ -185,7 +188,7 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [
-        (name, ", ".join(inputs.values()), *_latency_cells(latency))
+        (name, _shortened(list(inputs.values())), *_latency_cells(latency))
         for name, (inputs, latency) in timed.items()
         if latency is not None
     ]
@@ -247,3 +250,9 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
 def fused_operators(operators: Mapping[str, int]) -> str:
     """ "MultiHeadAttention 32, GroupNorm 16": the fused operators that a graph has."""
     return ", ".join(f"{name} {operators[name]}" for name in FUSED if operators.get(name))
+
+
+def _shortened(shapes: Sequence[str]) -> str:
+    """The first shapes; a UNet beside ControlNets has more of them than a line holds."""
+    rest = len(shapes) - SHAPES_TOLD
+    return ", ".join(shapes[:SHAPES_TOLD]) + (f" and {rest} more" if rest > 0 else "")
