@@ -64,7 +64,7 @@ def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
 def test_a_lora_that_is_baked_changes_how_the_pipeline_draws_and_verifies(shell: Shell) -> None:
     shell.json("run", str(ROOT / "workflows/tiny_cpu.yaml"), "--no-evaluate", "--no-verify")
     lora = write_lora(shell.folder / "lcm-lora-sdv1-5.safetensors", ("unet",))
-    arguments = ("bake", "pipelines/tiny_cpu", "--lora", f"{lora}:0.1", "--out", "pipelines/fast", "--verify")
+    arguments = ("bake", "--base", "pipelines/tiny_cpu", "--lora", f"{lora}:0.1", "--out", "pipelines/fast", "--verify")
     baked = shell.run(*arguments)
     assert baked.returncode == 0, baked.stderr
     assert "lcm-lora-sdv1-5.safetensors is LCM-LoRA: it draws with 4 steps, no guidance, scheduler lcm" in baked.stdout

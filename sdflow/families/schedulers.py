@@ -31,6 +31,15 @@ SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> class in diffusers, and the options that make it what the name says."""
 
 
+_CONSISTENCY_ALONE = ("original_inference_steps", "timestep_scaling")
+_CONSISTENCY = (
+    *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"),
+    *("prediction_type", "timestep_spacing", "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range"),
+    *("thresholding", "dynamic_thresholding_ratio", "sample_max_value", *_CONSISTENCY_ALONE),
+)
+"""The settings that LCM and TCD have."""
+
+
 def require_known(name: str, where: str = "--scheduler") -> None:
     """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
     if name not in SCHEDULERS:
@@ -43,7 +52,11 @@ def require_known(name: str, where: str = "--scheduler") -> None:
 
 
 def renamed(config: Config, name: str) -> dict[str, Any]:
-    """A scheduler's config as one of SCHEDULERS, with the same noise schedule. What the other class does not know stays
-    there, as diffusers leaves it."""
+    """A scheduler's config as one of SCHEDULERS, with the same noise schedule. diffusers loads it without a word: the
+    schedulers of ordinary models know each other's settings, those of consistency models only their own."""
     cls, options = SCHEDULERS[name]
-    return {**config, "_class_name": cls, **options}
+    own = name in ("lcm", "tcd")
+    kept = {
+        key: value for key, value in config.items() if (key in _CONSISTENCY if own else key not in _CONSISTENCY_ALONE)
+    }
+    return {**kept, "_class_name": cls, **options}

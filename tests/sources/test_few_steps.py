@@ -135,12 +135,20 @@ def test_the_names_of_schedulers_are_one_list() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("architecture", ["sd15", "sd21", "sdxl", "sdxl-turbo", "lcm"])
-def test_a_renamed_config_is_what_diffusers_makes_of_it(name: str, architecture: str, tmp_path: Path) -> None:
+def test_a_renamed_config_is_what_diffusers_makes_of_it(
+    name: str, architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     own = architecture_config(architecture, "scheduler")
     (tmp_path / "scheduler_config.json").write_text(json.dumps(renamed(own, name)))
     cls, options = SCHEDULERS[name]
     made = getattr(diffusers, cls)
     theirs = made.from_config(getattr(diffusers, own["_class_name"]).from_config(own).config, **options)
-    ours = made.from_pretrained(tmp_path)
+    diffusers.utils.logging.enable_propagation()
+    caplog.clear()
+    try:
+        ours = made.from_pretrained(tmp_path)
+    finally:
+        diffusers.utils.logging.disable_propagation()
+    assert caplog.messages == [], "diffusers has nothing to say of it"
     taken = [*inspect.signature(made.__init__).parameters][1:]
     assert {key: ours.config[key] for key in taken} == {key: theirs.config[key] for key in taken}
