@@ -12,7 +12,7 @@ from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
-from sdflow.families import ARCHITECTURES
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.sources.reference import PICKLE_SUFFIXES, split_architecture
 
 SAMPLES = ("shapes",)
@@ -42,7 +42,7 @@ def model_reference(
     if kind not in ("synthetic", "sample"):
         _report_scheme(kind, mark, problems, _SCHEMES)
         return None
-    names = ARCHITECTURES if kind == "synthetic" else SAMPLES
+    names = _synthetic_names(what) if kind == "synthetic" else SAMPLES
     seeded = _SEEDED.fullmatch(rest)
     if seeded is None or (kind == "sample" and seeded.group(2) is not None):
         form = "synthetic:sd15?seed=0" if kind == "synthetic" else "sample:shapes"
@@ -52,6 +52,12 @@ def model_reference(
         problems.add(mark, f"unknown {kind} model {shortened(seeded.group(1))!r}", nearest(seeded.group(1), names))
         return None
     return text
+
+
+def _synthetic_names(what: str) -> tuple[str, ...]:
+    """The architectures that may stand at this key: of a component, also those that are that component alone."""
+    alone = (name for name, component in COMPONENT_ARCHITECTURES.items() if what == f"`components.{component}`")
+    return (*ARCHITECTURES, *alone)
 
 
 def lora_spec(node: Node, folder: Path, problems: Problems) -> LoraSpec | None:

@@ -169,7 +169,7 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
         sequence=max(configs[name]["max_position_embeddings"] for name in family.text),
     )
     return {
-        name: family.part(name).model.dummy(config, replace(sizes, batch=batches.get(name, 1)))
+        name: family.part(name).of(config).model.dummy(config, replace(sizes, batch=batches.get(name, 1)))
         for name, config in configs.items()
     }
 

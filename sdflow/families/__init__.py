@@ -48,7 +48,11 @@ be exchanged too, as tokenizers do beside text encoders."""
 
 LIBRARY_MODULES: tuple[str, ...] = tuple(
     dict.fromkeys(
-        part.model.library_module for family in FAMILIES.values() for part in family.parts if part.model.library_module
+        model.library_module
+        for family in FAMILIES.values()
+        for part in family.parts
+        for model in (part.model, *part.instead)
+        if model.library_module
     )
 )
 """The modules of diffusers and transformers that hold the models' classes."""
@@ -72,7 +76,7 @@ def family_of_index(index: Mapping[str, Any], *, assembled: bool = False) -> Fam
 
 def part_of(load: Mapping[str, Any], submodel: str) -> Part:
     """The part of a family that `load` (`SubmodelCheckpoint.load`) is for."""
-    return FAMILIES[load.get("family", DEFAULT)].part(submodel)
+    return FAMILIES[load.get("family", DEFAULT)].part(submodel).of(load["config"])
 
 
 def family_of_architecture(architecture: str) -> Family:
@@ -82,3 +86,6 @@ def family_of_architecture(architecture: str) -> Family:
 
 ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)
 """The architectures that sdflow ships configurations of."""
+
+COMPONENT_ARCHITECTURES: Mapping[str, str] = {}
+"""Architectures of a component alone, for `components` of a workflow -> the component."""

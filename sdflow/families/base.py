@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families.defaults import Defaults, Task, settled
-from sdflow.models.base import GUIDANCE, Config, Model, Original, halved
+from sdflow.models.base import GUIDANCE, Config, Model, Original, class_names, halved
 from sdflow.prompts.reading import PLAIN, Reading
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Part:
     config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
     files of textual inversion that hold one for each text encoder. controlled: as config, where the pipeline has ControlNets.
     repeats: of one that may be there several times, what all of them are called (`Family.net`); else "".
+    instead: models that its component may be of in its place: its config.json says which (`of`).
     """
 
     name: str
@@ -63,6 +64,13 @@ class Part:
     embedding: str | None = None
     controlled: Config = field(default_factory=dict)
     repeats: str = ""
+    instead: tuple[Model, ...] = ()
+
+    def of(self, config: Config) -> Part:
+        """This part, of the model whose class a config.json names."""
+        named = class_names(config)
+        model = next((model for model in self.instead if model.class_name in named), None)
+        return self if model is None else replace(self, model=model)
 
     @property
     def kind(self) -> str:

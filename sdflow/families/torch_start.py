@@ -46,7 +46,8 @@ def _mean(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     widened = hasattr(pipeline, "upcast_vae") and vae.config.force_upcast
     if widened:
         vae.float()
-    latents: torch.Tensor = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode()
+    encoded = vae.encode(pixels.to(vae.device, vae.dtype))
+    latents: torch.Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latents
     if widened:
         vae.to(dtype)
     return (latents * vae.config.scaling_factor).to(dtype)

@@ -116,7 +116,14 @@ def halved(config: Config) -> int:
 
     Raises KeyError for a config that does not say it.
     """
-    return int(2 ** (len(config["block_out_channels"]) - 1))
+    channels = config.get("block_out_channels") or config["decoder_block_out_channels"]
+    return int(2 ** (len(channels) - 1))
+
+
+def class_names(config: Config) -> list[str]:
+    """The class that a config.json is of, as diffusers or transformers write it; none where it names none."""
+    named = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 class Model:

@@ -104,8 +104,8 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         from sdflow.sources import load_module, submodel_config
 
         submodel = inputs.submodel
-        network = FAMILIES[inputs.family].part(submodel).model
         architecture = submodel_config(inputs.checkpoint)
+        network = FAMILIES[inputs.family].part(submodel).of(architecture).model
         ports = network.ports(architecture)
         sizes: dict[str, int] = {}
 

@@ -122,7 +122,8 @@ def load_submodel(
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
     weights = DeviceWeights(model, where.device) if fixed else None
-    part, config = (family or folder_family(folder)).part(submodel), submodel_config(folder, submodel)
+    config = submodel_config(folder, submodel)
+    part = (family or folder_family(folder)).part(submodel).of(config)
 
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False, edits: Sequence[Edit] = ()) -> Any:
         held = None

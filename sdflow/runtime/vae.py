@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 TILE_OVERLAP = 0.25
+TILE = 512
+"""Pixels of a tile's side for a VAE whose config does not say what size it was made for."""
 
 
 def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool = False) -> Iterator[torch.Tensor]:
@@ -25,7 +27,7 @@ def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bo
         bound.inputs["latent_sample"].copy_(part)
         return bound.run()["sample"]
 
-    size = int(decoder.config["sample_size"])
+    size = int(decoder.config.get("sample_size", TILE))
     for latent in (latents / what.factor).split(1):
         yield _maybe_tiled(run, latent, size // what.scale, size, tiles)
 
@@ -39,7 +41,7 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
         bound.inputs["sample"].copy_(part)
         return bound.run()["latent_sample"]
 
-    size = int(encoder.config["sample_size"])
+    size = int(encoder.config.get("sample_size", TILE))
     encoded = [
         _maybe_tiled(run, image, size, size // what.scale, tiles).to(torch.float32, copy=True)
         for image in images.split(1)

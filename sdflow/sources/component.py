@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import EXCHANGEABLE
+from sdflow.families import COMPONENT_ARCHITECTURES, EXCHANGEABLE
 from sdflow.families.base import Part
 from sdflow.file_stamp import file_stamp
 from sdflow.models.base import Port
+from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
@@ -39,7 +40,7 @@ from sdflow.sources.reference import (
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import part_of_file, under
-from sdflow.sources.synthetic import open_synthetic
+from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,7 +80,9 @@ def with_component(
     changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
     facts = _facts(changed, reference)
     notes = [f"{component}: {reference} in place of the checkpoint's own.", *found.notes]
-    if facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:
+    part = source.parts[0]
+    of_its_class = part.of(found.submodels[part.name].load["config"]).model is part.model
+    if of_its_class and facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:
         notes.append(
             f"{component}: latents are scaled by {facts['scaling_factor']}, by its configuration; the checkpoint's own by "
             f"{checkpoint.facts['scaling_factor']}. It may be of another family."
@@ -134,6 +137,8 @@ class Source:
 
     def synthetic(self, parsed: SyntheticReference) -> Found:
         """From a shipped architecture with random weights."""
+        if parsed.architecture in COMPONENT_ARCHITECTURES:
+            return self._alone(parsed)
         other = open_synthetic(self.reference, parsed.architecture, parsed.seed)
         family = self.checkpoint.family.name
         submodels = {
@@ -145,6 +150,22 @@ class Source:
             raise CheckpointError(f"has no {self.component}", where=self.reference, remedy="Name one that has it.")
         return Found(submodels, other.provenance)
 
+    def _alone(self, parsed: SyntheticReference) -> Found:
+        """From a shipped architecture of such a component alone, with random weights."""
+        if COMPONENT_ARCHITECTURES[parsed.architecture] != self.component:
+            raise CheckpointError(f"is no {self.component}", where=self.reference, remedy="Name one of its kind.")
+        config, family = architecture_config(parsed.architecture, self.component), self.checkpoint.family.name
+        return Found(
+            {
+                part.name: SubmodelCheckpoint(
+                    identity=synthetic_identity(part.of(config).model, config, parsed.seed),
+                    load={"kind": "synthetic", "family": family, "config": config, "seed": parsed.seed},
+                )
+                for part in self.parts
+            },
+            synthetic_provenance(parsed.architecture, parsed.seed),
+        )
+
     def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
         """From a folder that is the component, or a pipeline's that has it."""
         inner = folder / self.component
@@ -154,7 +175,7 @@ class Source:
                 f"holds neither {self.component}/config.json nor config.json", where=str(folder), remedy=self._as_saved
             )
         family = self.checkpoint.family
-        opened = open_component(place, self.component, self.parts[0].model, family, self.allow_pickle)
+        opened = open_component(place, self.component, self.parts[0], family, self.allow_pickle)
         sum_of = opened.digests(self.digests)
         return Found(
             {
@@ -190,8 +211,12 @@ class Source:
         else:
             header = read_header(path)
             shapes = {name: entry.shape for name, entry in header.items()}
-        prefix = self.prefix(shapes)
-        self.require_shapes(path, shapes, prefix)
+        parts, configs, prefix = self.parts, {part.name: self.own_config(part) for part in self.parts}, None
+        if (config := self._instead(shapes)) is not None:
+            parts, configs = [part.of(config) for part in self.parts], {part.name: config for part in self.parts}
+        else:
+            prefix = self.prefix(shapes)
+            self.require_shapes(path, shapes, prefix)
         work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
         if not pickled:
             what, entries = f"tensors-1/{self.component}", under(header, prefix or "")
@@ -200,12 +225,22 @@ class Source:
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
         return Found(
             {
-                part.name: part_of_file(part, self.own_config(part), self.checkpoint.family, content, stamp, prefix)
-                for part in self.parts
+                part.name: part_of_file(part, configs[part.name], self.checkpoint.family, content, stamp, prefix)
+                for part in parts
             },
             {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
             (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
         )
+
+    def _instead(self, shapes: Shapes) -> dict[str, Any] | None:
+        """The config of a model in the part's place whose tensors a file has; None where it has none's."""
+        for name, component in COMPONENT_ARCHITECTURES.items():
+            if component == self.component:
+                config = architecture_config(name, component)
+                telling = self.parts[0].of(config).model.telling(config)
+                if telling and all(shapes.get(key) == shape for key, shape in telling.items()):
+                    return config
+        return None
 
     def own_config(self, part: Part) -> dict[str, Any]:
         """The config.json of a part whose file has none."""
@@ -271,7 +306,8 @@ def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: F
 def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
     """Inputs and outputs of the graph that a part will be. where: its reference. Raises CheckpointError."""
     try:
-        ports = part.model.ports(submodel.load["config"])
+        config = submodel.load["config"]
+        ports = part.of(config).model.ports(config)
     except KeyError as error:
         raise _lacking(error, where) from error
     return (*ports.inputs, *ports.outputs)

@@ -13,7 +13,7 @@ from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import Family, Part
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.input_file import is_regular, read_json
-from sdflow.models.base import Model
+from sdflow.models.base import Model, class_names
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
@@ -67,7 +67,7 @@ class ComponentFiles:
         return SubmodelCheckpoint(
             identity={
                 "kind": "files",
-                "class": part.model.class_name,
+                "class": part.of(config).model.class_name,
                 "config": config_digest(config),
                 "weights": sorted(sum_of[file] for file in self.weights.files),
                 **pinned,
@@ -103,7 +103,7 @@ def open_folder(
     for component, parts in family.components.items():
         if parts[0].optional and index.get(component, [None])[0] is None:
             continue
-        found[component] = open_component(folder / component, component, parts[0].model, family, allow_pickle)
+        found[component] = open_component(folder / component, component, parts[0], family, allow_pickle)
         configs[component] = found[component].config
     every = [file for component in found.values() for file in component.weights.files]
     sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
@@ -139,11 +139,12 @@ def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in origin.items() if key == "commit"}
 
 
-def open_component(folder: Path, component: str, model: Model, family: Family, allow_pickle: bool) -> ComponentFiles:
-    """A component in a folder of its own: config.json, checked to be of the model's class, and weights.
+def open_component(folder: Path, component: str, part: Part, family: Family, allow_pickle: bool) -> ComponentFiles:
+    """A component in a folder of its own: config.json, checked to be of the part's class or one in its place, and weights.
 
     Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
     """
+    model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family)
     weights = find_weights(folder, model, allow_pickle=allow_pickle)
     notes = []
@@ -192,12 +193,6 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
         if parts[0].optional and (not isinstance(index.get(component, []), list) or index.get(component) == []):
             index.pop(component, None)
     return family, index
-
-
-def class_names(config: Mapping[str, Any]) -> list[str]:
-    """The class that a config.json is of, as diffusers or transformers write it; none where it names none."""
-    named = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
-    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:

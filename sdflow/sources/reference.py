@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 # A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
@@ -90,7 +90,7 @@ def _hub(text: str, rest: str) -> HubReference:
 
 def _synthetic(text: str, rest: str) -> SyntheticReference:
     architecture, question, query = rest.partition("?")
-    if architecture not in ARCHITECTURES:
+    if architecture not in ARCHITECTURES and architecture not in COMPONENT_ARCHITECTURES:
         known = ", ".join(f"synthetic:{name}" for name in ARCHITECTURES)
         raise CheckpointError(f"unknown architecture {architecture!r}", where=text, remedy=f"Known ones: {known}.")
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families import family_of_architecture
+from sdflow.errors import CheckpointError
+from sdflow.families import COMPONENT_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Part
 from sdflow.models.base import Model
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
@@ -34,7 +35,12 @@ _CHUNK = 1 << 20
 
 
 def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
-    """The shipped architecture with weights from `seed`."""
+    """The shipped architecture with weights from `seed`. Raises CheckpointError for one of a component alone."""
+    if architecture in COMPONENT_ARCHITECTURES:
+        component = COMPONENT_ARCHITECTURES[architecture]
+        raise CheckpointError(
+            f"is a {component} alone", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
+        )
     family = family_of_architecture(architecture)
     index = architecture_index(architecture)
     configs = {
@@ -51,7 +57,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
     return Checkpoint(
         family=family,
         reference=reference,
-        provenance={"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION},
+        provenance=synthetic_provenance(architecture, seed),
         submodels=submodels,
         companions={
             name: companion_folder(architecture, name)
@@ -64,6 +70,11 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         },
         options=read_options(family, index),
     )
+
+
+def synthetic_provenance(architecture: str, seed: int) -> dict[str, Any]:
+    """JSON for the manifest."""
+    return {"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION}
 
 
 def synthetic_identity(model: Model, config: Mapping[str, Any], seed: int) -> dict[str, Any]:

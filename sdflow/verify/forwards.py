@@ -29,7 +29,8 @@ class Network:
     @classmethod
     def of(cls, part: Part, config: Config, module: torch.nn.Module) -> Network:
         """config: the submodel's config.json, as the family has it."""
-        return cls(module, part.model, part.model.ports(config))
+        model = part.of(config).model
+        return cls(module, model, model.ports(config))
 
     @property
     def whole_batch(self) -> str | None:

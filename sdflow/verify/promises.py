@@ -148,7 +148,7 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
         config = read_json(folder / CONFIG_FILE)
-        io = part.model.ports(config)
+        io = part.of(config).model.ports(config)
     except (OSError, ValueError, KeyError, PassError) as error:
         return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]
     initializers = {tensor.name for tensor in model.graph.initializer}

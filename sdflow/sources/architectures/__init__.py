@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -82,7 +82,7 @@ def companion_folder(architecture: str, companion: str) -> Path:
 
 
 def _check(architecture: str) -> None:
-    if architecture not in ARCHITECTURES:
+    if architecture not in ARCHITECTURES and architecture not in COMPONENT_ARCHITECTURES:
         raise CheckpointError(
             f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join(ARCHITECTURES)}."
         )
