@@ -17,15 +17,13 @@ from sdflow.errors import UsageError
 from sdflow.families import EXCHANGEABLE
 from sdflow.inspection import Finding, inspect
 from sdflow.inspection.finding import CHECKPOINT, PIPELINE
-from sdflow.inspection.lines import architecture_for, base_of, quoted, title_of
+from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.shipped import shipped_workflow, shipped_workflows
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
 from sdflow.targets import TARGETS, find_target
 
-USUAL = "sd15"
-"""The architecture of a workflow for which neither a model nor a LoRA is named."""
 _KINDS = (CHECKPOINT, PIPELINE)
 
 

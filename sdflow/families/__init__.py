@@ -87,5 +87,5 @@ def family_of_architecture(architecture: str) -> Family:
 ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)
 """The architectures that sdflow ships configurations of."""
 
-COMPONENT_ARCHITECTURES: Mapping[str, str] = {}
+COMPONENT_ARCHITECTURES: Mapping[str, str] = {"taesd": "vae", "taesd-tiny": "vae"}
 """Architectures of a component alone, for `components` of a workflow -> the component."""

@@ -20,6 +20,7 @@ from sdflow.models.residuals import CONTROLLED
 from sdflow.models.safety_checker import SafetyChecker
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
+from sdflow.models.vae_tiny import TinyVaeDecoder, TinyVaeEncoder
 
 UNET_LAYOUT = Layout("model.diffusion_model.")
 VAE_LAYOUT = Layout("first_stage_model.")
@@ -65,8 +66,16 @@ class StableDiffusion(Family):
             "vae",
             "Pixels to latents; needed for image-to-image only.",
             layouts=(VAE_LAYOUT,),
+            instead=(TinyVaeEncoder(),),
         ),
-        Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
+        Part(
+            "vae_decoder",
+            VaeDecoder(),
+            "vae",
+            "Latents to pixels.",
+            layouts=(VAE_LAYOUT,),
+            instead=(TinyVaeDecoder(),),
+        ),
         Part(
             "safety_checker",
             SafetyChecker(),

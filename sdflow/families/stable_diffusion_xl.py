@@ -23,6 +23,7 @@ from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.models.residuals import CONTROLLED
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
+from sdflow.models.vae_tiny import TinyVaeDecoder, TinyVaeEncoder
 from sdflow.prompts.reading import Reading
 
 if TYPE_CHECKING:
@@ -78,8 +79,16 @@ class StableDiffusionXL(Family):
             "vae",
             "Pixels to latents; needed for image-to-image only.",
             layouts=(VAE_LAYOUT,),
+            instead=(TinyVaeEncoder(),),
         ),
-        Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,)),
+        Part(
+            "vae_decoder",
+            VaeDecoder(),
+            "vae",
+            "Latents to pixels.",
+            layouts=(VAE_LAYOUT,),
+            instead=(TinyVaeDecoder(),),
+        ),
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
     net: Part | None = CONTROLNET

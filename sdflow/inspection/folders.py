@@ -9,7 +9,7 @@ from typing import Any
 
 from sdflow.artifact import INDEX_FILE
 from sdflow.errors import CheckpointError, SdflowError
-from sdflow.families import ARCHITECTURES, EXCHANGEABLE, FAMILIES, family_of_architecture
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, FAMILIES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.inspection.contents import Contents, precision_of, read_contents
 from sdflow.inspection.finding import BUILT, PIPELINE, UNKNOWN, Finding
@@ -21,12 +21,14 @@ from sdflow.inspection.lines import (
     configs_of,
     model_lines,
     net_lines,
+    part_alone,
     title_of,
     titles_of,
 )
 from sdflow.manifest import read_manifest
+from sdflow.models.base import class_names
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.folder import class_names, find_weights, read_config
+from sdflow.sources.folder import find_weights, read_config
 
 CONFIG_FILE = "config.json"
 
@@ -139,6 +141,12 @@ def inspect_component(folder: Path) -> Finding:
             if telling and telling == _telling(part.model, config) and architecture not in fitting:
                 component = component if fitting else part.component
                 fitting.append(architecture)
+    for architecture in COMPONENT_ARCHITECTURES:
+        part, own = part_alone(architecture)
+        if part.model.class_name in named and part.model.telling(own) == _telling(part.model, config):
+            lines = component_lines(architecture, part.component, str(folder)) if contents else None
+            missing = () if contents else ("weights",)
+            return Finding(str(folder), part.component, (), architecture, precision, missing, details, (), lines)
     if component is None:
         said = details["class"] or "of no class that it names"
         return Finding(str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",))

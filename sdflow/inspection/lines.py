@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import yaml
 
-from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.families.base import Family
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
+from sdflow.families.base import Family, Part
 from sdflow.models.base import Config
 from sdflow.shipped import shipped_workflow
 from sdflow.sources.architectures import architecture_config, architecture_index
 
 TARGET = "cpu"
+USUAL = "sd15"
+"""The architecture of a workflow where nothing says which model it is for."""
 
 
 def configs_of(architecture: str) -> dict[str, Config]:
@@ -73,8 +75,20 @@ def lora_lines(architecture: str | None, lora: str) -> str:
 
 
 def component_lines(architecture: str, component: str, reference: str) -> str:
-    """For a component in place of the model's own."""
-    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
+    """For a component in place of the model's own. architecture: of a model, or of such a component alone, which has chains of
+    its own."""
+    if architecture in COMPONENT_ARCHITECTURES:
+        over = f"[{base_of(USUAL)}, base/{architecture.removesuffix('-tiny')}.yaml]"
+    else:
+        over = base_of(architecture)
+    return f"extends: {over}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
+
+
+def part_alone(architecture: str) -> tuple[Part, Config]:
+    """The first part of a component that has an architecture alone, of the model that it is, and its configuration."""
+    component = COMPONENT_ARCHITECTURES[architecture]
+    config = architecture_config(architecture, component)
+    return family_of_architecture(USUAL).components[component][0].of(config), config
 
 
 def net_lines(architecture: str, reference: str) -> str:

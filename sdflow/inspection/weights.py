@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, EXCHANGEABLE, family_of_architecture
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, family_of_architecture
 from sdflow.families.base import Family, Part
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.finding import CHECKPOINT, UNKNOWN, Finding
-from sdflow.inspection.lines import architecture_for, base_of, component_lines, model_lines, net_lines, titles_of
+from sdflow.inspection.lines import (
+    architecture_for,
+    base_of,
+    component_lines,
+    model_lines,
+    net_lines,
+    part_alone,
+    titles_of,
+)
 from sdflow.models.base import Shapes
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
@@ -50,6 +58,11 @@ def inspect_weights(contents: Contents) -> Finding:
             net = _net(titles)
             lines = net_lines(net, path) + _pickles(contents) if kind == "ControlNet" and net is not None else None
             return Finding(path, kind, titles, precision=contents.precision, workflow=lines)
+    for architecture in COMPONENT_ARCHITECTURES:
+        part, config = part_alone(architecture)
+        if _holds(shapes, part.model.telling(config)):
+            lines = component_lines(architecture, part.component, path) + _pickles(contents)
+            return Finding(path, part.component, (), architecture, contents.precision, workflow=lines)
     matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
     most = max(len(match.components) for match in matches)
     if most == 0:

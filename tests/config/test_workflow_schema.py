@@ -62,8 +62,23 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
         assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in (*lacks, NET)] + nets
 
 
+UPON_OTHERS = ("workflows/base/taesd.yaml",)
+"""Those that are no workflow by themselves: they lie upon a model's."""
+
+
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", [name for name in WORKFLOWS if "base/" in name])
+@pytest.mark.parametrize("model", ["sd15", "sd21", "sdxl"])
+def test_the_chains_of_taesd_lie_upon_every_model(model: str, target: str, tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(f"extends: [base/{model}.yaml, base/taesd.yaml]\ntarget: {target}\n")
+    (pipeline,) = load_workflow(
+        tmp_path / "w.yaml", catalog=catalog(), overrides=["components.vae=synthetic:taesd"]
+    ).pipelines
+    halves = [[step.pass_name for step in pipeline.submodels[name]] for name in ("vae_encoder", "vae_decoder")]
+    assert halves == [["OnnxConversion", *([] if target == "cpu" else ["OnnxFloatToFloat16"])]] * 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", [name for name in WORKFLOWS if "base/" in name and name not in UPON_OTHERS])
 def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
     overrides = ["model=synthetic:sd15"]
     pipeline, *_ = load_workflow(ROOT / name, catalog=catalog(), overrides=overrides, targets=[target]).pipelines

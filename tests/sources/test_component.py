@@ -194,8 +194,8 @@ def test_a_level_more_changes_the_granularity(tmp_path: Path, own: Checkpoint) -
 
 REFUSED: dict[str, tuple[Callable[[str], object], str, str]] = {
     "another class": (
-        lambda folder: edit_config(folder, _class_name="AutoencoderTiny"),
-        "a configuration of AutoencoderTiny, not of AutoencoderKL",
+        lambda folder: edit_config(folder, _class_name="VQModel"),
+        "a configuration of VQModel, not of AutoencoderKL",
         "Stable Diffusion 1.x",
     ),
     "other latents": (

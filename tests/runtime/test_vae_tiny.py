@@ -1,0 +1,161 @@
+"""TAESD in place of the VAE: images are diffusers' with AutoencoderTiny, wherever it comes from (fp32 on the CPU)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tiny_pipeline import artifact_of
+
+from sdflow.assemble import assemble
+from sdflow.config import load_workflow
+from sdflow.errors import CheckpointError, WorkflowError
+from sdflow.inspection import inspect
+from sdflow.manifest import Origin
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.passes.registry import catalog
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
+
+TOLERANCE = 1e-4
+SIZE = 64
+PROMPT = "a horse on the moon"
+SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np"}
+REFERENCE = "synthetic:taesd-tiny?seed=3"
+
+
+def opened(vae: str, model: str = "synthetic:sd15-tiny", allow_pickle: bool = False) -> Checkpoint:
+    return open_checkpoint(
+        model, digests=PlainDigests(), download=False, components={"vae": vae}, allow_pickle=allow_pickle
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return opened(REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint: Checkpoint) -> diffusers.StableDiffusionPipeline:
+    made = load_pipeline(checkpoint)
+    assert isinstance(made.vae, diffusers.AutoencoderTiny)
+    made.safety_checker = None
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    root = tmp_path_factory.mktemp("taesd")
+    names = [name for name in checkpoint.submodels if name != "safety_checker"]
+    for name in names:
+        (root / "parts" / name).mkdir(parents=True)
+        inputs = PassInputs(name, None, checkpoint.submodels[name].load, checkpoint.family.name)
+        OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
+    assemble(
+        root / "pipeline",
+        parts={name: artifact_of(root / "parts" / name) for name in names},
+        companions={name: each for name, each in checkpoint.companions.items() if name != "feature_extractor"},
+        origin=Origin("tiny", "cpu", family=checkpoint.family.name),
+        options=checkpoint.options,
+    )
+    return Pipeline.load(root / "pipeline", "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def image() -> Image.Image:
+    rows, columns = np.mgrid[0:SIZE, 0:SIZE] / SIZE
+    return Image.fromarray((np.stack([rows, columns, 1 - rows], axis=-1) * 255).astype("uint8"))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def assert_equal(drawn: Any, expected: Any) -> None:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    difference = np.abs(drawn - expected).max()
+    assert difference <= TOLERANCE, f"largest difference {difference}"
+
+
+def test_text_to_image_equals_diffusers_with_that_vae(
+    ours: Pipeline, theirs: diffusers.StableDiffusionPipeline
+) -> None:
+    settings = {**SETTINGS, "height": SIZE, "width": 2 * SIZE}
+    latents = torch.randn(ours.latents_shape(1, SIZE, 2 * SIZE), generator=generator())
+    expected = theirs(PROMPT, latents=latents, **settings).images
+    assert_equal(ours(PROMPT, latents=latents, **settings).images, expected)
+
+
+def test_image_to_image_equals_diffusers_that_draws_no_sample(
+    ours: Pipeline, theirs: diffusers.StableDiffusionPipeline, image: Image.Image
+) -> None:
+    """Its encoder gives the latents themselves, so the image itself goes in on both sides."""
+    of_them = diffusers.StableDiffusionImg2ImgPipeline(**theirs.components, requires_safety_checker=False)
+    of_them.set_progress_bar_config(disable=True)
+    settings = {**SETTINGS, "strength": 0.6, "guidance_scale": 7.5}
+    expected = of_them(PROMPT, image=image, generator=generator(), **settings).images
+    assert_equal(ours(PROMPT, image, generator=generator(), **settings).images, expected)
+
+
+def test_it_is_the_same_from_a_folder_and_from_one_file(
+    checkpoint: Checkpoint, theirs: diffusers.StableDiffusionPipeline, tmp_path: Path
+) -> None:
+    """At full size, as it is published: a file has no configuration."""
+    vae = load_module("vae_decoder", opened("synthetic:taesd").submodels["vae_decoder"].load)
+    vae.save_pretrained(tmp_path / "taesd")
+    save_file(vae.state_dict(), tmp_path / "taesd.safetensors")
+    torch.save(vae.state_dict(), tmp_path / "taesd.pth")
+    places = ("taesd", "taesd.safetensors", "taesd/diffusion_pytorch_model.safetensors", "taesd.pth")
+    for place in places:
+        found = opened(str(tmp_path / place), allow_pickle=True)
+        for half in ("vae_encoder", "vae_decoder"):
+            assert found.submodels[half].identity["class"] == "AutoencoderTiny"
+            loaded = load_module(half, found.submodels[half].load)
+            assert all(torch.equal(each, vae.state_dict()[name]) for name, each in loaded.state_dict().items())
+        assert found.facts["scaling_factor"] == 1.0
+        assert found.facts["vae_scale_factor"] == 8
+        assert not any("another family" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("model", ["synthetic:sd21-tiny", "synthetic:sdxl-tiny"])
+def test_other_families_take_it_too(model: str) -> None:
+    found = opened("synthetic:taesd", model)
+    assert found.submodels["vae_decoder"].identity["class"] == "AutoencoderTiny"
+    assert isinstance(load_pipeline(opened("synthetic:taesd-tiny", model)).vae, diffusers.AutoencoderTiny)
+
+
+def test_it_is_no_model_alone_and_no_other_component() -> None:
+    with pytest.raises(CheckpointError, match="is a vae alone"):
+        open_checkpoint("synthetic:taesd", digests=PlainDigests(), download=False)
+
+
+def test_a_workflow_names_it_as_a_component_only(tmp_path: Path) -> None:
+    good = "extends: [base/tiny.yaml, base/taesd.yaml]\ntarget: cuda\ncomponents: {vae: synthetic:taesd}\n"
+    (tmp_path / "w.yaml").write_text(good)
+    (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=catalog()).pipelines
+    assert pipeline.components == {"vae": "synthetic:taesd"}
+    assert [step.pass_name for step in pipeline.submodels["vae_decoder"]] == ["OnnxConversion", "OnnxFloatToFloat16"]
+    (tmp_path / "w.yaml").write_text("extends: base/tiny.yaml\ntarget: cpu\nmodel: synthetic:taesd\n")
+    with pytest.raises(WorkflowError, match="unknown synthetic model 'taesd'"):
+        load_workflow(tmp_path / "w.yaml", catalog=catalog())
+
+
+def test_inspect_names_it(tmp_path: Path) -> None:
+    vae = load_module("vae_decoder", opened("synthetic:taesd").submodels["vae_decoder"].load)
+    vae.save_pretrained(tmp_path / "taesd")
+    for path in (tmp_path / "taesd", tmp_path / "taesd/diffusion_pytorch_model.safetensors"):
+        (found,) = inspect(path)
+        assert (found.kind, found.architecture) == ("vae", "taesd")
+        assert found.workflow is not None
+        (tmp_path / "w.yaml").write_text(found.workflow)
+        (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=catalog()).pipelines
+        assert pipeline.components == {"vae": str(path)}
+        assert "OrtTransformersOptimization" not in {step.pass_name for step in pipeline.submodels["vae_decoder"]}
