@@ -5,9 +5,10 @@
 
 GRAPHS: what benchmarks/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
 here, as BindWeights does; the same weights go to diffusers' own pipelines, in float32 (the reference) and in float16 (the
-yardstick, eager and compiled). NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
-its ControlNets. An image a call, the same latents for all. Needs torch, diffusers, transformers, accelerate, onnx and ONNX
-Runtime. What fails is printed in full, and the rest goes on. `--target cpu` is to try it: float32, nothing compiled.
+yardstick, eager or compiled). NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
+its ControlNets, "refiner_start": with its refiner from there on. An image a call, the same latents for all.
+Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
+`--target cpu` is to try it: float32, nothing compiled.
 """
 
 from __future__ import annotations
@@ -58,6 +59,26 @@ def materialize(graphs: Path, out: Path) -> Any:
     return checkpoint
 
 
+class TorchEnsemble:
+    """diffusers' base and refiner, called as sdflow's are."""
+
+    def __init__(self, base: Any, refiner: Any) -> None:
+        self.base, self.refiner, self.unet = base, refiner, base.unet
+
+    def __call__(
+        self, prompt: str, *, latents: Any, refiner_start: float, generator: Any, output_type: str, **more: Any
+    ) -> Any:
+        both = {"num_inference_steps": more["num_inference_steps"], "generator": generator}
+        begun = self.base(
+            prompt, latents=latents, denoising_end=refiner_start, output_type="latent", **more, generator=generator
+        )
+        return self.refiner(prompt, image=begun.images, denoising_start=refiner_start, output_type=output_type, **both)
+
+
+def parts_of(pipeline: Any) -> list[Any]:
+    return [pipeline.base, pipeline.refiner] if isinstance(pipeline, TorchEnsemble) else [pipeline]
+
+
 def distance(drawn: Any, expected: Any) -> float:
     """Relative L2 of the pixels around the expected image's mean."""
     return sqrt(float(((drawn - expected) ** 2).sum() / ((expected - expected.mean()) ** 2).sum()))
@@ -99,9 +120,10 @@ class Case:
     """One way to call one pipeline, by sdflow and by diffusers."""
 
     def __init__(self, pipeline: Any, arguments: dict[str, Any]) -> None:
-        what, given = pipeline.latents, dict(arguments)
+        base = getattr(pipeline, "base", pipeline)
+        what, given = base.latents, dict(arguments)
         size = int(given.pop("size", what.image_size))
-        self.control = {name: edges(size) for name in pipeline.nets} if given.pop("control", False) else {}
+        self.control = {name: edges(size) for name in base.nets} if given.pop("control", False) else {}
         self.common = {"height": size, "width": size, "output_type": "np", **given}
         shape = (1, what.channels, size // what.scale, size // what.scale)
         self.latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
@@ -127,7 +149,7 @@ def placements(pipeline: Any, folder: Path) -> None:
     for name, submodel in pipeline.submodels.items():
         for bound in submodel._bound.values():
             say(f"  {name}: {placement(bound.session, (folder / name / 'model.onnx').resolve())}")
-    for denoiser in pipeline._denoisers.values():
+    for denoiser in pipeline.denoisers.kept.values():
         for attribute in ("_text", "_step"):
             if hasattr(denoiser, attribute):
                 path = (folder / pipeline.family.denoiser / "model.onnx").resolve()
@@ -135,6 +157,7 @@ def placements(pipeline: Any, folder: Path) -> None:
 
 
 def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.sources.load import load_pipeline
 
@@ -144,20 +167,35 @@ def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argpa
     say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
     begun = time.perf_counter()
     exact = load_pipeline(checkpoint).to(options.target)
-    exact.set_progress_bar_config(disable=True)
+    refiner = graphs.with_name(f"{name}_refiner")  # as `sdflow run` names it
+    if any("refiner_start" in call for call in calls):
+        import diffusers
+
+        parts = load_pipeline(materialize(refiner, folder.with_name(refiner.name))).to(options.target).components
+        refining = diffusers.StableDiffusionXLImg2ImgPipeline(
+            **parts, requires_aesthetics_score=True, force_zeros_for_empty_prompt=False
+        )
+        exact = TorchEnsemble(exact, refining)
+    for each in parts_of(exact):
+        each.set_progress_bar_config(disable=True)
     say(f"{name}: PyTorch loaded in {time.perf_counter() - begun:.0f} s")
-    ours = Pipeline.load(folder, options.target, checker=False)
+    if isinstance(exact, TorchEnsemble):
+        ours = Ensemble.load(folder, folder.with_name(refiner.name), options.target, checker=False)
+    else:
+        ours = Pipeline.load(folder, options.target, checker=False)
     cases = [Case(ours, call) for call in calls]
     with torch.no_grad():
         expected = [case.theirs(exact) for case in cases]
-    plain = exact.to(torch.float16 if options.target == "cuda" else torch.float32)
-    for component in ("unet", "vae", "controlnet"):
-        if isinstance(module := getattr(plain, component, None), torch.nn.Module):
-            module.to(memory_format=torch.channels_last)
-    if options.compile:
-        plain.unet = torch.compile(plain.unet, mode="reduce-overhead", fullgraph=True)
-        if getattr(plain, "controlnet", None) is not None:
-            plain.controlnet = torch.compile(plain.controlnet, mode="reduce-overhead", fullgraph=True)
+    for each in parts_of(exact):
+        each.to(torch.float16 if options.target == "cuda" else torch.float32)
+        for component in ("unet", "vae", "controlnet"):
+            if isinstance(module := getattr(each, component, None), torch.nn.Module):
+                module.to(memory_format=torch.channels_last)
+        if options.compile:
+            each.unet = torch.compile(each.unet, mode="reduce-overhead", fullgraph=True)
+            if getattr(each, "controlnet", None) is not None:
+                each.controlnet = torch.compile(each.controlnet, mode="reduce-overhead", fullgraph=True)
+    plain = exact
     for case, call, right in zip(cases, calls, expected, strict=True):
         say(f"{name} {json.dumps(call)}")
         drawn = case.ours(ours)
@@ -179,12 +217,14 @@ def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argpa
             traceback.print_exc()
         case.ours(ours)
         say(f"  sdflow: {milliseconds(lambda case=case: case.ours(ours), options.rounds):.1f} ms")
-    placements(ours, folder)
+    placements(getattr(ours, "base", ours), folder)
+    if hasattr(ours, "refiner"):
+        placements(ours.refiner, folder.with_name(refiner.name))
     if options.target == "cuda":
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() / 1e9
         say(f"{name}: device memory in use by all {(total - free) / 1e9:.2f} GB, of PyTorch {reserved:.2f}")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent)
 
 
 def main() -> None:

@@ -45,10 +45,6 @@ def main() -> None:
     arguments = parser.parse_args()
     for pipeline in arguments.pipelines:
         take(pipeline, arguments.cache, arguments.out / pipeline.name)
-        nested = [path.parent for path in pipeline.glob("*/sdflow.json")]  # a refiner
-        for inner in nested:
-            shutil.rmtree(arguments.out / pipeline.name / inner.name)
-            take(inner, arguments.cache, arguments.out / pipeline.name / inner.name)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(f"{arguments.out}: {size / 1e6:.1f} MB")
 
