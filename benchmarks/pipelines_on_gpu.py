@@ -130,15 +130,17 @@ class Case:
 
     def ours(self, pipeline: Any) -> Any:
         more = {"control": self.control} if self.control else {}
-        return pipeline(PROMPT, latents=self.latents, **self.common, **more).images
+        generator = torch.Generator().manual_seed(
+            0
+        )  # of the CPU: schedulers that draw noise in every step draw the same
+        return pipeline(PROMPT, latents=self.latents, generator=generator, **self.common, **more).images
 
     def theirs(self, pipeline: Any) -> Any:
         more: dict[str, Any] = {}
         if self.control:
-            images = list(self.control.values())
-            more["image"] = images if len(images) > 1 else images[0]
+            more["image"] = list(self.control.values())
         latents = self.latents.to(pipeline.unet.device, pipeline.unet.dtype)
-        generator = torch.Generator(pipeline.unet.device).manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         return pipeline(PROMPT, latents=latents, generator=generator, **self.common, **more).images
 
 
@@ -157,6 +159,7 @@ def placements(pipeline: Any, folder: Path) -> None:
 
 
 def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    from sdflow.bench.drawers import with_float32_noise
     from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.sources.load import load_pipeline
@@ -187,14 +190,16 @@ def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argpa
     with torch.no_grad():
         expected = [case.theirs(exact) for case in cases]
     for each in parts_of(exact):
+        each.scheduler.step = with_float32_noise(each.scheduler.step)
         each.to(torch.float16 if options.target == "cuda" else torch.float32)
         for component in ("unet", "vae", "controlnet"):
             if isinstance(module := getattr(each, component, None), torch.nn.Module):
                 module.to(memory_format=torch.channels_last)
         if options.compile:
             each.unet = torch.compile(each.unet, mode="reduce-overhead", fullgraph=True)
-            if getattr(each, "controlnet", None) is not None:
-                each.controlnet = torch.compile(each.controlnet, mode="reduce-overhead", fullgraph=True)
+            nets = getattr(getattr(each, "controlnet", None), "nets", [])
+            for index, net in enumerate(nets):
+                nets[index] = torch.compile(net, mode="reduce-overhead", fullgraph=True)
     plain = exact
     for case, call, right in zip(cases, calls, expected, strict=True):
         say(f"{name} {json.dumps(call)}")

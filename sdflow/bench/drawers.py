@@ -106,7 +106,7 @@ def torch_drawer(
     companions = load_companions(folder)
     if settings.scheduler is not None:
         companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
-    companions["scheduler"].step = _with_float32_noise(companions["scheduler"].step)
+    companions["scheduler"].step = with_float32_noise(companions["scheduler"].step)
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
     _specialize(pipeline, family, engine)
@@ -146,7 +146,7 @@ def torch_drawer(
     return draw
 
 
-def _with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
+def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
     """A scheduler's step, whose noise is drawn in float32 whatever the model's type: else engines would draw other images."""
     import torch
     from torch.overrides import TorchFunctionMode
