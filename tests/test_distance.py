@@ -75,6 +75,6 @@ def test_ssim_is_the_formula_of_the_paper_at_each_window() -> None:
     assert ssim(IMAGE, IMAGE) == pytest.approx(1)
 
 
-def test_ssim_refuses_a_image_smaller_than_its_window() -> None:
+def test_ssim_refuses_an_image_smaller_than_its_window() -> None:
     with pytest.raises(ValueError, match="10x32"):
         ssim(IMAGE[:10], IMAGE[:10])

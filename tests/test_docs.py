@@ -33,6 +33,8 @@ PARSED_ONLY = {
     "verify": "tests/test_main_job.py, tests/test_fix.py",
     "bake": "tests/test_main_job.py",
     "tune": "tests/bench/test_tune.py",
+    "inspect": "tests/inspection/test_inspect.py",
+    "init": "tests/test_init.py",
     "doctor": "its status depends on the machine",
 }
 """Of these it is held that they parse; where they are run. So too of what stands in a sentence (`sdflow plan`)."""

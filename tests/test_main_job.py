@@ -34,7 +34,7 @@ def first(shell: Shell) -> Any:
     return shell.json("run", str(TINY))
 
 
-def test_the_first_run_builds_every_step_and_draws_a_image(shell: Shell, first: Any) -> None:
+def test_the_first_run_builds_every_step_and_draws_an_image(shell: Shell, first: Any) -> None:
     (pipeline,) = first["pipelines"]
     assert first["format_version"] == 1
     assert {step["outcome"] for step in pipeline["steps"]} == {"built"}

@@ -241,7 +241,7 @@ def test_many_loras_for_two_targets_are_two_structures_and_a_bind_each(shared: B
     path = workflow(shared, matrix={"loras": loras, "target": ["cpu", "cuda"]}, targets={"cuda": other})
     plan = shared.plan(path)
     finished = Executor(shared.cache, shared.events, jobs=2).run_all(
-        plan.pipelines, lambda pipeline, steps, begun: (pipeline.pipeline.name, steps["text_encoder"])
+        plan.pipelines, lambda pipeline, steps, begun, group: (pipeline.pipeline.name, steps["text_encoder"])
     )
     assert [name for name, _ in finished] == [
         f"small-l{seed}-{target}" for seed in (10, 11, 12) for target in ("cpu", "cuda")

@@ -116,7 +116,9 @@ def halved(config: Config) -> int:
 
     Raises KeyError for a config that does not say it.
     """
-    channels = config.get("block_out_channels") or config["decoder_block_out_channels"]
+    channels = config.get("block_out_channels") or config.get("decoder_block_out_channels")
+    if channels is None:
+        raise KeyError("block_out_channels")
     return int(2 ** (len(channels) - 1))
 
 

@@ -188,6 +188,8 @@ def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[
     for value in model.graph.input:
         axes = value.type.tensor_type.shape.dim
         shape = shapes.get(value.name)
+        if shape is None and not any(axis.dim_param for axis in axes):
+            continue  # a part of a graph has inputs of its own, whose shapes are fixed
         if shape is None or len(shape) != len(axes):
             raise VerificationError(f"no shape is known for its input {value.name}", where=where)
         for axis, size in zip(axes, shape, strict=True):

@@ -462,11 +462,11 @@ def test_a_mistake_about_submodels_is_reported_where_it_is(tmp_path: Path, mista
     assert remedy is None or (problem.remedy and remedy in problem.remedy)
 
 
-def test_a_image_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
+def test_an_image_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
     text = "model: synthetic:sd15\ntarget: cpu\nsubmodels:\n  unet: {passes: [{pass: OnnxConversion}]}\n"
     problem = only_problem(tmp_path, text)
     assert (problem.line, problem.column) == (4, 3)
-    assert "text_encoder and vae_decoder" in problem.message
+    assert "no image can be drawn without vae_decoder" in problem.message
     (tmp_path / "w.yaml").write_text(text + "evaluate: {image: null}")
     assert load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines[0].evaluate.image is None
 

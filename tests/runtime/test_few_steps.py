@@ -119,7 +119,7 @@ def test_text_to_image_equals_diffusers(built: Built, steps: int | None, images:
 def test_the_denoiser_runs_one_row_an_image(built: Built) -> None:
     rows = []
     denoiser = built.ours.denoiser
-    built.ours.denoiser = lambda start, count: (rows.append(count), denoiser(start, count))[1]  # type: ignore[method-assign]
+    built.ours.denoiser = lambda start, count, **more: (rows.append(count), denoiser(start, count, **more))[1]  # type: ignore[method-assign]
     try:
         built.ours(PROMPT, height=SIZE, width=SIZE, num_inference_steps=1)
     finally:
@@ -168,7 +168,7 @@ def test_with_the_schedulers_of_few_step_loras_the_image_equals_diffusers(built:
 
 def test_the_folder_says_what_diffusers_or_optimum_load_it_as(built: Built) -> None:
     index = read_index(built.folder)
-    assert index["_class_name"] == built.ours.family.assembled_as
+    assert index["_class_name"] == built.ours.family.assembled_as["text"]
     own = folder_defaults(built.folder)["text"]
     assert own == built.ours.defaults["text"]
     assert {"steps": own.steps, "guidance_scale": own.guidance_scale} == built.own

@@ -58,12 +58,12 @@ def test_noise_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize("colour", [*BACKGROUNDS.values(), (0, 0, 0), (255, 255, 255)], ids=str)
-def test_a_image_without_a_shape_shows_no_shape(colour: tuple[int, int, int]) -> None:
+def test_an_image_without_a_shape_shows_no_shape(colour: tuple[int, int, int]) -> None:
     reading = read(Image.new("RGB", (128, 128), colour))
     assert (reading.colour, reading.kind) == (None, None)
 
 
-def test_noise_over_a_image_hides_its_shape() -> None:
+def test_noise_over_an_image_hides_its_shape() -> None:
     rng = np.random.default_rng(0)
     noisy = np.clip(draw(SCENE, 1) + rng.normal(0, 90, (128, 128, 3)), 0, 255).astype(np.uint8)
     assert not read(Image.fromarray(noisy)).shows(SCENE)
@@ -87,7 +87,7 @@ def test_score_asks_the_pipeline_for_its_cases_and_counts_what_comes_back() -> N
     assert score(half_right, CASES).colour_and_kind == pytest.approx(half / len(CASES))
 
 
-def test_tally_refuses_a_image_too_few() -> None:
+def test_tally_refuses_an_image_too_few() -> None:
     with pytest.raises(ValueError):
         tally(CASES, [drawn(SCENE)])
 

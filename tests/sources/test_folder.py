@@ -253,7 +253,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
         ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "StableDiffusionXLPipeline"),
         ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "of UNet3DConditionModel, not of UNet2D"),
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
-        ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "of AutoencoderTiny"),
+        ("vae/config.json", {"_class_name": "AsymmetricAutoencoderKL"}, "of AsymmetricAutoencoderKL"),
         ("unet/config.json", {"sample_size": None}, "its sample_size is None"),
         ("vae/config.json", {"block_out_channels": None}, "lack something"),
     ],

@@ -56,7 +56,7 @@ def first(subject: Subject, cache: Cache) -> Verified:
     return verify(subject, SPEC, cache, threads=1)
 
 
-def test_a_good_pipeline_passes_submodel_by_submodel_and_as_a_image(first: Verified) -> None:
+def test_a_good_pipeline_passes_submodel_by_submodel_and_as_an_image(first: Verified) -> None:
     result = first.result
     assert result.passed, result.failure()
     assert list(result.submodels) == ["text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker"]
