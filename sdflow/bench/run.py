@@ -33,8 +33,8 @@ from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import folder_family
 from sdflow.targets import TARGETS, find_target
+from sdflow.tolerances import BENCH_FLOAT32, FLOAT16_RATIO
 from sdflow.units import spell_bytes
-from sdflow.yardstick import BENCH_FLOAT32, FLOAT16_RATIO
 
 if TYPE_CHECKING:
     import numpy as np

@@ -31,7 +31,7 @@ from sdflow.runtime.recorded_tuning import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.samples.canvas import canvas
 from sdflow.targets import Target, find_target
-from sdflow.yardstick import SESSIONS_APART
+from sdflow.tolerances import SESSIONS_APART
 
 if TYPE_CHECKING:
     import torch

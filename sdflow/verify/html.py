@@ -10,13 +10,13 @@ from pathlib import Path
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
+from sdflow.tolerances import FLOAT16_RATIO, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.finding import LEVELS
 from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.plot import plot_steps
 from sdflow.verify.result import SubmodelVerdict, Verification
-from sdflow.yardstick import FLOAT16_RATIO, FLOAT32_LIMIT
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }

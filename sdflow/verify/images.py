@@ -21,11 +21,11 @@ from sdflow.runtime.folder import (
     submodel_config,
 )
 from sdflow.samples.canvas import canvas
+from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 from sdflow.verify.inputs import control_images
 from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
-from sdflow.yardstick import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 
 if TYPE_CHECKING:
     import numpy as np

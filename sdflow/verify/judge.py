@@ -18,17 +18,17 @@ from sdflow.families.base import Family
 from sdflow.input_file import read_json
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.targets import TARGETS
+from sdflow.tolerances import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
 from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.finding import Finding
-from sdflow.verify.fit import fits
 from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
 from sdflow.verify.promises import check_promises, read_configs
 from sdflow.verify.recipes import RecipeCheck, check_recipes
 from sdflow.verify.result import CaseDistance, OutputVerdict, SubmodelVerdict, Verification
 from sdflow.verify.selection import Selection
-from sdflow.yardstick import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
+from sdflow.verify.unsupported_nodes import fits
 
 if TYPE_CHECKING:
     import numpy as np

@@ -34,7 +34,7 @@ from sdflow.runtime.kernels.proof import (
     group_norm_expected,
     group_norm_feeds,
 )
-from sdflow.yardstick import KERNEL_LIMIT
+from sdflow.tolerances import KERNEL_LIMIT
 
 
 @pytest.fixture(scope="module")

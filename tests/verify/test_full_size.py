@@ -21,7 +21,7 @@ from sdflow.step import Step
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify.finding import errors
-from sdflow.verify.fit import fits
+from sdflow.verify.unsupported_nodes import fits
 
 BASES = Path(__file__).parents[2] / "workflows" / "base"
 ARCHITECTURES = {

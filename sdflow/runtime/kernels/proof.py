@@ -11,7 +11,7 @@ from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.kernels.replace import DOMAIN, VERSION
-from sdflow.yardstick import KERNEL_LIMIT
+from sdflow.tolerances import KERNEL_LIMIT
 
 if TYPE_CHECKING:
     import numpy as np
