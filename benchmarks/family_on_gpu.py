@@ -54,12 +54,6 @@ def distance(drawn: Any, expected: Any) -> float:
     return sqrt(float(((drawn - expected) ** 2).sum() / ((expected - expected.mean()) ** 2).sum()))
 
 
-def psnr(drawn: Any, expected: Any) -> float:
-    import numpy as np
-
-    return float(-10 * np.log10(((drawn - expected) ** 2).mean()))
-
-
 def compare_submodels(family: Any, submodels: Any, modules: Any, sizes: Any, others: Any) -> None:
     """Each submodel by itself on made-up inputs of its real sizes: distance to float32 PyTorch, beside float16 PyTorch's and
     that of sessions made otherwise."""
@@ -137,6 +131,7 @@ def milliseconds(run: Any, rounds: int) -> float:
 
 
 def main() -> None:
+    from sdflow.distance import psnr
     from sdflow.families import FAMILIES
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline

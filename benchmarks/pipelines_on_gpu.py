@@ -84,12 +84,6 @@ def distance(drawn: Any, expected: Any) -> float:
     return sqrt(float(((drawn - expected) ** 2).sum() / ((expected - expected.mean()) ** 2).sum()))
 
 
-def psnr(drawn: Any, expected: Any) -> float:
-    import numpy as np
-
-    return float(-10 * np.log10(max(((drawn - expected) ** 2).mean(), 1e-20)))
-
-
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -160,6 +154,7 @@ def placements(pipeline: Any, folder: Path) -> None:
 
 def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:
     from sdflow.bench.drawers import with_float32_noise
+    from sdflow.distance import psnr
     from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.sources.load import load_pipeline
