@@ -110,6 +110,34 @@ def edges(size: int) -> Any:
     return Image.fromarray(np.repeat((255 * lines).astype("uint8")[..., None], 3, axis=2))
 
 
+def cloned(outputs: Any) -> Any:
+    """The outputs in memory of their own: those of a captured graph are overwritten when the next graph runs."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.clone()
+    if isinstance(outputs, dict):  # transformers' and diffusers' outputs are dataclasses that are dictionaries
+        return type(outputs)(**{key: cloned(value) for key, value in outputs.items()})
+    return type(outputs)(map(cloned, outputs)) if isinstance(outputs, (tuple, list)) else outputs
+
+
+def compile_parts(pipeline: Any) -> None:
+    """Compile UNet, ControlNets and decoder of one of diffusers' pipelines in place: torch.compile, reduce-overhead."""
+
+    def compiled(module: Any, method: str) -> None:
+        run = torch.compile(getattr(module, method), mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return cloned(run(*arguments, **named))
+
+        setattr(module, method, call)
+
+    compiled(pipeline.unet, "forward")
+    net = getattr(pipeline, "controlnet", None)
+    for each in getattr(net, "nets", [net] if net is not None else []):
+        compiled(each, "forward")
+    compiled(pipeline.vae, "decode")
+
+
 class Case:
     """One way to call one pipeline, by sdflow and by diffusers."""
 
@@ -191,10 +219,7 @@ def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argpa
             if isinstance(module := getattr(each, component, None), torch.nn.Module):
                 module.to(memory_format=torch.channels_last)
         if options.compile:
-            each.unet = torch.compile(each.unet, mode="reduce-overhead", fullgraph=True)
-            nets = getattr(getattr(each, "controlnet", None), "nets", [])
-            for index, net in enumerate(nets):
-                nets[index] = torch.compile(net, mode="reduce-overhead", fullgraph=True)
+            compile_parts(each)
     plain = exact
     for case, call, right in zip(cases, calls, expected, strict=True):
         say(f"{name} {json.dumps(call)}")
@@ -232,7 +257,7 @@ def main() -> None:
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--draw", action="append", required=True, metavar="NAME JSON")
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--compile", action="store_true", help="compile PyTorch's UNet and ControlNet")
+    parser.add_argument("--compile", action="store_true", help="compile PyTorch's UNet, ControlNets and decoder")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False
