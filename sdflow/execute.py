@@ -30,6 +30,7 @@ from sdflow.locked_folder import scratch_folder
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
+from sdflow.weights.finite import told_beyond_float16
 from sdflow.worker_group import GroupEndedError, WorkerGroup
 from sdflow.workers import WorkerResult
 
@@ -192,6 +193,8 @@ class _ChainRun:
             result = self._run_step(step, action, before)
             self.cache.remember_step(step.id, action)
             self.listener.finished(result)
+            if told := _beyond_float16(step, result.record.facts):
+                self.listener.note(f"{step.pipeline} {step.submodel}: {told}")
             finished.append(result)
         return tuple(finished)
 
@@ -311,6 +314,15 @@ class _ChainRun:
                 raise
         check_stamps(step.stamps)  # to the last byte it read what the key says
         return result
+
+
+def _beyond_float16(step: Step, facts: Facts) -> str | None:
+    files = [stamp["path"] for stamp in step.load.get("files", ())]
+    return told_beyond_float16(
+        facts,
+        [f"{lora.path} at scale {lora.scale:g}" for lora in step.loras],
+        files[0] if len(files) == 1 else "the checkpoint",
+    )
 
 
 def _compare(step: Step, again: str, cached: Record) -> None:

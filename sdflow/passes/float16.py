@@ -194,11 +194,14 @@ def _casts_to(node: Any, dtype: str) -> bool:
 
 
 def float16_facts(out: Path) -> dict[str, Any]:
-    """Weights that ended at float16's limits: {"at_limit": {"largest": count, "smallest": count}}."""
+    """Weights that ended at float16's limits: {"at_limit": {"largest": count, "smallest": count}}, and `beyond_float16`."""
     import numpy as np
     import onnx
 
+    from sdflow.weights.finite import beyond_float16
+
     counts = {"largest": 0, "smallest": 0}
+    cut: dict[str, int] = {}
     model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     data = np.memmap(out / WEIGHTS_FILE, dtype=np.uint8, mode="r") if (out / WEIGHTS_FILE).exists() else None
     for tensor in model.graph.initializer:
@@ -210,9 +213,11 @@ def float16_facts(out: Path) -> dict[str, Any]:
         else:
             bits = onnx.numpy_helper.to_array(tensor).view(np.uint16)
         magnitudes = bits & 0x7FFF
-        counts["largest"] += int(np.count_nonzero(magnitudes == 0x7BFF))
+        if largest := int(np.count_nonzero(magnitudes == 0x7BFF)):
+            cut[tensor.name] = largest
+        counts["largest"] += largest
         counts["smallest"] += int(np.count_nonzero(magnitudes == 0x0001))
-    return {"at_limit": counts}
+    return {"at_limit": counts, **beyond_float16(cut)}
 
 
 def _default_op_block_list() -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from sdflow.sources.lora import LoraLayer
+    from sdflow.weights.lora import LoraInput
 
 COPY_BLOCK = 1 << 20
 
@@ -54,8 +55,8 @@ class LoraMerge(Pass[LoraMergeConfig]):
     Config: ClassVar[type[PassConfig]] = LoraMergeConfig
 
     def run(self, inputs: PassInputs, out: Path, config: LoraMergeConfig) -> Facts:
-        """Raises CheckpointError for a LoRA with a tensor that has no place in the model, PassError for a model whose
-        weights are no longer those of OnnxConversion."""
+        """Raises CheckpointError for a LoRA with a tensor that has no place in the model or that makes a weight infinite,
+        PassError for a model whose weights are no longer those of OnnxConversion."""
         import onnx
 
         from sdflow.families import FAMILIES
@@ -80,7 +81,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
         targets = [weight for weight in weights if weight.name.key in touched]
         _require_unchanged(targets, touched)
         inputs.progress(f"merging into {len(targets)} weights")
-        _merge(model, targets, loras, inputs.model, out)
+        _merge(model, targets, loras, inputs.loras, inputs.model, out)
         copy_companions(inputs.model, out)
         return {
             **graph_facts(out / MODEL_FILE),
@@ -116,13 +117,23 @@ def _require_unchanged(targets: Sequence[_Weight], touched: Set[str]) -> None:
         )
 
 
-def _merge(model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], source: Path, out: Path) -> None:
+def _merge(
+    model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], files: Sequence[LoraInput], source: Path, out: Path
+) -> None:
     """Write the graph and its data file to `out`. Values in the graph file change there, all others in one stream."""
     import numpy as np
 
+    from sdflow.weights.finite import all_finite, refused_lora
+    from sdflow.weights.lora import Loras
+
     def merged(target: _Weight, values: bytes) -> np.ndarray:
-        total = _delta(target.name, loras)
-        total += np.frombuffer(values, "<f4").reshape(total.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = _delta(target.name, loras)
+            total += np.frombuffer(values, "<f4").reshape(total.shape)
+        if not all_finite(total):
+            refused = refused_lora(target.name.key, target.name.shape, Loras(loras), files)
+            assert refused is not None, "a LoRA touches it"
+            raise refused
         return total
 
     external = []

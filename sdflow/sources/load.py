@@ -142,10 +142,18 @@ def _fitted(
     tensors = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"], prefix or "")
     stored = [(f"{prefix or ''}{name}", tuple(tensor.shape)) for name, tensor in tensors.items()]
     values = list(tensors.values())
-    return {
+    fitted = {
         key: found.values(values[found.index], expected[key]).to(torch.float32).contiguous()
         for key, found in fit(part, stored, expected, prefix, where).items()
     }
+    for key, tensor in fitted.items():
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # a sum is quick, and may go beyond float32
+            raise CheckpointError(
+                f"values of {key} are NaN or infinite",
+                where=where,
+                remedy="The file is damaged, or was written by a training that failed: take another.",
+            )
+    return fitted
 
 
 def _read_files(files: list[Path], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:

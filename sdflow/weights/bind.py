@@ -74,13 +74,15 @@ def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
     Returns the facts of the graph, `computed`, the weights that were not copied from the base, `at_limit` (as
-    OnnxFloatToFloat16 counts, if there is float16 and no base), and with LoRAs `loras`, the weights that each touched,
-    and `touched`.
-    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, DamagedBase for a base that is
-    not what `base_sha256` says, PassError for a structure that is damaged or a disk without room for the result.
+    OnnxFloatToFloat16 counts, if there is float16 and no base), `beyond_float16` of what was computed, and with LoRAs
+    `loras`, the weights that each touched, and `touched`.
+    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture or gives what is not finite,
+    DamagedBase for a base that is not what `base_sha256` says, PassError for a structure that is damaged or a disk
+    without room for the result.
     """
     import onnx
 
+    from sdflow.weights.finite import FiniteWeights
     from sdflow.weights.half import AtLimit
     from sdflow.weights.lora import Merged, read_loras
     from sdflow.weights.recipe import params
@@ -104,12 +106,15 @@ def bind(request: BindRequest, out: Path) -> Facts:
     counts: list[AtLimit] = []
     with open_tensors(request.submodel, request.checkpoint, parameters) as tensors:
         merged = Merged(tensors, loras)
+        finite = FiniteWeights(merged, request.loras)
 
         def values(job: _Job) -> Any:
             if job.recipe is None:
                 return job.values
-            counts.append(AtLimit())
-            return _values(job.tensor, job.recipe, merged, counts[-1])
+            counts.append(count := AtLimit())
+            found = _values(job.tensor, job.recipe, merged, count)
+            finite.look_at(job.recipe, found, count)
+            return found
 
         if size:
             _write_data(request, out, [(job, None if copied(job) else partial(values, job)) for job in jobs])
@@ -120,7 +125,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
     for path in sorted(request.structure.iterdir()):
         if path.name not in (MODEL_FILE, WEIGHTS_FILE, PARAMETERS_FILE):
             shutil.copyfile(path, out / path.name)
-    facts = {**graph_facts(out / MODEL_FILE), "computed": len(counts)}
+    facts = {**graph_facts(out / MODEL_FILE), "computed": len(counts), **finite.facts()}
     if "float16" in facts["dtypes"] and request.base is None:
         facts["at_limit"] = {
             "largest": sum(each.largest for each in counts),

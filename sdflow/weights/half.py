@@ -25,10 +25,13 @@ _MAGNITUDE = np.uint16(0x7FFF)
 
 @dataclass
 class AtLimit:
-    """How many float16 values have the largest finite magnitude, and how many the smallest."""
+    """How many float16 values have the largest finite magnitude, and how many the smallest; how many were cut to a limit
+    from beyond it, and how many are not finite."""
 
     largest: int = 0
     smallest: int = 0
+    cut: int = 0
+    not_finite: int = 0
 
 
 def to_float16(
@@ -62,6 +65,9 @@ def to_float16(
                 magnitudes = half[suspects] & _MAGNITUDE
                 counts.largest += int(np.count_nonzero(magnitudes == 0x7BFF))
                 counts.smallest += int(np.count_nonzero(magnitudes == 0x0001))
+                counts.not_finite += int(np.count_nonzero(magnitudes > 0x7BFF))
+                exactly = np.abs(block[suspects])
+                counts.cut += int(np.count_nonzero((exactly > LARGEST) & (exactly < np.inf)))
     return rounded.reshape(values.shape)
 
 

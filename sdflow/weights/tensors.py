@@ -35,6 +35,9 @@ class Tensors(Protocol):
     def read(self, key: str) -> Array:
         """The values of a parameter, float32, or float16 where they are stored so."""
 
+    def file(self, key: str) -> str:
+        """Where they are from, for messages."""
+
 
 @contextmanager
 def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> Iterator[Tensors]:
@@ -60,6 +63,9 @@ class _Synthetic:
 
     def read(self, key: str) -> Array:
         return tensors_for(self._model, {key: self._shapes[key]}, self._seed)[key]
+
+    def file(self, key: str) -> str:
+        return "synthetic weights"
 
 
 class _Files:
@@ -87,19 +93,26 @@ class _Files:
             return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return values.astype(np.float32) if entry.dtype == "F64" else values
 
+    def file(self, key: str) -> str:
+        return str(self._entries[key][0])
+
 
 class _Pickled:
     """Tensors of pickles. torch maps their values from the file (`load_pickle`)."""
 
     def __init__(self, part: Part, files: Sequence[Path], prefix: str | None, parameters: Shapes) -> None:
         self._shapes = parameters
-        found = [item for file in files for item in load_pickle(file, "cpu").items()]
-        names = [(name, tuple(tensor.shape)) for name, tensor in found]
+        held = [(file, name, tensor) for file in files for name, tensor in load_pickle(file, "cpu").items()]
+        names = [(name, tuple(tensor.shape)) for _, name, tensor in held]
         places = fit(part, names, parameters, prefix, str(files[0]))
-        self._tensors = {key: place.values(found[place.index][1], parameters[key]) for key, place in places.items()}
+        self._files = {key: held[place.index][0] for key, place in places.items()}
+        self._tensors = {key: place.values(held[place.index][2], parameters[key]) for key, place in places.items()}
 
     def read(self, key: str) -> Array:
         tensor = self._tensors[key]
         exact = tensor.contiguous() if str(tensor.dtype) == "torch.float16" else tensor.float().contiguous()
         values: Array = exact.numpy().reshape(self._shapes[key])
         return values
+
+    def file(self, key: str) -> str:
+        return str(self._files[key])

@@ -58,4 +58,4 @@ def test_values_at_the_limits_are_counted() -> None:
     counts = AtLimit()
     to_float16(np.array([1e-9, -1e-9, 0, 1, 7e4, 65504, np.inf], np.float32), counts=counts)
     to_float16(np.array([2**-24, 65504, -65504], np.float16), counts=counts)
-    assert counts == AtLimit(largest=4, smallest=3)
+    assert counts == AtLimit(largest=4, smallest=3, cut=1, not_finite=1)
