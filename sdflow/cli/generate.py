@@ -142,6 +142,19 @@ def generate(
         bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
     ] = True,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
+    preview: Annotated[
+        bool,
+        typer.Option(
+            "--preview", help="Write what the image is becoming after every step, into the folder `previews`."
+        ),
+    ] = False,
+    preview_with: Annotated[
+        Path | None,
+        typer.Option(
+            help="A pipeline with TAESD, which draws the previews. Default: its own, else a pixel for each of the latents.",
+            metavar="PIPELINE",
+        ),
+    ] = None,
     sheet: Annotated[bool, typer.Option("--sheet/--no-sheet", help="A contact sheet of several images.")] = True,
     batch: Annotated[int, typer.Option(min=1, help="Images drawn at once.")] = 1,
     target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
@@ -198,6 +211,8 @@ def generate(
         clip_skip=clip_skip,
         embeddings=embedding or (),
         allow_pickle=allow_pickle,
+        preview=preview,
+        previews=preview_with,
         more={name: value for name, value in more.items() if value is not None},
     )
     with _as_typed(), _progress() as progress:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import CheckpointError, UsageError
+from sdflow.families.colors import LatentColors
 from sdflow.families.defaults import Defaults, Task, settled
 from sdflow.models.base import GUIDANCE, Config, Model, Original, class_names, halved
 from sdflow.prompts.reading import PLAIN, Reading
@@ -205,7 +206,7 @@ class Family:
     prompts. assembled_as: the class in an assembled model_index.json, by what the pipeline is made for (`task`).
     architectures: shipped ones, the first is the usual one. strength_spreads: the steps from an image are spread over what
     its strength leaves, where the scheduler can; else some are left out. defaults: of a call for each task, as in the
-    signatures of diffusers' pipelines.
+    signatures of diffusers' pipelines. colors: of its latents, for previews.
     """
 
     name: str
@@ -225,6 +226,7 @@ class Family:
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
     embeddings: tuple[str, ...]
+    colors: ClassVar[LatentColors]
     assembled_as: ClassVar[Mapping[Task, str]]
     architectures: tuple[str, ...]
 

@@ -35,6 +35,7 @@ class LatentConsistency(Family):
         "inpaint": Defaults(steps=4, guidance_scale=8.5, strength=1.0),
     }
     embeddings = _PLAIN.embeddings
+    colors = _PLAIN.colors
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTLatentConsistencyModelPipeline"}
     architectures = ("lcm", "lcm-tiny")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.text import encode
 from sdflow.models.base import Config
@@ -102,6 +103,7 @@ class StableDiffusion(Family):
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    colors: ClassVar[LatentColors] = STABLE_DIFFUSION
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "OnnxStableDiffusionPipeline",
         "inpaint": "OnnxStableDiffusionInpaintPipeline",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.colors import STABLE_DIFFUSION_XL, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.stable_diffusion import (
     CONTROLNET,
@@ -112,6 +113,7 @@ class StableDiffusionXL(Family):
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    colors: ClassVar[LatentColors] = STABLE_DIFFUSION_XL
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "ORTStableDiffusionXLPipeline",
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",

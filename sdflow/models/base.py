@@ -134,10 +134,12 @@ class Model:
     class_name: as in config.json and in cache keys.
     weights_stem: of the file that diffusers or transformers keep its weights in, without the suffix.
     library_module: of its library, that holds the class and imports slowly; a process that will make many imports it once.
+    quick: a VAE that decodes in a small part of a step's time.
     """
 
     class_name: ClassVar[str]
     weights_stem: ClassVar[str]
+    quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
 
     def empty(self, config: Config) -> torch.nn.Module:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class _Half(Model):
     class_name: ClassVar[str] = "AutoencoderTiny"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    quick: ClassVar[bool] = True
     library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_tiny"
 
     def empty(self, config: Config) -> torch.nn.Module:

@@ -35,12 +35,14 @@ def denoise(
     start: Start,
     conditions: Mapping[str, torch.Tensor],
     on_step: Callable[[int, int, int], None] | None = None,
+    on_clean: Callable[[int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """The finished latents, float32, of the shape of the noise.
 
     schedule: on the device of the noise. conditions: what the denoiser reads beside latents and timestep, a row for each
     image; with a guided schedule twice as many, the negative prompts' first. on_step: called with index, timestep and number
-    of all runs when one is computed (on CUDA: queued).
+    of all runs when one is computed (on CUDA: queued). on_clean: called with the index and the latents as the model thinks
+    they are without noise.
     """
     import torch
 
@@ -63,10 +65,17 @@ def denoise(
             return drawn
         return torch.where(start.mask, drawn, torch.mv(terms[:known].T, schedule.kept[index, :known]).view(shape))
 
+    def clean(index: int) -> torch.Tensor:
+        known = schedule.known(index + 1)
+        seen = torch.mv(terms[:known].T, schedule.clean[index, :known]).view(shape)
+        return seen if start.mask is None or start.image is None else torch.where(start.mask, seen, start.image)
+
     for index in range(schedule.runs):
         denoiser.sample[:, :, :channels].copy_(latents(index))
         output = denoiser.step(index)
         terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
         if on_step is not None:
             on_step(index, schedule.numbers[index], schedule.runs)
+        if on_clean is not None:
+            on_clean(index, clean(index))
     return latents(schedule.runs)

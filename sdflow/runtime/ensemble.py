@@ -21,7 +21,7 @@ REFINER_START = 0.8
 
 OF_BOTH = (
     *("negative_prompt", "guidance_scale", "num_images_per_prompt", "eta", "generator"),
-    *("prompt_syntax", "clip_skip", "callback_on_step_end"),
+    *("prompt_syntax", "clip_skip", "callback_on_step_end", "callback_on_preview"),
 )
 """What of a call both take as it is. Their arguments for one family go to those that know them, all others to the base."""
 

@@ -24,6 +24,7 @@ from sdflow.runtime.control_files import ControlFile
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.start import require_size, require_start
 from sdflow.runtime.tuning import Tuning
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHEET_FILE = "sheet.png"
+PREVIEWS = "previews"
+"""The folder for them: one a step, NNN-SEED/STEP.png."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class GenerateRequest:
     images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
     from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. controls: images for ControlNets; guess_mode: as of the pipeline. more: what the
-    pipeline's family takes besides.
+    pipeline's family takes besides. preview: write one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
     folder: Path
@@ -79,6 +82,8 @@ class GenerateRequest:
     clip_skip: int | None = None
     embeddings: Sequence[str] = ()
     allow_pickle: bool = False
+    preview: bool = False
+    previews: Path | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -167,9 +172,13 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
             if len(prompts) == 1
             else f"{begin + 1}-{begin + len(prompts)} of {len(wanted)}"
         )
-        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, _counted(progress, label))
-        for made, prompt, seed, flagged in zip(batch, prompts, seeds, flags, strict=True):
-            file = request.out / f"{len(drawn) + 1:03d}-{seed}.png"
+        names = [f"{begin + index + 1:03d}-{seed}" for index, seed in enumerate(seeds)]
+        callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
+        if request.preview:
+            callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
+        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, callbacks)
+        for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
+            file = request.out / f"{name}.png"
             _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
             drawn.append(Drawn(str(file), prompt, seed, flagged))
         images += batch
@@ -228,6 +237,8 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError(f"it is {request.strength}", where="--strength", remedy="It must be above 0 and at most 1.")
     if request.eta is not None and not 0 <= request.eta <= 1:
         raise UsageError(f"it is {request.eta}", where="--eta", remedy="It must be from 0 to 1.")
+    if request.previews is not None and not request.preview:
+        raise UsageError("it says what draws the previews", where="--preview-with", remedy="Add --preview.")
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
@@ -299,6 +310,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "threads": request.threads,
         "tuning": tuning,
         "embeddings": words,
+        "previews": request.previews,
     }
     if request.refiner is not None:
         return Ensemble.load(request.folder, request.refiner, target, **options)
@@ -312,7 +324,7 @@ def _draw(
     seeds: list[int],
     images: tuple[Image | None, Image | None],
     controls: Mapping[str, Control],
-    on_step: Callable[[int, int, int], None],
+    callbacks: Mapping[str, Any],
 ) -> tuple[list[Image], list[bool | None]]:
     import torch
 
@@ -337,7 +349,7 @@ def _draw(
         guess_mode=request.guess_mode,
         prompt_syntax=request.prompt_syntax,
         clip_skip=request.clip_skip,
-        callback_on_step_end=on_step,
+        **callbacks,
         **more,
     )
     flags: list[bool | None] = (
@@ -348,6 +360,18 @@ def _draw(
 
 def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
     return lambda index, timestep, total: progress.step(label, index + 1, total)
+
+
+class _Previews:
+    """Writes previews of the images with these names. They are counted over base and refiner."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._folder, self._names, self._count = folder, names, 0
+
+    def write(self, preview: Preview) -> None:
+        self._count += 1
+        for name, image in zip(self._names, preview.images(), strict=True):
+            _write(image, self._folder / name / f"{self._count:03d}.png", {"preview": self._count})
 
 
 def _told(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from sdflow.runtime.folder import (
     read_options,
 )
 from sdflow.runtime.images import to_pil
+from sdflow.runtime.preview import Preview, previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.start import (
@@ -112,6 +113,7 @@ class Pipeline:
         family.require_nets_fit(configs)
         told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
         self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
+        self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self.denoisers = Denoisers(
             submodels[family.denoiser],
@@ -138,6 +140,7 @@ class Pipeline:
         tuning: Tuning = UNTUNED,
         embeddings: Sequence[Path | str | Embedding] = (),
         shared: Mapping[str, Submodel] = MappingProxyType({}),
+        previews: Path | str | None = None,
     ) -> Pipeline:
         """Load an assembled pipeline, its sessions side by side.
 
@@ -145,6 +148,7 @@ class Pipeline:
         it is there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune`
         chose for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
         FILE:WORD; their words may stand in prompts. shared: submodels that another pipeline has loaded of the same artifacts.
+        previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         target = TARGETS[target] if isinstance(target, str) else target
@@ -178,6 +182,8 @@ class Pipeline:
         )
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
+        if previews is not None:
+            pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
         return pipeline
 
     def __call__(
@@ -208,6 +214,7 @@ class Pipeline:
         clip_skip: int | None = None,
         callback_on_text_end: Callable[[], None] | None = None,
         callback_on_step_end: Callable[[int, int, int], None] | None = None,
+        callback_on_preview: Callable[[Preview], None] | None = None,
         **more: Any,
     ) -> Images:
         """Draw images: from text alone, from another image too, or, with a mask, in the white part of the mask.
@@ -223,7 +230,8 @@ class Pipeline:
         pipeline left there. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
-        a run of the denoiser and how many there are. more: what the family's pipeline takes besides (`Family.arguments`).
+        a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
+        (`sdflow.runtime.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
         Raises UsageError for sizes and images that the model cannot take.
         """
         import torch
@@ -291,7 +299,13 @@ class Pipeline:
                 denoiser = self.denoiser(start, rows, conditions, controls=controls, guess=guess_mode)
             if callback_on_text_end is not None:
                 callback_on_text_end()
-            result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end)
+
+            def show(index: int, clean: torch.Tensor) -> None:
+                if callback_on_preview is not None:
+                    callback_on_preview(Preview(index, schedule.runs, clean, self.preview))
+
+            seen = None if callback_on_preview is None else show
+            result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end, seen)
             if self.low_memory:
                 self.denoisers.unload()
             if output_type == "latent":
@@ -319,6 +333,11 @@ class Pipeline:
                 for image in decode(decoder, latents, self.latents, tiles=self.low_memory)
             ]
             return torch.cat(images)
+
+    def preview(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
+        with self.place.current():
+            return self.draw_preview(latents)
 
     def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
         """The images with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""

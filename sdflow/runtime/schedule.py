@@ -31,7 +31,9 @@ class Schedule:
     """The factors of the latents, one row per run of the UNet (R of them) and a last one for the result.
 
     numbers: the timesteps. timesteps: the same for the UNet, float32 (R, 1). inputs: what it is given, already scaled
-    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps.
+    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps. clean: after
+    each run, the latents without the noise that the UNet says is in them, float32 (R, terms); where the scheduler does not say
+    what the output means, the latents before the next run.
     draws: how many noises the scheduler draws. halves: columns per output, two with guidance.
     """
 
@@ -39,6 +41,7 @@ class Schedule:
     timesteps: torch.Tensor
     inputs: torch.Tensor
     kept: torch.Tensor
+    clean: torch.Tensor
     draws: int
     halves: int = 1
 
@@ -64,11 +67,11 @@ class Schedule:
             outputs = rows[:, self.known(0) :, None] * weights
             return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
 
-        return replace(self, inputs=split(self.inputs), kept=split(self.kept), halves=2)
+        return replace(self, inputs=split(self.inputs), kept=split(self.kept), clean=split(self.clean), halves=2)
 
     def to(self, device: str) -> Schedule:
         """With its tensors on the device."""
-        tensors = {name: getattr(self, name).to(device) for name in ("timesteps", "inputs", "kept")}
+        tensors = {name: getattr(self, name).to(device) for name in ("timesteps", "inputs", "kept", "clean")}
         return replace(self, **tensors)
 
 
@@ -182,7 +185,7 @@ def _trace(
     latents = scheduler.add_noise(image, noise, timesteps[:1]) if from_image else noise * scheduler.init_noise_sigma
     if begin is not None:
         latents = image
-    inputs, kept = [], []
+    inputs, kept, clean = [], [], []
     known = latents
     with Draw():
         for index, timestep in enumerate(timesteps):
@@ -190,6 +193,7 @@ def _trace(
             scale = inputs[-1].norm() / latents.norm()
             kept.append(known * scale)
             latents = scheduler.step(outputs[index], timestep, latents, **step_options).prev_sample
+            clean.append(_without_noise(scheduler, timestep, inputs[-1], outputs[index], latents))
             if inpaint:
                 known = (
                     image if index + 1 == runs else scheduler.add_noise(image, noise, timesteps[index + 1 : index + 2])
@@ -198,13 +202,43 @@ def _trace(
         raise UsageError(f"{type(scheduler).__name__} draws more than two noises a step", remedy="Take another one.")
 
     def rows(vectors: list[torch.Tensor]) -> torch.Tensor:
-        factors = torch.stack(vectors).reshape(runs + 1, terms)
+        factors = torch.stack(vectors).reshape(len(vectors), terms)
         return torch.cat([factors[:, : FIRST_DRAWN + draws], factors[:, -runs:]], dim=1).to(torch.float32)
 
     numbers = tuple(int(timestep) for timestep in timesteps)
     return Schedule(
-        numbers, timesteps.to(torch.float32)[:, None], rows([*inputs, latents]), rows([*kept, known]), draws
+        numbers,
+        timesteps.to(torch.float32)[:, None],
+        rows([*inputs, latents]),
+        rows([*kept, known]),
+        rows(clean),
+        draws,
     )
+
+
+def _without_noise(scheduler: Any, timestep: Any, given: Any, output: Any, after: Any) -> Any:
+    """What the image is, by what the UNet made of `given` at a timestep. after: the latents behind the step, where the
+    scheduler's noise has another form.
+
+    The UNet of these schedulers reads image * alpha + noise * sigma, of which the squares sum to 1 (https://arxiv.org/abs/2010.02502,
+    equation 12; of v https://arxiv.org/abs/2202.00512, appendix D).
+    """
+    kind, alphas = scheduler.config.get("prediction_type"), getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None or kind not in ("epsilon", "sample", "v_prediction"):
+        return after
+    place, last = min(max(float(timestep), 0.0), len(alphas) - 1.0), len(alphas) - 1
+    # As EulerDiscreteScheduler, sigma / alpha is linear between two timesteps.
+    low, high = (alphas[min(int(place) + more, last)].double() for more in (0, 1))
+    noise = ((1 - low) / low) ** 0.5
+    if part := place - int(place):
+        noise = noise + part * (((1 - high) / high) ** 0.5 - noise)
+    alpha = 1 / (noise**2 + 1) ** 0.5
+    sigma = (1 - alpha**2) ** 0.5
+    if kind == "sample":
+        return output
+    if kind == "v_prediction":
+        return alpha * given - sigma * output
+    return (given - sigma * output) / alpha
 
 
 def _cutoff(scheduler: Any, place: float) -> int:

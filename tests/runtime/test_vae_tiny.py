@@ -15,14 +15,18 @@ from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
 from sdflow.config import load_workflow
-from sdflow.errors import CheckpointError, WorkflowError
+from sdflow.errors import CheckpointError, UsageError, WorkflowError
+from sdflow.families import FAMILIES
 from sdflow.inspection import inspect
 from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.passes.registry import catalog
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.preview import Preview, previewer_of
+from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
+from sdflow.targets import TARGETS
 
 TOLERANCE = 1e-4
 SIZE = 64
@@ -52,7 +56,7 @@ def theirs(checkpoint: Checkpoint) -> diffusers.StableDiffusionPipeline:
 
 
 @pytest.fixture(scope="module")
-def ours(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("taesd")
     names = [name for name in checkpoint.submodels if name != "safety_checker"]
     for name in names:
@@ -66,7 +70,12 @@ def ours(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pi
         origin=Origin("tiny", "cpu", family=checkpoint.family.name),
         options=checkpoint.options,
     )
-    return Pipeline.load(root / "pipeline", "cpu", threads=1)
+    return root / "pipeline"
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Pipeline:
+    return Pipeline.load(folder, "cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +112,26 @@ def test_image_to_image_equals_diffusers_that_draws_no_sample(
     settings = {**SETTINGS, "strength": 0.6, "guidance_scale": 7.5}
     expected = of_them(PROMPT, image=image, generator=generator(), **settings).images
     assert_equal(ours(PROMPT, image, generator=generator(), **settings).images, expected)
+
+
+def test_its_previews_are_images_and_the_last_is_the_image(ours: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "scheduler", named_scheduler("euler", ours.scheduler.config))
+    seen: list[Preview] = []
+    given = {"generator": generator(), "callback_on_preview": seen.append, "height": SIZE, "width": SIZE}
+    (image,) = ours(PROMPT, num_inference_steps=4, **given).images
+    first, last = np.asarray(seen[0].images()[0], int), np.asarray(seen[-1].images()[0], int)
+    assert first.shape == last.shape == (SIZE, SIZE, 3)
+    assert np.abs(last - np.asarray(image, int)).max() <= 1, "at the end no noise is left"
+    assert np.abs(first - last).max() > 10
+
+
+def test_another_pipeline_may_draw_its_previews_by_it(ours: Pipeline, folder: Path, tiny_pipeline: Path) -> None:
+    other = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, previews=folder)
+    latents = torch.randn(1, 4, SIZE // 8, SIZE // 8, generator=generator())
+    assert torch.equal(other.preview(latents), ours.decode(latents))
+    assert not torch.equal(other.decode(latents), ours.decode(latents))
+    with pytest.raises(UsageError, match="not those of Stable Diffusion XL"):
+        previewer_of(folder, FAMILIES["stable_diffusion_xl"], ours.latents, TARGETS["cpu"])
 
 
 def test_it_is_the_same_from_a_folder_and_from_one_file(
