@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -79,13 +79,19 @@ def test_a_checkpoint_in_one_file_is_named_with_lines_that_are_a_workflow(archit
     assert pipeline.model == str(file)
 
 
-def test_a_file_of_7_gb_is_named_at_once(tmp_path: Path) -> None:
+def read_so_far() -> int:
+    """The bytes that this process has read."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts what a process reads")
+def test_of_a_file_of_7_gb_the_header_alone_is_read(tmp_path: Path) -> None:
     shapes = {**fingerprint("sdxl"), "model.diffusion_model.filler": (3_500_000_000,)}
     file = write_header(tmp_path / "model.safetensors", shapes)
     assert file.stat().st_size > 7e9
-    begun = time.perf_counter()
+    begun = read_so_far()
     assert only(file).of == ("Stable Diffusion XL",)
-    assert time.perf_counter() - begun < 2
+    assert read_so_far() - begun < 100e6
 
 
 def test_what_a_checkpoint_lacks_is_told_and_no_workflow_is_made_of_it(tmp_path: Path) -> None:
