@@ -135,7 +135,11 @@ def _index(
         **options,
     }
     absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
-    absent += [name for name, companion in family.companions.items() if companion.part is not None]
+    absent += [
+        name
+        for name, companion in family.companions.items()
+        if any(part in family.submodels for part in companion.parts)
+    ]
     components.update({name: [None, None] for name in absent})
     if family.checker is not None:
         components["requires_safety_checker"] = family.checker in parts

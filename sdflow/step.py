@@ -111,7 +111,7 @@ class Step:
     @property
     def stamps(self) -> list[Stamp]:
         """Of every file that the pass reads and its key holds the content of, but for what lies in the cache."""
-        return [*self.load.get("files", ()), *(lora.stamp for lora in self.loras), *self.script_stamps]
+        return [*sources.stamps_of(self.load), *(lora.stamp for lora in self.loras), *self.script_stamps]
 
     @property
     def family(self) -> str:

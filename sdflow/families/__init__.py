@@ -22,10 +22,13 @@ DEFAULT = "stable_diffusion"
 NET: str = next(family.net.name for family in FAMILIES.values() if family.net is not None)
 """What the chain of all ControlNets is called; `NET_name` is one of them."""
 
+PROMPTER: str = next(family.prompter.name for family in FAMILIES.values() if family.prompter is not None)
+"""What the chain of what reads image prompts is called; it is there beside IP-Adapters alone."""
+
 SUBMODELS: Mapping[str, str] = {
     part.name: part.about
     for family in FAMILIES.values()
-    for part in (*family.parts, *([family.net] if family.net is not None else []))
+    for part in (*family.parts, *(part for part in (family.net, family.prompter) if part is not None))
 }
 """Every submodel that a workflow may name, with what it is."""
 
@@ -89,3 +92,9 @@ ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for 
 
 COMPONENT_ARCHITECTURES: Mapping[str, str] = {"taesd": "vae", "taesd-tiny": "vae"}
 """Architectures of a component alone, for `components` of a workflow -> the component."""
+
+ADAPTER_ARCHITECTURES: tuple[str, ...] = (
+    *("ip-adapter", "ip-adapter-plus", "ip-adapter-sdxl", "ip-adapter-plus-sdxl"),
+    *("ip-adapter-tiny", "ip-adapter-plus-tiny"),
+)
+"""Architectures of an IP-Adapter with its image encoder, for `ip_adapters` of a workflow."""

@@ -6,7 +6,7 @@ passes, the cache or sessions. Tensors are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +41,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Adapted:
+    """Parameters of a part that lie in the files of adapters. of: which adapter's file a parameter is in; None: the part's
+    own. layout: how they lie there."""
+
+    of: Callable[[str], int | None]
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class Part:
     """One submodel of a family.
 
@@ -50,7 +59,8 @@ class Part:
     config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
     files of textual inversion that hold one for each text encoder. controlled: as config, where the pipeline has ControlNets.
     repeats: of one that may be there several times, what all of them are called (`Family.net`); else "".
-    instead: models that its component may be of in its place: its config.json says which (`of`).
+    instead: models that its component may be of in its place: its config.json says which (`of`). adapted: what of it is in the
+    files of IP-Adapters, where the pipeline has some.
     """
 
     name: str
@@ -66,6 +76,7 @@ class Part:
     controlled: Config = field(default_factory=dict)
     repeats: str = ""
     instead: tuple[Model, ...] = ()
+    adapted: Adapted | None = None
 
     def of(self, config: Config) -> Part:
         """This part, of the model whose class a config.json names."""
@@ -88,13 +99,17 @@ class Companion:
     """What lies beside the graphs: a tokenizer, a scheduler, a feature extractor.
 
     library, class_name: what loads it; class_name None: its config names it. file: what its folder must hold.
-    part: it is there only beside this part.
+    parts: it is there only beside one of these parts; none: always.
     """
 
     library: str
     class_name: str | None
     file: str
-    part: str | None = None
+    parts: tuple[str, ...] = ()
+
+    def wanted(self, submodels: Container[str]) -> bool:
+        """Whether it is there beside these submodels."""
+        return not self.parts or any(part in submodels for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -200,6 +215,7 @@ class Family:
     of these classes that its pipelines do not have.
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
     net: a part that may be there any number of times, each with a name of its own: a ControlNet. None: there are none.
+    prompter: the part that reads image prompts, where a pipeline has IP-Adapters. None: there are none.
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
@@ -219,6 +235,7 @@ class Family:
     encoder: str
     checker: str | None
     net: Part | None = None
+    prompter: Part | None = None
     companions: ClassVar[Mapping[str, Companion]]
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]
@@ -278,9 +295,11 @@ class Family:
             )
 
     def part(self, name: str) -> Part:
-        """The part of this name, or the ControlNet. Raises KeyError."""
+        """The part of this name, the ControlNet, or what reads image prompts. Raises KeyError."""
         if self.net is not None and name.startswith(f"{self.net.name}_"):
             return replace(self.net, name=name, component=name, repeats=self.net.name)
+        if self.prompter is not None and name == self.prompter.name:
+            return self.prompter
         return {part.name: part for part in self.parts}[name]
 
     def net_name(self, name: str) -> str:
@@ -295,10 +314,19 @@ class Family:
             name.removeprefix(begins): name for name in sorted(submodels) if name.startswith(begins)
         }  # fmt: skip
 
+    def prompters(self, submodels: Iterable[str]) -> tuple[str, ...]:
+        """What reads image prompts among submodels: one name, or none."""
+        return tuple(name for name in submodels if self.prompter is not None and name == self.prompter.name)
+
+    def beside(self, submodels: Iterable[str]) -> tuple[str, ...]:
+        """Those of these names that are there only where a workflow asks for them: what reads image prompts, ControlNets."""
+        there = set(submodels)
+        return (*self.prompters(there), *self.nets(there).values())
+
     def ordered(self, submodels: Iterable[str]) -> tuple[str, ...]:
         """Those of these names that are submodels of this family, in its order."""
         there = set(submodels)
-        return (*(name for name in self.submodels if name in there), *self.nets(there).values())
+        return (*(name for name in self.submodels if name in there), *self.beside(there))
 
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
         """Raises UsageError, `where` the argument's name, for one of a call that this family does not know, and for a value

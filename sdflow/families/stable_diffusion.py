@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.base import Adapted, Companion, Conditions, Family, Layout, Part, Request, Run
 from sdflow.families.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import with_projections
 from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText
 from sdflow.models.controlnet import ControlNet
+from sdflow.models.image_encoder import ImageEncoder, projection_adapter, projection_names
+from sdflow.models.image_prompts import adapter_of, matrix_names
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.models.residuals import CONTROLLED
 from sdflow.models.safety_checker import SafetyChecker
@@ -31,6 +34,15 @@ CONTROLNET = Part(
     "controlnet",
     "A ControlNet, run beside the denoiser: this one chain is that of every net under `controlnets`.",
     layouts=(Layout("control_model."),),
+)
+
+IMAGE_MATRICES = Adapted(adapter_of, Layout("ip_adapter.", matrix_names))
+IMAGE_ENCODER = Part(
+    "image_encoder",
+    ImageEncoder(),
+    "image_encoder",
+    "The encoder of image prompts, with what `ip_adapters` make of its embeddings: an image to tokens for the denoiser.",
+    adapted=Adapted(projection_adapter, Layout("image_proj.", projection_names)),
 )
 
 
@@ -60,6 +72,7 @@ class StableDiffusion(Family):
             # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
             lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
             controlled={CONTROLLED: True},
+            adapted=IMAGE_MATRICES,
         ),
         Part(
             "vae_encoder",
@@ -87,11 +100,15 @@ class StableDiffusion(Family):
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
     net = CONTROLNET
+    prompter = IMAGE_ENCODER
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
         "feature_extractor": Companion(
-            "transformers", "CLIPImageProcessor", "preprocessor_config.json", part="safety_checker"
+            "transformers",
+            "CLIPImageProcessor",
+            "preprocessor_config.json",
+            parts=("safety_checker", IMAGE_ENCODER.name),
         ),
     }
     scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
@@ -149,8 +166,8 @@ class StableDiffusion(Family):
         make = diffusers.StableDiffusionControlNetPipeline if nets else diffusers.StableDiffusionPipeline
         if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
             make = diffusers.StableDiffusionInpaintPipeline
-        return make(
-            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet")},
+        pipeline = make(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet", "image_encoder")},
             **({"controlnet": nets} if nets else {}),
             tokenizer=companions["tokenizer"],
             scheduler=companions["scheduler"],
@@ -158,6 +175,7 @@ class StableDiffusion(Family):
             feature_extractor=companions.get("feature_extractor"),
             requires_safety_checker="safety_checker" in modules,
         )
+        return with_projections(pipeline)
 
 
 def is_open_clip(text: Config) -> bool:

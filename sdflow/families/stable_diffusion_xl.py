@@ -9,8 +9,11 @@ from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
 from sdflow.families.colors import STABLE_DIFFUSION_XL, LatentColors
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import with_projections
 from sdflow.families.stable_diffusion import (
     CONTROLNET,
+    IMAGE_ENCODER,
+    IMAGE_MATRICES,
     UNET_LAYOUT,
     VAE_LAYOUT,
     text_fingerprint,
@@ -73,6 +76,7 @@ class StableDiffusionXL(Family):
             layouts=(UNET_LAYOUT,),
             lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
             controlled={CONTROLLED: True},
+            adapted=IMAGE_MATRICES,
         ),
         Part(
             "vae_encoder",
@@ -93,10 +97,14 @@ class StableDiffusionXL(Family):
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
     net: Part | None = CONTROLNET
+    prompter: Part | None = IMAGE_ENCODER
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+        "feature_extractor": Companion(
+            "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=(IMAGE_ENCODER.name,)
+        ),
     }
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
@@ -189,13 +197,14 @@ class StableDiffusionXL(Family):
         make = diffusers.StableDiffusionXLControlNetPipeline if nets else diffusers.StableDiffusionXLPipeline
         if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
             make = diffusers.StableDiffusionXLInpaintPipeline
-        return make(
-            **{name: modules.get(name) for name in ("vae", "text_encoder", "text_encoder_2", "unet")},
+        pipeline = make(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "text_encoder_2", "unet", "image_encoder")},
             **({"controlnet": nets} if nets else {}),
-            **{name: companions[name] for name in self.companions},
+            **{name: companions.get(name) for name in self.companions},
             force_zeros_for_empty_prompt=options["force_zeros_for_empty_prompt"],
             add_watermarker=False,
         )
+        return with_projections(pipeline)
 
 
 class _Texts:

@@ -35,13 +35,16 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
             _PARTS["text_encoder_2"],
             layouts=(Layout("conditioner.embedders.0.model.", open_clip_names, open_clip_unused),),
         ),
-        replace(_PARTS["unet"], model=RefinerUNet()),
+        replace(_PARTS["unet"], model=RefinerUNet(), adapted=None),
         _PARTS["vae_encoder"],
         _PARTS["vae_decoder"],
     )
     net = None
+    prompter = None
     companions: ClassVar[Mapping[str, Companion]] = {
-        name: companion for name, companion in StableDiffusionXL.companions.items() if name != "tokenizer"
+        name: companion
+        for name, companion in StableDiffusionXL.companions.items()
+        if name not in ("tokenizer", "feature_extractor")
     }
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     arguments = ("original_size", "crops_coords_top_left", *_SCORES)

@@ -72,8 +72,8 @@ def inspect_pipeline(folder: Path) -> Finding:
             missing.append(component.replace("_", " "))
             notes.append(f"{error.where}: {error.what}.")
     for name, companion in family.companions.items():
-        part = companion.part
-        if (part is None or family.part(part).component in configs) and not (folder / name / companion.file).is_file():
+        there = [part.name for component in configs for part in family.components[component]]
+        if companion.wanted(there) and not (folder / name / companion.file).is_file():
             missing.append(name.replace("_", " "))
     architectures = architectures_of(folder, family, configs)
     architecture, title, base = None, family.title, None

@@ -168,6 +168,10 @@ class Model:
         """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
         raise NotImplementedError
 
+    def set_before(self, module: Any) -> dict[str, torch.Tensor]:
+        """What diffusers sets in the module before it calls it, under the names of the inputs."""
+        return {}
+
     def beside(self, denoiser: Config) -> Config:
         """The config of such a model for a denoiser with this config, where a file has none. For ControlNets."""
         raise NotImplementedError
@@ -185,11 +189,15 @@ class Model:
         """Image pixels per latent pixel, along each axis; None where the config does not say it."""
         return None
 
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        """The sizes of axes that no other model has, at the smallest."""
+        return {}
+
     def dummy(self, config: Config, sizes: Sizes = Sizes(), seed: int = 0) -> dict[str, np.ndarray]:
         """Random inputs of the right names, types and shapes. The same seed gives the same values."""
         import numpy as np
 
-        axes = sizes.axes()
+        axes = {**sizes.axes(), **self.more_axes(config)}
         if scale := self.scale(config):
             axes |= {"latent_height": sizes.height // scale, "latent_width": sizes.width // scale}
         random = np.random.default_rng(seed)

@@ -3,6 +3,8 @@
 - `timestep` is float32 of shape [1]: diffusers feeds `np.array([t])` in the type that the session declares, and
   optimum-onnx adds an axis when the input has one. An integer type would cut off the fractions of Euler's and DPM's
   timesteps. Its axis is fixed: one timestep for the whole batch.
+- The UNet of a pipeline with IP-Adapters also takes the tokens of images, and how much they count
+  (`sdflow.models.image_prompts`).
 - The UNet of a latent consistency model also takes `timestep_cond`: the guidance scale, embedded.
 - The UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
   width of the original image, top and left of the crop, height and width of the target, in pixels. That of its refiner takes an
@@ -17,6 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
 from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Shapes, Sizes, halved
+from sdflow.models.image_prompts import (
+    ADAPTED,
+    ScaleInput,
+    add_adapters,
+    get_scales,
+    image_prompt_ports,
+    is_image_prompt,
+    recorded_tokens,
+    scale_input,
+    set_scales,
+    split_inputs,
+    token_counts,
+)
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 
@@ -27,6 +42,8 @@ if TYPE_CHECKING:
 _MORE_INPUTS = ("class_embed_type", "addition_embed_type", "num_class_embeds")
 
 _MAIN = ("sample", "timestep", "encoder_hidden_states")
+_IMAGES = "image_embeds"
+"""What diffusers calls image prompts among what it adds to the conditions."""
 
 _READS_TEXT = re.compile(r"attn2_to_[kv](_lora)?$")
 _TRANSFORMER = re.compile(r"transformer_blocks_(\d+)_")
@@ -45,10 +62,12 @@ class UNet(Model):
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import UNet2DConditionModel
 
-        known = {name: value for name, value in config.items() if name != CONTROLLED}
+        known = {name: value for name, value in config.items() if name not in (CONTROLLED, ADAPTED)}
         module = UNet2DConditionModel.from_config(known)
         if config.get(CONTROLLED):
             module.register_to_config(**{CONTROLLED: True})  # for `traced`
+        if tokens := config.get(ADAPTED):
+            add_adapters(module, tokens)
         made: torch.nn.Module = module
         return made
 
@@ -58,6 +77,7 @@ class UNet(Model):
                 *main_ports(config, "unet", self.time_ids),
                 *_guidance(config),
                 *(residual_ports(config) if config.get(CONTROLLED) else ()),
+                *image_prompt_ports(config),
             ),
             outputs=(
                 Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
@@ -79,6 +99,9 @@ class UNet(Model):
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)
 
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return token_counts(config)
+
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
         return made_up(port, shape, random)
 
@@ -89,12 +112,15 @@ class UNet(Model):
         more = [port.name for port in self.ports(module.config).inputs[len(_MAIN) :]]
 
         def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, *others: Any) -> Any:
-            given = _arguments(dict(zip(more, others, strict=True)))
+            inputs = dict(zip(more, others, strict=True))
+            set_scales(module, [ScaleInput(scale) for scale in split_inputs(inputs)[1]])
+            given = _arguments(inputs)
             return original(sample, timestep, encoder_hidden_states, **given, return_dict=False)[0]
 
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        set_scales(module, [scale.item() for scale in split_inputs(inputs)[1]])
         given = _arguments({name: value for name, value in inputs.items() if name not in _MAIN})
         sample, timestep, text = (inputs[name] for name in _MAIN)
         return {"out_sample": module(sample, timestep, encoder_hidden_states=text, **given).sample}
@@ -102,14 +128,22 @@ class UNet(Model):
     def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         sample, timestep = args
         guidance = kwargs.get(GUIDANCE)
+        added = dict(kwargs.get("added_cond_kwargs") or {})
+        images = recorded_tokens(added.pop(_IMAGES, None))
         return {
             "sample": sample,
             "timestep": timestep.reshape(1).float(),
             "encoder_hidden_states": kwargs["encoder_hidden_states"],
-            **(kwargs.get("added_cond_kwargs") or {}),
+            **added,
             **({} if guidance is None else {GUIDANCE: guidance}),
             **by_name(kwargs.get("down_block_additional_residuals"), kwargs.get("mid_block_additional_residual")),
+            **images,
         }
+
+    def set_before(self, module: Any) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {scale_input(index): torch.tensor([float(scale)]) for index, scale in enumerate(get_scales(module))}
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return {key: Original(name) for key, name in ldm_unet_names(keys).items()}
@@ -141,7 +175,9 @@ class UNet(Model):
 
 def _arguments(more: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the module's forward beside the main ones, from inputs by name."""
-    added = {name: value for name, value in more.items() if name != GUIDANCE and not is_residual(name)}
+    own = {name: value for name, value in more.items() if not (is_residual(name) or is_image_prompt(name))}
+    tokens, _ = split_inputs(more)
+    added = {name: value for name, value in own.items() if name != GUIDANCE} | ({_IMAGES: tokens} if tokens else {})
     guidance = {GUIDANCE: more[GUIDANCE]} if GUIDANCE in more else {}
     return {**({"added_cond_kwargs": added} if added else {}), **guidance, **as_arguments(more)}
 

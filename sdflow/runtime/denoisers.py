@@ -46,12 +46,19 @@ class Denoisers:
             submodel.unload()
 
     def get(
-        self, start: Start, rows: int, conditions: Conditions | None, controls: Mapping[str, Control], *, guess: bool
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None,
+        controls: Mapping[str, Control],
+        axes: Mapping[str, int],
+        *,
+        guess: bool,
     ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
 
         rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
-        once. controls, guess: for the nets.
+        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes.
         """
         images, channels, *size = start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
@@ -59,14 +66,14 @@ class Denoisers:
             length = max(int(text.config["max_position_embeddings"]) for text in self._texts)
         else:
             length = _length(self._model, conditions)
-        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1]}
+        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1], **axes}
         if self._nets:  # also without an image for any: what the last call added is there still
             sizes |= {"height": size[0] * self._scale, "width": size[1] * self._scale}
             whole = WholeDenoiser(self._model, shape, sizes)
             return ControlledDenoiser(whole, self._nets, controls, sizes, images, guess=guess)
         if self._model.path is None or not self._split:
             return WholeDenoiser(self._model, shape, sizes)
-        key = (shape, rows, length)
+        key = (shape, rows, length, *axes.values())
         if key not in self.kept:
             while len(self.kept) >= KEPT:
                 self.kept.pop(next(iter(self.kept)))

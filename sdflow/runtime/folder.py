@@ -160,7 +160,7 @@ def load_companions(folder: Path) -> dict[str, Any]:
     family, there = folder_family(folder), onnx_submodels(folder)
     loaded = {}
     for name, companion in family.companions.items():
-        if companion.part is not None and companion.part not in there:
+        if not companion.wanted(there):
             continue
         if not (folder / name).is_dir():
             raise UsageError("there is no such folder", where=str(folder / name), remedy=DAMAGED)

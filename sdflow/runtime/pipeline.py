@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Conditions, Family, Request
+from sdflow.families.base import Conditions, Family, Request, Tensors
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import Control, controls_of, read_controls, require_controls
@@ -34,6 +35,7 @@ from sdflow.runtime.folder import (
     onnx_submodels,
     read_options,
 )
+from sdflow.runtime.image_prompts import image_prompts
 from sdflow.runtime.images import to_pil
 from sdflow.runtime.preview import Preview, previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
@@ -162,7 +164,7 @@ class Pipeline:
             if name in shared:
                 return shared[name]
             # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
-            late = (family.encoder, *family.nets(names).values())
+            late = (family.encoder, *family.beside(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
             lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
             graphs = () if low_memory else cuda_graphs
@@ -207,6 +209,8 @@ class Pipeline:
         control_guidance_start: float | Mapping[str, float] = 0.0,
         control_guidance_end: float | Mapping[str, float] = 1.0,
         guess_mode: bool = False,
+        ip_adapter_image: Any = None,
+        ip_adapter_scale: float | Sequence[float] = 1.0,
         denoising_start: float | None = None,
         denoising_end: float | None = None,
         output_type: Literal["pil", "np", "latent"] = "pil",
@@ -225,7 +229,9 @@ class Pipeline:
         image goes through. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
-        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. denoising_start, denoising_end: the
+        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. ip_adapter_image: an image
+        prompt for each IP-Adapter, or a list of several; without any the image is drawn as without adapters. ip_adapter_scale:
+        how much they count, all or each. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
@@ -240,6 +246,8 @@ class Pipeline:
             self.family.require_arguments(more, 1 if isinstance(prompt, str) else len(prompt))
             controls = controls_of(control, control_scale, control_guidance_start, control_guidance_end)
             require_controls(controls, list(self.nets))
+            denoised = self.configs[self.family.denoiser]
+            shown = image_prompts(ip_adapter_image, ip_adapter_scale, adapter_count(denoised))
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
             require_start(self.task, image, mask_image)
             require_span(denoising_start, denoising_end, image, mask_image)
@@ -291,12 +299,14 @@ class Pipeline:
                 Reading(prompt_syntax, self.words),
             )
             rows = len(prompts) * (2 if guided else 1)
+            axes = token_axes(denoised, shown)
             if request.reading.plain and not clip_skip:
-                denoiser = self.denoiser(start, rows, controls=controls, guess=guess_mode)
+                denoiser = self.denoiser(start, rows, controls=controls, guess=guess_mode, axes=axes)
                 conditions = self.condition(request)
             else:  # how long the texts are, their encoding tells
                 conditions = self.condition(request, clip_skip or 0)
-                denoiser = self.denoiser(start, rows, conditions, controls=controls, guess=guess_mode)
+                denoiser = self.denoiser(start, rows, conditions, controls=controls, guess=guess_mode, axes=axes)
+            inputs = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
             if callback_on_text_end is not None:
                 callback_on_text_end()
 
@@ -305,7 +315,7 @@ class Pipeline:
                     callback_on_preview(Preview(index, schedule.runs, clean, self.preview))
 
             seen = None if callback_on_preview is None else show
-            result = denoise(denoiser, schedule, start, conditions.inputs, callback_on_step_end, seen)
+            result = denoise(denoiser, schedule, start, inputs, callback_on_step_end, seen)
             if self.low_memory:
                 self.denoisers.unload()
             if output_type == "latent":
@@ -322,6 +332,19 @@ class Pipeline:
 
         with self.place.current():
             return self.family.condition(run, self.companions, self.options, request)
+
+    def _image_conditions(self, shown: Sequence[ImagePrompt], rows: int, guided: bool) -> Tensors:
+        """What the denoiser reads for image prompts, on the device; nothing without IP-Adapters."""
+        if not shown:
+            return {}
+
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name) as submodel:
+                return run_rows(submodel, inputs)
+
+        assert self.family.prompter is not None, "a family with IP-Adapters"
+        config, processor = self.configs[self.family.denoiser], self.companions["feature_extractor"]
+        return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents."""
@@ -390,10 +413,15 @@ class Pipeline:
         *,
         controls: Mapping[str, Control] | None = None,
         guess: bool = False,
+        axes: Mapping[str, int] | None = None,
     ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
-        where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets."""
-        return self.denoisers.get(start, rows, conditions, controls or {}, guess=guess)
+        where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets.
+        axes: the sizes of the axes of image tokens, None: without images."""
+        denoised = self.configs[self.family.denoiser]
+        if axes is None:
+            axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
+        return self.denoisers.get(start, rows, conditions, controls or {}, axes, guess=guess)
 
     def schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
         """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. options: as

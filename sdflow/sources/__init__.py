@@ -6,6 +6,7 @@ from sdflow.sources.checkpoint import (
     FileDigests,
     PlainDigests,
     SubmodelCheckpoint,
+    stamps_of,
 )
 from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
@@ -31,5 +32,6 @@ __all__ = [
     "reopen_checkpoint",
     "require_made_for",
     "require_same_checkpoint",
+    "stamps_of",
     "submodel_config",
 ]

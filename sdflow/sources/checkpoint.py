@@ -58,6 +58,7 @@ class SubmodelCheckpoint:
     identity: JSON for the cache key: digests of contents, never a path or a name. vae_encoder and vae_decoder are one
         module, so their identities are equal: whoever makes a key adds the submodel's name.
     load: JSON for `load_module`, valid in any process of this machine; holds paths and the family, and belongs in no key.
+        adapters: of a part that is `adapted`, how to load the parameters that lie in each adapter's file.
     """
 
     identity: Mapping[str, Any]
@@ -94,7 +95,7 @@ class Checkpoint:
     def stamps(self, submodels: Collection[str] | None = None) -> list[Stamp]:
         """Of every file that loading these submodels (None: all) and the companions reads, from before it was read."""
         loads = [source.load for name, source in self.submodels.items() if submodels is None or name in submodels]
-        return [*self.companion_stamps, *(stamp for load in loads for stamp in load.get("files", ()))]
+        return [*self.companion_stamps, *(stamp for load in loads for stamp in stamps_of(load))]
 
     def defaults(self) -> dict[Task, Defaults]:
         """What a call of its pipeline takes where the caller says nothing, for each task."""
@@ -112,6 +113,11 @@ class Checkpoint:
         file = self.companions["scheduler"] / self.family.companions["scheduler"].file
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return config
+
+
+def stamps_of(load: Mapping[str, Any]) -> list[Stamp]:
+    """Of every file that loading a submodel reads. load: `SubmodelCheckpoint.load`."""
+    return [stamp for each in (load, *load.get("adapters", ())) for stamp in each.get("files", ())]
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -206,7 +206,7 @@ class Source:
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
         if pickled:
             refuse_pickle(path, self.allow_pickle)
-            known = json.loads(self.digests.value(path, "pickled-shapes-1", _shapes_as_json))
+            known = json.loads(self.digests.value(path, "pickled-shapes-1", shapes_as_json))
             shapes: Shapes = {name: tuple(shape) for name, shape in known.items()}
         else:
             header = read_header(path)
@@ -281,7 +281,8 @@ class Source:
                 )
 
 
-def _shapes_as_json(path: Path) -> str:
+def shapes_as_json(path: Path) -> str:
+    """The shapes of a pickle's tensors by name, as JSON: what digests remember of it as `pickled-shapes-1`."""
     from sdflow.sources.load import pickled_shapes
 
     return json.dumps(pickled_shapes(path)[0])

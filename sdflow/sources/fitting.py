@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sdflow.errors import CheckpointError
@@ -28,6 +28,22 @@ class Found:
         if original.transposed:
             tensor = tensor.T
         return tensor.reshape(shape)
+
+
+def apart(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Iterator[tuple[Part, Mapping[str, Any], Shapes]]:
+    """What of a module's parameters is loaded together: the part's own, then those of each adapter.
+
+    load: `SubmodelCheckpoint.load`. parameters: of the whole module.
+    """
+    if part.adapted is None or not load.get("adapters"):
+        yield part, load, parameters
+        return
+    found: dict[int | None, dict[str, tuple[int, ...]]] = {}
+    for key, shape in parameters.items():
+        found.setdefault(part.adapted.of(key), {})[key] = shape
+    yield part, load, found.pop(None)
+    for index, adapter in enumerate(load["adapters"]):
+        yield replace(part, layouts=(part.adapted.layout,)), adapter, found[index]
 
 
 def fit(

@@ -221,11 +221,7 @@ def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str
 
 
 def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dict[str, Path]:
-    wanted = {
-        name: companion
-        for name, companion in family.companions.items()
-        if companion.part is None or companion.part in submodels
-    }
+    wanted = {name: companion for name, companion in family.companions.items() if companion.wanted(submodels)}
     for name, companion in wanted.items():
         read_config(folder / name / companion.file)
         require_inside(folder / name, folder)

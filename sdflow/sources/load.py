@@ -15,7 +15,7 @@ from sdflow.file_stamp import check_stamps
 from sdflow.input_file import foreign_content, read_json
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, listing
-from sdflow.sources.fitting import fit
+from sdflow.sources.fitting import apart, fit
 from sdflow.sources.synthetic import tensors_for
 
 if TYPE_CHECKING:
@@ -35,23 +35,31 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
 
     Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape.
     """
-    import torch
-
     part = part_of(load, submodel)
     where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {part.component}"
     module = _empty_module(part.model, submodel_config(load), where)
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    tensors: dict[str, torch.Tensor] = {}
     if load["kind"] == "hollow":
         tensors = _hollow_tensors(module)
-    elif load["kind"] == "synthetic":
-        arrays = tensors_for(part.model, expected, load["seed"])
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     else:
-        check_stamps(load["files"])
-        tensors = _fitted(part, load, expected, where)
-        check_stamps(load["files"])
+        for each, how, shapes in apart(part, load, expected):
+            tensors |= _loaded(each, how, shapes)
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
+
+
+def _loaded(part: Part, load: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Parameters of these names and shapes."""
+    import torch
+
+    if load["kind"] == "synthetic":
+        arrays = tensors_for(part.model, expected, load["seed"])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    check_stamps(load["files"])
+    tensors = _fitted(part, load, expected, load["files"][0]["path"])
+    check_stamps(load["files"])
+    return tensors
 
 
 def parameter_shapes(submodel: str, load: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -86,7 +94,7 @@ def load_pipeline(checkpoint: Checkpoint) -> Any:
         if parts[-1].name in checkpoint.submodels
     }
     modules |= {
-        name: load_module(name, checkpoint.submodels[name].load) for name in family.nets(checkpoint.submodels).values()
+        name: load_module(name, checkpoint.submodels[name].load) for name in family.beside(checkpoint.submodels)
     }
     companions = {
         name: load_companion(family.companions[name], folder, checkpoint.reference)
@@ -262,6 +270,9 @@ def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
     import torch
 
     value = value.get("state_dict", value) if isinstance(value, dict) else value
+    if isinstance(value, dict) and value and all(isinstance(each, dict) for each in value.values()):
+        # As IP-Adapters are pickled: the tensors of each part by name.
+        value = {f"{part}.{name}": tensor for part, tensors in value.items() for name, tensor in tensors.items()}
     if not isinstance(value, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
     ):

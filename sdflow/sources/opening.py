@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sdflow.errors import CheckpointError
 from sdflow.input_file import is_regular, is_there
+from sdflow.sources.adapters import with_adapters
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
 from sdflow.sources.hub import open_hub
 from sdflow.sources.nets import with_nets
-from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
+from sdflow.sources.reference import (
+    AdapterReference,
+    HubReference,
+    LocalReference,
+    SampleReference,
+    SyntheticReference,
+    parse_reference,
+)
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
@@ -25,11 +33,12 @@ def open_checkpoint(
     allow_pickle: bool = False,
     components: Mapping[str, str] | None = None,
     nets: Mapping[str, str] | None = None,
+    adapters: Sequence[AdapterReference] = (),
 ) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
-    components: component -> where it comes from in place of the checkpoint's own. nets: ControlNets, by the
-        names that the pipeline will have for them, and where they come from. download: whether the hub may be asked;
+    components: component -> where it comes from in place of the checkpoint's own. nets: ControlNets, by the names that the
+        pipeline will have for them, and where they come from. adapters: IP-Adapters. download: whether the hub may be asked;
         without it, only what the local hub cache holds is found.
     Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
     everything else that is missing, damaged or not supported.
@@ -39,9 +48,11 @@ def open_checkpoint(
         checkpoint = with_component(
             checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
         )
-    if not nets:
-        return checkpoint
-    return with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
+    if nets:
+        checkpoint = with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
+    if adapters:
+        checkpoint = with_adapters(checkpoint, adapters, digests=digests, download=download, allow_pickle=allow_pickle)
+    return checkpoint
 
 
 def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bool) -> Checkpoint:

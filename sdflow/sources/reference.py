@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
+from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 # A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
@@ -48,6 +48,22 @@ class LocalReference:
 
     path: Path
     architecture: str | None = None
+
+
+@dataclass(frozen=True)
+class AdapterReference:
+    """An IP-Adapter as written. file: a file, a folder or a repository that holds it, `synthetic:ip-adapter`. weight_name:
+    which file of a folder or repository. encoder: an image encoder from elsewhere; None: that of
+    encoder_folder, in the adapter's folder or repository (what diffusers calls image_encoder_folder, with its rules)."""
+
+    file: str
+    weight_name: str | None = None
+    encoder: str | None = None
+    encoder_folder: str | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """What is said of it."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 Reference = HubReference | SyntheticReference | SampleReference | LocalReference
@@ -90,7 +106,7 @@ def _hub(text: str, rest: str) -> HubReference:
 
 def _synthetic(text: str, rest: str) -> SyntheticReference:
     architecture, question, query = rest.partition("?")
-    if architecture not in ARCHITECTURES and architecture not in COMPONENT_ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, *COMPONENT_ARCHITECTURES, *ADAPTER_ARCHITECTURES):
         known = ", ".join(f"synthetic:{name}" for name in ARCHITECTURES)
         raise CheckpointError(f"unknown architecture {architecture!r}", where=text, remedy=f"Known ones: {known}.")
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -113,7 +113,7 @@ def open_single_file(
         companions={
             name: companion_folder(architecture, name)
             for name, companion in family.companions.items()
-            if companion.part is None or companion.part in submodels
+            if companion.wanted(submodels)
         },
         facts={
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),

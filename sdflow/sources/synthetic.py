@@ -13,7 +13,7 @@ from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import COMPONENT_ARCHITECTURES, family_of_architecture
+from sdflow.families import ADAPTER_ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Part
 from sdflow.models.base import Model
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
@@ -41,6 +41,10 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         raise CheckpointError(
             f"is a {component} alone", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
         )
+    if architecture in ADAPTER_ARCHITECTURES:
+        raise CheckpointError(
+            "is an IP-Adapter", where=reference, remedy=f"Name it as `ip_adapters: [{{file: {reference}}}]`."
+        )
     family = family_of_architecture(architecture)
     index = architecture_index(architecture)
     configs = {
@@ -62,7 +66,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         companions={
             name: companion_folder(architecture, name)
             for name, companion in family.companions.items()
-            if companion.part is None or companion.part in submodels
+            if companion.wanted(submodels)
         },
         facts={
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),

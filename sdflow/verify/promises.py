@@ -67,7 +67,7 @@ def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Fi
     except (OSError, ValueError, AttributeError, IndexError) as error:
         yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
         return
-    companions = [name for name, companion in family.companions.items() if companion.part is None]
+    companions = [name for name, companion in family.companions.items() if companion.wanted(manifest.parts)]
     for name in (*companions, *family.needed(read_configs(folder, manifest.parts))):
         if name not in components:
             yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)

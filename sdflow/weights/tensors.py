@@ -18,7 +18,8 @@ from sdflow.families import part_of
 from sdflow.families.base import Part
 from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Model
-from sdflow.sources.fitting import fit
+from sdflow.sources.checkpoint import stamps_of
+from sdflow.sources.fitting import apart, fit
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.synthetic import tensors_for
@@ -46,15 +47,33 @@ def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> 
     load: as `open_checkpoint` gives it. parameters: those of the whole module, each of which must be there.
     Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape, and when a file changed.
     """
-    part = part_of(load, submodel)
+    check_stamps(stamps_of(load))
+    sources = [
+        (shapes, _opened(part, how, shapes)) for part, how, shapes in apart(part_of(load, submodel), load, parameters)
+    ]
+    yield _Joined({key: source for shapes, source in sources for key in shapes}) if len(sources) > 1 else sources[0][1]
+    check_stamps(stamps_of(load))
+
+
+def _opened(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Tensors:
     if load["kind"] == "synthetic":
-        yield _Synthetic(part.model, parameters, load["seed"])
-        return
-    check_stamps(load["files"])
+        return _Synthetic(part.model, parameters, load["seed"])
     files = [Path(stamp["path"]) for stamp in load["files"]]
-    source = _Pickled if load["pickled"] else _Files
-    yield source(part, files, load.get("prefix"), parameters)
-    check_stamps(load["files"])
+    return (_Pickled if load["pickled"] else _Files)(part, files, load.get("prefix"), parameters)
+
+
+class _Joined:
+    """Tensors of several sources."""
+
+    def __init__(self, sources: Mapping[str, Tensors]) -> None:
+        """sources: by the parameters that they hold."""
+        self._sources = sources
+
+    def read(self, key: str) -> Array:
+        return self._sources[key].read(key)
+
+    def file(self, key: str) -> str:
+        return self._sources[key].file(key)
 
 
 class _Synthetic:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
+from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -44,6 +44,11 @@ _BASES = {
     "sdxl-inpainting-tiny": "sdxl-tiny",
     "sdxl-refiner": "sdxl",
     "sdxl-refiner-tiny": "sdxl-tiny",
+    "ip-adapter-plus": "ip-adapter",
+    "ip-adapter-sdxl": "ip-adapter",
+    "ip-adapter-plus-sdxl": "ip-adapter-plus",
+    "ip-adapter-tiny": "ip-adapter",
+    "ip-adapter-plus-tiny": "ip-adapter-tiny",
 }
 
 
@@ -82,7 +87,7 @@ def companion_folder(architecture: str, companion: str) -> Path:
 
 
 def _check(architecture: str) -> None:
-    if architecture not in ARCHITECTURES and architecture not in COMPONENT_ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, *COMPONENT_ARCHITECTURES, *ADAPTER_ARCHITECTURES):
         raise CheckpointError(
             f"unknown architecture {architecture!r}", remedy=f"Known ones: {', '.join(ARCHITECTURES)}."
         )
