@@ -29,7 +29,12 @@ from sdflow.targets import TARGETS
 from sdflow.verify import Verification
 
 WORKFLOWS = Path(__file__).parents[1] / "workflows"
-RIGHTLY_REFUSED = {("tiny_cpu", "cuda")}
+FAMILIES = (
+    "tiny_cpu", "shapes_cpu", "shapes_lora_cpu", "sd15_inpainting_tiny_cpu", "sd15_taesd_tiny_cpu", "sd21_tiny_cpu",
+    "sd_turbo_tiny_cpu", "lcm_tiny_cpu", "tiny_controlnet_cpu", "sdxl_tiny_cpu", "sdxl_refiner_tiny_cpu",
+    "sdxl_turbo_tiny_cpu", "sdxl_tiny_controlnet_cpu",
+)  # fmt: skip
+RIGHTLY_REFUSED = {(name, "cuda") for name in FAMILIES if not name.startswith("shapes")}
 
 
 class Quiet(PlainLines):
@@ -41,7 +46,7 @@ class Quiet(PlainLines):
 
 def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
     """One workflow for each pipeline."""
-    for name in ("tiny_cpu", "shapes_cpu", "shapes_lora_cpu"):
+    for name in FAMILIES:
         for target in targets:
             if (name, target) in RIGHTLY_REFUSED:
                 continue
@@ -52,11 +57,12 @@ def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
 
 
 def line(result: Verification) -> str:
-    """The largest distance of each submodel in units of its limit, and the image."""
+    """The largest distance of each submodel in units of its limit, rounded and not, and the image."""
     parts = []
     for name, part in result.submodels.items():
         shares = [each.distance / each.limit for each in part.outputs if each.limit]
-        parts.append(f"{name} {max(shares, default=0):.2f}")
+        exact = [each.distance / each.limit for each in part.exact]
+        parts.append(f"{name} {max(shares, default=0):.2f}" + (f" (unrounded {max(exact):.2f})" if exact else ""))
     image = f", image {result.image.psnr or float('inf'):.1f} dB" if result.image else ""
     return f"of the limit: {', '.join(parts)}{image}"
 

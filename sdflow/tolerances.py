@@ -10,7 +10,18 @@ from __future__ import annotations
 # Of a submodel's outputs, in `sdflow verify`
 
 FLOAT32_LIMIT = 1e-4
-"""That a float32 artifact may be from the fp32 PyTorch model."""
+"""That a float32 artifact may be from the fp32 PyTorch model, in each case by itself."""
+
+EXACT_LIMIT = 2e-5
+"""That a float16 artifact may be from it in each case by itself, once nothing is rounded (`sdflow.verify.exact`): what the order
+of float32 sums loses, 1e-7 to 6e-6. There is no allowance for float16 values of the graph itself: none was needed."""
+
+EXACT_SHARE = 1 / 50
+"""The same where rounding does more than usual: so much of what fp16 PyTorch loses in that case, whose roundings are 8,192
+times as large as float32's."""
+
+EXACT_AT_MOST = 1e-4
+"""The same, whatever fp16 PyTorch loses."""
 
 FLOAT16_RATIO = 1.2
 """How many times as far from the fp32 model as plain fp16 PyTorch a float16 artifact may be, over all cases. In `sdflow

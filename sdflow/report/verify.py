@@ -34,12 +34,14 @@ def print_verification(result: Verification) -> None:
     """A line for each output of each submodel, the image, what was covered, and warnings."""
     rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
     rows += [
-        (name, "", part.ran, "", "", "", "", "FAILED") for name, part in result.submodels.items() if not part.outputs
+        (name, "", part.ran, "", "", "", "", "", "FAILED")
+        for name, part in result.submodels.items()
+        if not part.outputs
     ]
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
-    columns = ("submodel", "output", "graph", "distance", "fp16 PyTorch", "ratio", "at most", "")
-    print_table(title, columns, rows, right=("distance", "fp16 PyTorch", "ratio", "at most"))
+    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
+    print_table(title, ("submodel", "output", "graph", *numbers, ""), rows, right=numbers)
     if result.image is not None:
         image = result.image
         ours, plain = decibels(image.psnr), decibels(image.float16_psnr)
@@ -55,6 +57,8 @@ def print_verification(result: Verification) -> None:
     for kind in kinds(each for each in result.findings if each["level"] == "warning"):
         print(f"  {kind.where}: {kind.what}")
     for name, part in result.submodels.items():
+        if part.unproved:
+            print(f"  {name}: not proved without its roundings: {part.unproved}")
         if part.left_out:
             print(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 
@@ -66,13 +70,16 @@ def decibels(value: float | None) -> str:
 
 def _row(part: SubmodelVerdict, output: OutputVerdict) -> tuple[str, ...]:
     ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+    unrounded = "".join(f"{each.distance:.1e}" for each in part.exact if each.name == output.name)
+    passed = output.passed and all(each.passed for each in part.exact if each.name == output.name)
     return (
         part.name,
         output.name,
         f"{part.precision}, {part.ran}",
+        unrounded,
         f"{output.distance:.2e}",
         f"{output.yardstick:.2e}",
         ratio,
         f"{output.limit:.2e}",
-        "passed" if output.passed else "FAILED",
+        "passed" if passed else "FAILED",
     )

@@ -31,10 +31,11 @@ from sdflow.runtime.folder import read_options
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
 from sdflow.verify.judge import JudgeRequest
-from sdflow.verify.recipes import BoundModel, RecipeCheck, structure_of
+from sdflow.verify.recipes import RecipeCheck, is_bound, structure_of
 from sdflow.verify.reference import LoraMerge, ReferenceRequest
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
+from sdflow.verify.stored import BoundModel
 from sdflow.verify.subject import Subject
 from sdflow.weights.lora import LoraInput
 from sdflow.worker_group import WorkerGroup
@@ -50,6 +51,8 @@ ENVIRONMENT = {
 """Of the process that verifies. glibc keeps what is freed: modules and graphs, gigabytes each, take one another's place, and
 memory fresh from the system must be cleared page by page. torch's threads sleep while they wait: where another process
 has a core, those that spin take the other one from the thread that they wait for (a small UNet's run: 6 s, not 0.1)."""
+CARRIED = "its passes carried its weights, so that no recipes tell what they were before they were rounded"
+GONE = "the cache no longer has the recipes of its weights; its workflow, run again, makes them anew"
 Progress = Callable[[str], None]
 
 
@@ -64,11 +67,12 @@ class Verified:
 @dataclass(frozen=True)
 class _Built:
     """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
-    its weights were bound to, where the cache still has it."""
+    its weights were bound to, where the cache still has it. unproved: why there is none."""
 
     submodels: Sequence[str]
     digests: Mapping[str, str]
     structures: Mapping[str, Path]
+    unproved: Mapping[str, str]
 
 
 def verify(
@@ -132,11 +136,13 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     if unknown := sorted(set(submodels or ()) - set(built)):
         raise UsageError(f"the pipeline has no {unknown[0]}, only {', '.join(built)}", where=str(subject.folder))
     present = [name for name in built if submodels is None or name in submodels]
-    made_by = {name: structure_of(manifest.origin.chains.get(name), cache.root) for name in present}
+    chains = {name: manifest.origin.chains.get(name) for name in present}
+    made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
     return _Built(
         present,
         digests={name: _tree(subject.folder / name, cache) for name in present},
         structures={name: path for name, path in made_by.items() if path is not None},
+        unproved={name: GONE if is_bound(chains[name]) else CARRIED for name, path in made_by.items() if path is None},
     )
 
 
@@ -152,6 +158,7 @@ def _request(subject: Subject, spec: VerifySpec, built: _Built, out: Path, threa
         reference=Path(),
         out=out,
         recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
+        unproved=built.unproved,
         allow_fallback=subject.allow_fallback,
         threads=threads,
     )
@@ -172,6 +179,7 @@ def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, ca
             },
             "inputs": {
                 "artifacts": built.digests,
+                "unproved": sorted(built.unproved),
                 "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
                 "beside": _companions(subject.checkpoint.family, subject.folder, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
-from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.verify.lowering import Lowered, lower, session_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnxruntime
 
 SCORES = "scores"
@@ -37,13 +38,8 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None) -> Runn
 
     ort = import_onnxruntime()
     path = (folder / MODEL_FILE).resolve()
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
-        raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
-    except _decode_errors() as error:
-        raise VerificationError(f"this is no ONNX graph: {error}", where=str(path)) from error
-    scores = _scores(model.graph)
+    model = read_graph(path)
+    scores = scores_of(model.graph)
     exposed = [scores] if scores else []
     if target == "cpu":
         types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
@@ -69,13 +65,26 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None) -> Runn
     )
 
 
+def read_graph(path: Path) -> Any:
+    """The ModelProto of a file, without its weights. Raises VerificationError when it is none."""
+    import onnx
+
+    path = path.resolve()
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
+        raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
+    except _decode_errors() as error:
+        raise VerificationError(f"this is no ONNX graph: {error}", where=str(path)) from error
+
+
 def _decode_errors() -> tuple[type[Exception], ...]:
     from google.protobuf.message import DecodeError
 
     return (DecodeError,)
 
 
-def _scores(graph: Any) -> str | None:
+def scores_of(graph: Any) -> str | None:
     """What is compared with 0 to give the flags that a graph puts out: the scores of concepts; None without flags.
 
     The flags alone say little of the numbers behind them.
@@ -101,3 +110,16 @@ def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> b
 
     known = [value for value in session.get_inputs() if value.name in inputs]
     return all(same(value.shape, inputs[value.name].shape) for value in known)
+
+
+def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
+    names = [value.name for value in graph.session.get_outputs()]
+    types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
+    if unknown := sorted(types.keys() - inputs.keys()):
+        raise VerificationError(
+            f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
+            remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
+        )
+    values = graph.session.run(None, {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()})
+    return {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
-from sdflow.tolerances import FLOAT16_RATIO, FLOAT32_LIMIT
+from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.finding import LEVELS
 from sdflow.verify.images import AMPLIFIED
@@ -61,14 +61,16 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
         f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
         f"<p>Level {escape(result.level)}, {result.seconds:g} s. Each output's distance (relative L2) to the fp32 PyTorch "
         f"model, against that of plain fp16 PyTorch, root mean square over the cases: at most {FLOAT16_RATIO} times as far "
-        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones.</p>",
+        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones. Unrounded: a float16 artifact in float32, with "
+        f"its weights before they were rounded, at the case where it is worst; at most {EXACT_LIMIT:.0e}, "
+        f"and {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>",
         _problems(result),
         _verdicts(result),
         *(_steps(part) for part in result.submodels.values()),
         _image(result, images),
         _findings(result),
         _operators(result),
-        "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_left_out(result)]),
+        "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_not_covered(result)]),
         "<h2>Cases</h2>" + "".join(_cases(part) for part in result.submodels.values()),
         "<h2>Versions and artifacts</h2>"
         + _list(f"{escape(name)} {escape(version)}" for name, version in sorted(result.versions.items()))
@@ -113,16 +115,19 @@ def _problems(result: Verification) -> str:
 
 
 def _verdicts(result: Verification) -> str:
-    columns = ("submodel", "output", "precision", "run", "distance", "fp16 PyTorch", "ratio", "at most", "verdict")
-    rows = []
+    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most", "weights computed again")
+    rows: list[tuple[str, ...]] = []
     for part in result.submodels.values():
+        exact = {each.name: each for each in part.exact}
         for output in part.outputs:
             ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
-            cells = (f"{output.distance:.2e}", f"{output.yardstick:.2e}", ratio, f"{output.limit:.2e}")
-            rows.append((part.name, output.name, part.precision, part.ran, *cells, _verdict(output.passed)))
+            unrounded = f"{exact[output.name].distance:.1e}" if output.name in exact else ""
+            cells = (unrounded, f"{output.distance:.2e}", f"{output.yardstick:.2e}", ratio, f"{output.limit:.2e}")
+            passed = output.passed and (output.name not in exact or exact[output.name].passed)
+            rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), _verdict(passed)))
         if not part.outputs:
-            rows.append((part.name, "", part.precision, part.ran, "", "", "", "", _verdict(False)))
-    return "<h2>Submodels</h2>" + _table(columns, rows, columns[4:8])
+            rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
+    return "<h2>Submodels</h2>" + _table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
 
 
 def _steps(part: SubmodelVerdict) -> str:
@@ -218,11 +223,11 @@ def _operators(result: Verification) -> str:
     )
 
 
-def _left_out(result: Verification) -> list[str]:
-    return [
-        f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}"
-        for part in result.submodels.values()
-        if part.left_out
+def _not_covered(result: Verification) -> list[str]:
+    parts = result.submodels.values()
+    unproved = [f"{part.name}: not proved without its roundings: {part.unproved}" for part in parts if part.unproved]
+    return unproved + [
+        f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}" for part in parts if part.left_out
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from statistics import stdev
@@ -16,16 +16,17 @@ from sdflow.errors import VerificationError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.input_file import read_json
-from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.targets import TARGETS
 from sdflow.tolerances import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
 from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
+from sdflow.verify.exact import Proof, exact_distance, prove
 from sdflow.verify.finding import Finding
-from sdflow.verify.graph import SCORES, RunnableGraph, open_graph, takes
+from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
 from sdflow.verify.promises import check_promises, read_configs
-from sdflow.verify.recipes import RecipeCheck, check_recipes
+from sdflow.verify.recipes import RecipeCheck
 from sdflow.verify.result import CaseDistance, OutputVerdict, SubmodelVerdict, Verification
 from sdflow.verify.selection import Selection
 from sdflow.verify.unsupported_nodes import fits
@@ -33,20 +34,17 @@ from sdflow.verify.unsupported_nodes import fits
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 4
+VERSION = 5
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime")
-RECIPES = 24
-"""Weights of each submodel that are bound again and compared at the quick level; at the full level all."""
-
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class JudgeRequest:
     """What to verify. folder: an assembled pipeline of the family of this name. reference: what `sdflow.verify.reference`
-    wrote. out: for PNGs. recipes: the structures that the weights were bound to. allow_fallback: what the target has no kernel
-    for is a warning.
+    wrote. out: for PNGs. recipes: the structures that the weights were bound to. unproved: why there is none, of the submodels
+    without. allow_fallback: what the target has no kernel for is a warning.
     """
 
     family: str
@@ -58,13 +56,20 @@ class JudgeRequest:
     reference: Path
     out: Path
     recipes: Sequence[RecipeCheck] = ()
+    unproved: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
         recipes = [each.to_json() for each in self.recipes]
-        return {**vars(self), **paths, "submodels": list(self.submodels), "recipes": recipes}
+        return {
+            **vars(self),
+            **paths,
+            "submodels": list(self.submodels),
+            "recipes": recipes,
+            "unproved": dict(self.unproved),
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
@@ -74,7 +79,8 @@ class JudgeRequest:
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
     """Run every submodel's cases, then draw the image with all of them. One graph is in memory at a time."""
-    desk, family = Desk(request, progress), FAMILIES[request.family]
+    proofs = _proofs(request, progress)
+    desk, family = Desk(request, progress, proofs), FAMILIES[request.family]
     selection = Selection.from_json(read_description(request.reference)["selection"])
     image = meaning = None
     needed = family.needed(read_configs(request.folder, request.submodels))
@@ -94,6 +100,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     desk.close()
     overflows = _overflows(request, desk.verdicts, progress)
     findings = [each for found in overflows.values() for each in found.findings]
+    findings += [each for proof in proofs.values() for each in proof.findings]
     progress("whether the graphs fit the target, and the folder's promises")
     return Verification(
         name=request.name,
@@ -108,10 +115,23 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     )
 
 
+def _proofs(request: JudgeRequest, progress: Progress) -> dict[str, Proof]:
+    """The first part of the proof, of each submodel that has recipes. None of one without a graph: that is said when it is
+    opened."""
+    found = {}
+    for check in request.recipes:
+        progress(f"{check.submodel}: without rounding")
+        try:
+            found[check.submodel] = prove(check, read_cases(request.reference, check.submodel), threads=request.threads)
+        except VerificationError:
+            continue
+    return found
+
+
 def _findings(
     request: JudgeRequest, family: Family, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
 ) -> list[Finding]:
-    """What the target has no kernel for, recipes that are damaged, and what the folder promises and does not keep."""
+    """What the target has no kernel for, and what the folder promises and does not keep."""
     import onnx
 
     target = TARGETS[request.target]
@@ -124,11 +144,6 @@ def _findings(
             found += fits(onnx.load(str(path), load_external_data=False), target, submodel, read=outputs)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
-    for each in request.recipes:
-        if verdicts[each.submodel].outputs:
-            progress(f"{each.submodel}: recipes")
-            sample = None if request.level == "full" else RECIPES
-            found += check_recipes(each.structure, each.submodel, each.bound, sample=sample)
     whole = {*family.needed(read_configs(request.folder, request.submodels))} <= {*request.submodels}
     for finding in check_promises(request.folder, target, family=family):
         if finding.submodel in request.submodels or (not finding.submodel and whole):
@@ -159,9 +174,10 @@ class Desk:
     """Holds the one graph that is open, or the denoiser with its ControlNets, which take turns; a graph that is opened for the
     first time is judged at once."""
 
-    def __init__(self, request: JudgeRequest, progress: Progress) -> None:
+    def __init__(self, request: JudgeRequest, progress: Progress, proofs: Mapping[str, Proof]) -> None:
         self.request = request
         self.progress = progress
+        self.proofs = proofs
         self.verdicts: dict[str, SubmodelVerdict] = {}
         self._open: dict[str, RunnableGraph] = {}
         family = FAMILIES[request.family]
@@ -195,22 +211,23 @@ class Desk:
             return None
         if submodel not in self.verdicts:
             self.progress(f"{submodel}: comparing with PyTorch")
-            self.verdicts[submodel] = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
+            verdict = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
+            self.verdicts[submodel] = self._with_proof(verdict)
         self._open[submodel] = graph
         return graph
 
-
-def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
-    names = [value.name for value in graph.session.get_outputs()]
-    types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
-    if unknown := sorted(types.keys() - inputs.keys()):
-        raise VerificationError(
-            f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
-            remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
+    def _with_proof(self, verdict: SubmodelVerdict) -> SubmodelVerdict:
+        """The verdict with what the exact run says; of a float32 artifact, this run is exact."""
+        proof = self.proofs.get(verdict.name)
+        if proof is None:
+            return replace(verdict, unproved=self.request.unproved.get(verdict.name, ""))
+        return replace(
+            verdict,
+            exact=proof.outputs,
+            weights=proof.weights,
+            unproved=proof.missing,
+            problems=(*proof.problems, *verdict.problems),
         )
-    values = graph.session.run(None, {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()})
-    return {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
 
 
 def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> SubmodelVerdict:
@@ -237,7 +254,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
             if name not in outputs:
                 problems.append((f"it has no output {name}", "No pass may rename inputs or outputs."))
                 continue
-            distances = _distances(outputs[name], wanted, half[name])
+            distances = exact_distance(outputs[name], wanted, half[name]), _yardstick(wanted, half[name])
             found.append(CaseDistance(case.name, case.group, name, case.step, case.timestep, *distances))
         if problems:
             break
@@ -263,16 +280,14 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
     )
 
 
-def _distances(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> tuple[float, float]:
-    """Of the artifact and of fp16 PyTorch. A flag may be that of either: at a threshold, rounding decides."""
-    if exact.dtype == bool:
-        same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
-        return (0.0 if same else inf), 0.0
-    return relative_l2(value, exact), relative_l2(half, exact)
+def _yardstick(exact: np.ndarray, half: np.ndarray) -> float:
+    """Of fp16 PyTorch; flags have none."""
+    return 0.0 if exact.dtype == bool else relative_l2(half, exact)
 
 
 def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
-    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin.
+    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin. Of a float32
+    artifact each case is held to the limit.
 
     The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
 
@@ -282,7 +297,8 @@ def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> Ou
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
     yardstick = root_mean_square(case.yardstick for case in measured)
     if precision == "float32":
-        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, distance <= FLOAT32_LIMIT)
+        each = all(case.distance <= FLOAT32_LIMIT for case in cases)
+        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, each)
     limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
     each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
     if not measured:

@@ -34,12 +34,12 @@ def reference_bytes(family: Family, parameters: Mapping[str, int], activations: 
     return LIBRARIES + activations + max(max(4 * count, 2 * count + min(4 * count, KEPT)) for count in counts)
 
 
-def graph_bytes(file: int, target: str, *, float16: bool) -> int:
+def graph_bytes(file: int, *, float16: bool) -> int:
     """What a graph takes in a session. file: bytes of its weights. Up to LARGE there is a converted and a packed copy; beyond,
-    what converts one weight after the other leaves holes in the memory."""
+    what converts one weight after the other leaves holes in the memory, as much as the exact weights of the run before."""
     if (2 * file if float16 else file) > LARGE:
         return LIBRARIES + (2 * file if float16 else file + file // 4)
-    return LIBRARIES + (4 * file if float16 and target != "cpu" else 2 * file)
+    return LIBRARIES + (4 * file if float16 else 2 * file)
 
 
 def activation_bytes(selection: Selection, scale: int, width: int) -> int:
@@ -54,14 +54,13 @@ def require_memory(
     selection: Selection,
     folder: Path,
     submodels: Sequence[str],
-    target: str,
     available: int,
 ) -> int:
     """The bytes that a verification needs. loads: of the reference's submodels; None when it is there already.
 
     folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice.
     """
-    graphs = {name: _graph_in(folder / name, target) for name in submodels}
+    graphs = {name: _graph_in(folder / name) for name in submodels}
     # ControlNets stay in memory beside the denoiser while the image is drawn.
     stepped = [graphs[name] for name in (family.denoiser, *family.nets(submodels).values()) if name in graphs]
     needed = max(*graphs.values(), sum(stepped))
@@ -91,7 +90,7 @@ def _reference(family: Family, loads: Mapping[str, Mapping[str, Any]], selection
     return reference_bytes(family, parameters, activations)
 
 
-def _graph_in(folder: Path, target: str) -> int:
+def _graph_in(folder: Path) -> int:
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -102,4 +101,4 @@ def _graph_in(folder: Path, target: str) -> int:
     except (OSError, ValueError, DecodeError):
         return LIBRARIES  # it will not be loaded either, and that will be said
     float16 = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
-    return graph_bytes(file, target, float16=float16)
+    return graph_bytes(file, float16=float16)

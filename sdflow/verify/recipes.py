@@ -9,38 +9,27 @@ the comparison with PyTorch.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
-from sdflow.families import DEFAULT
 from sdflow.manifest import Chain
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action
 from sdflow.verify.finding import Finding, Level
+from sdflow.verify.stored import BoundModel, stored_weights
 from sdflow.weights.lora import LoraInput
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from sdflow.weights.recipe import Recipe
 
 REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
-
-
-@dataclass(frozen=True)
-class BoundModel:
-    """A model that was bound from a structure, and what it was bound with.
-
-    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow.
-    """
-
-    folder: Path
-    checkpoint: Mapping[str, Any]
-    loras: Sequence[LoraInput] = ()
 
 
 @dataclass(frozen=True)
@@ -64,35 +53,50 @@ class RecipeCheck:
         return cls(value["submodel"], Path(value["structure"]), model)
 
 
+def is_bound(chain: Chain | None) -> bool:
+    """Whether the weights were bound to a structure; if not, its passes carried them."""
+    steps = chain.steps if chain is not None else ()
+    return len(steps) >= 2 and steps[-1].name == BindWeights.name
+
+
 def structure_of(chain: Chain | None, cache: Path) -> Path | None:
     """The structure that a submodel's weights were bound to.
 
     chain: what made the submodel, as sdflow.json tells. None when its weights were carried, or when the cache has it no
     more.
     """
-    steps = chain.steps if chain is not None else ()
-    if len(steps) < 2 or steps[-1].name != BindWeights.name:
+    if chain is None or not is_bound(chain):
         return None
     layout = Layout(cache)
     try:
-        stored = load_action(layout.action(steps[-2].action).read_bytes())
+        stored = load_action(layout.action(chain.steps[-2].action).read_bytes())
     except (OSError, BadRecord):
         return None
     files = layout.object(stored.object) / "files"
     return files if files.is_dir() else None
 
 
-def check_recipes(
-    structure: Path, submodel: str, bound: BoundModel | None = None, *, sample: int | None = 24
-) -> list[Finding]:
-    """What is wrong with the recipes of a structure, and with the weights of `bound`, which was made by them.
+@dataclass(frozen=True)
+class Weights:
+    """What the recipes of a structure make of a bound model.
 
-    structure: a directory that passes wrote without weights. sample: how many tensors of `bound` to compute again,
-    chosen by their names, always the same; None for all. Memory: the largest of them.
+    findings: what is wrong with the recipes, and with the weights that are stored. count: how many were computed again.
+    exact: the values of those that are stored in float16, before they were rounded; None where a recipe is damaged.
+    """
+
+    findings: list[Finding]
+    count: int = 0
+    exact: Mapping[str, NDArray[Any]] | None = None
+
+
+def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
+    """What is wrong with the recipes of a structure, and with any tensor of `bound`, which was made by them.
+
+    structure: a directory that passes wrote without weights. keep: the exact values too. Memory: the largest tensor, or
+    all of them in float32.
     """
     import onnx
 
-    from sdflow.onnx_model.files import initializers_and_constants
     from sdflow.weights.structure import read_parameters, read_recipe
 
     where = str(structure / MODEL_FILE)
@@ -100,12 +104,12 @@ def check_recipes(
         parameters = read_parameters(structure)
         model = onnx.load(where, load_external_data=False)
     except PassError as error:
-        return [Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)]
+        return Weights([Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)])
     except FileNotFoundError:
-        return [Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)]
+        return Weights([Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)])
     found: list[Finding] = []
     recipes: dict[str, Recipe] = {}
-    for tensor, _ in initializers_and_constants(model):
+    for tensor in model.graph.initializer:
         try:
             recipe = read_recipe(tensor, parameters, where)
         except PassError as error:
@@ -113,10 +117,24 @@ def check_recipes(
             continue
         if recipe is not None:
             recipes[tensor.name] = recipe
+    damaged = bool(found)
     found += _assignment(submodel, parameters, recipes)
-    if bound is not None:
-        found += _compare(submodel, parameters, recipes, bound, sample)
-    return found
+    if bound is None or damaged:
+        return Weights(found)
+    exact: dict[str, NDArray[Any]] = {}
+    name, count = "", 0
+    try:
+        for each in stored_weights(submodel, structure, recipes, parameters, bound):
+            name = each.name
+            count += name in recipes
+            if each.problem:
+                found.append(Finding(submodel, "recipe", "error", name, each.problem, REMEDY))
+            if keep and each.exact is not None:
+                exact[name] = each.exact
+    except (CheckpointError, PassError, OSError, ValueError) as error:
+        found.append(Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY))
+        return Weights(found, count)
+    return Weights(found, count, exact)
 
 
 def _assignment(
@@ -144,40 +162,3 @@ def _assignment(
             yield Finding(
                 submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
             )
-
-
-def _compare(
-    submodel: str,
-    parameters: Mapping[str, tuple[int, ...]],
-    recipes: Mapping[str, Recipe],
-    bound: BoundModel,
-    sample: int | None,
-) -> Iterator[Finding]:
-    """Compute tensors of the bound model again."""
-    import numpy as np
-    import onnx
-
-    from sdflow.onnx_model.files import initializers_and_constants, raw_values
-    from sdflow.weights.lora import Merged, read_loras
-    from sdflow.weights.recipe import evaluate
-    from sdflow.weights.tensors import open_tensors
-
-    model = onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False)
-    tensors = {tensor.name: tensor for tensor, _ in initializers_and_constants(model)}
-    for name in recipes.keys() - tensors.keys():
-        yield Finding(
-            submodel, "recipe", "error", name, "the structure has a recipe for it and the model no tensor", REMEDY
-        )
-    chosen = sorted(recipes.keys() & tensors.keys(), key=lambda name: hashlib.sha256(name.encode()).digest())[:sample]
-    name = ""
-    try:
-        with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint:
-            family = bound.checkpoint.get("family", DEFAULT)
-            merged = Merged(checkpoint, read_loras(submodel, bound.loras, parameters, family))
-            for name in chosen:
-                values = np.ascontiguousarray(evaluate(recipes[name], merged.read)).tobytes()
-                if values != raw_values(tensors[name], bound.folder):
-                    what = "its recipe gives other values than the model has"
-                    yield Finding(submodel, "recipe", "error", name, what, REMEDY)
-    except (CheckpointError, PassError, OSError, ValueError) as error:
-        yield Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY)

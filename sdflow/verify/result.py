@@ -10,7 +10,7 @@ from typing import Any
 from sdflow.errors import VerificationError
 from sdflow.verify.kinds import kinds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,24 @@ class OutputVerdict:
 
 
 @dataclass(frozen=True)
+class ExactOutput:
+    """One output of a float16 artifact without its roundings, at the case where it comes nearest to its limit, or goes farthest
+    beyond: the distance to fp32 PyTorch."""
+
+    name: str
+    distance: float
+    case: str
+    limit: float
+    passed: bool
+
+
+@dataclass(frozen=True)
 class SubmodelVerdict:
     """One submodel. precision: "float16" or "float32". ran: "as it is" or "lowered". operators: fused ones.
 
     problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
+    exact: the first part of the proof (`sdflow.verify.exact`). weights: how many were computed again from the checkpoint.
+    unproved: why there is no such part.
     """
 
     name: str
@@ -53,6 +67,9 @@ class SubmodelVerdict:
     cases: tuple[CaseDistance, ...]
     problems: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...] = ()
+    exact: tuple[ExactOutput, ...] = ()
+    weights: int = 0
+    unproved: str = ""
 
     @property
     def passed(self) -> bool:
@@ -165,6 +182,7 @@ def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
             "cases": tuple(CaseDistance(**each) for each in value["cases"]),
             "problems": _pairs(value["problems"]),
             "left_out": tuple(value["left_out"]),
+            "exact": tuple(ExactOutput(**each) for each in value["exact"]),
         }
     )
 

@@ -38,7 +38,7 @@ def _require_memory(wanted: ReferenceRequest | None, judged: JudgeRequest, phase
     loads = wanted.loads if wanted else None
     free = psutil.virtual_memory().available
     family = FAMILIES[judged.family]
-    needed = require_memory(family, loads, selection, judged.folder, judged.submodels, judged.target, free)
+    needed = require_memory(family, loads, selection, judged.folder, judged.submodels, free)
     phase(f"needs about {spell_bytes(needed)} of memory, {spell_bytes(free)} are available")
 
 

@@ -30,8 +30,8 @@ def test_the_float32_unet_of_sdxl_is_the_most_and_fits_into_20_gb() -> None:
     found = reference_bytes(checkpoint.family, counts, 0)
     assert found == LIBRARIES + 4 * drawing
     assert 10.3 * GB < found < 13 * GB
-    assert max(graph_bytes(2 * counts["unet"], "cuda", float16=True), found) < 20 * GB
-    assert graph_bytes(4 * counts["unet"], "cpu", float16=False) < 20 * GB
+    assert max(graph_bytes(2 * counts["unet"], float16=True), found) < 20 * GB
+    assert graph_bytes(4 * counts["unet"], float16=False) < 20 * GB
 
 
 def test_small_halves_are_counted_with_their_widened_copy() -> None:
@@ -42,7 +42,7 @@ def test_small_halves_are_counted_with_their_widened_copy() -> None:
 def test_too_little_memory_is_refused_with_what_to_do(tiny_pipeline: Path, tiny_checkpoint: Checkpoint) -> None:
     loads = {name: part.load for name, part in tiny_checkpoint.submodels.items()}
     selection, family = selection_of(tiny_checkpoint), tiny_checkpoint.family
-    arguments = (family, loads, selection, tiny_pipeline, list(loads), "cpu")
+    arguments = (family, loads, selection, tiny_pipeline, list(loads))
     needed = require_memory(*arguments, available=GB * 20)
     assert LIBRARIES < needed < 2 * GB
     with pytest.raises(VerificationError, match="MB of memory, and 500 MB are available") as raised:

@@ -184,7 +184,7 @@ def test_the_page_needs_nothing_else_and_shows_everything(first: Verified) -> No
 
 def test_json_comes_back_as_it_was(first: Verified) -> None:
     written = json.loads(json.dumps(first.result.to_json(), allow_nan=False))
-    assert written["format_version"] == 1
+    assert written["format_version"] == 2
     assert written["passed"] is True
     assert Verification.from_json(written) == first.result
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,13 @@ MOVES = frozenset({
 })  # fmt: skip
 """Operators that compute nothing: float16 goes through them as it is."""
 
+TURNS = frozenset({"ArgMax", "Cos", "Sin"})
+"""Operators that turn a small error of what they read into another result."""
+
 OLDEST_OPSET = 13
+
+GIVEN = "given-with-the-session"
+"""Where the external data of an initializer is said to lie whose values come with the session."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,22 @@ class Lowered:
     values: Mapping[str, int]
 
 
-def lower(model: Any, *, round_fp16: bool = True, expose: Collection[str] = ()) -> Lowered:
+def lower(
+    model: Any,
+    *,
+    round_fp16: bool = True,
+    expose: Collection[str] = (),
+    exact: Collection[str] = (),
+    angles: bool = False,
+) -> Lowered:
     """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
 
     round_fp16: results are rounded to float16 where the artifact has float16. Without, everything that was float16 is
     float32, the outputs too: what the graph would compute if only its weights were rounded.
     expose: names of values of the artifact (outputs of its nodes) that the lowered graph has as further outputs.
+    exact: names of float16 initializers and inputs that the lowered graph has in float32: their values are to be given.
+    angles: what Sin, Cos and ArgMax are computed from is rounded as in the artifact, without round_fp16 too. A
+    rounded angle is another angle and a rounded index another index; no allowance for rounding is meant for them.
     Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
     """
     import onnx
@@ -82,12 +99,14 @@ def lower(model: Any, *, round_fp16: bool = True, expose: Collection[str] = ()) 
             remedy="Set target_opset of OnnxConversion.",
         )
     types = Types(model, opset)
-    builder = Builder(types.element_types(), types.shapes(), round_fp16=round_fp16)
+    builder = Builder({**types.element_types(), **dict.fromkeys(exact, FLOAT)}, types.shapes(), round_fp16=round_fp16)
+    rounded = before_angles(model.graph.node) if angles else frozenset()
     lowered: Counter[str] = Counter()
     values: list[str] = []
     for proto in _in_order(model.graph.node):
         node = Node(builder, proto, proto.name or next(name for name in proto.output if name))
         builder.begin(node.name)
+        builder.round_fp16 = round_fp16 or proto.output[0] in rounded
         if proto.domain == CONTRIB and proto.op_type in OPERATORS:
             _replace(builder, node, types)
             lowered[proto.op_type] += 1
@@ -110,8 +129,14 @@ def lower(model: Any, *, round_fp16: bool = True, expose: Collection[str] = ()) 
     graph.node.extend(builder.nodes)
     used = {name for node in builder.nodes for name in node.input} | set(outputs)
     graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
+    for tensor in graph.initializer:
+        if tensor.name in exact:
+            tensor.CopyFrom(_to_be_given(tensor))
     graph.initializer.extend(builder.constants)
     graph.input.extend(model.graph.input)
+    for item in graph.input:
+        if item.name in exact:
+            item.type.tensor_type.elem_type = FLOAT
     for item in model.graph.output:
         graph.output.add().CopyFrom(item)
         graph.output[-1].type.tensor_type.elem_type = builder.types[item.name]
@@ -124,6 +149,30 @@ def lower(model: Any, *, round_fp16: bool = True, expose: Collection[str] = ()) 
         MappingProxyType({name: node for name, node in builder.node_of.items() if name}),
         MappingProxyType({name: builder.types[name] for name in values}),
     )
+
+
+def _to_be_given(tensor: Any) -> Any:
+    """An initializer in float32 whose values come with the session."""
+    import onnx
+
+    given = onnx.TensorProto(name=tensor.name, data_type=FLOAT, dims=tensor.dims)
+    given.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", GIVEN), ("offset", "0"), ("length", str(4 * prod(tensor.dims)))):
+        given.external_data.add(key=key, value=value)
+    return given
+
+
+def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
+    """Every value that Sin, Cos or ArgMax is computed from."""
+    producer = {name: node for node in nodes for name in node.output if name}
+    found: set[str] = set()
+    waiting = [name for node in nodes if node.op_type in TURNS for name in node.input]
+    while waiting:
+        name = waiting.pop()
+        if name in producer and name not in found:
+            found.add(name)
+            waiting += producer[name].input
+    return frozenset(found)
 
 
 def _in_order(nodes: Sequence[Any]) -> list[Any]:

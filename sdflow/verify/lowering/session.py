@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sdflow.verify.lowering.lower import Lowered
@@ -16,10 +18,18 @@ LARGE = 4 * 10**9
 times the memory of float16 weights. Beyond, they stay as the artifact has them, and are converted where they are read."""
 
 
-def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool = False) -> onnxruntime.InferenceSession:
+def session_of(
+    lowered: Lowered,
+    folder: Path,
+    *,
+    threads: int = 0,
+    fuse: bool = False,
+    given: Mapping[str, onnxruntime.OrtValue] = MappingProxyType({}),
+) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
 
-    fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run.
+    fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run. given: the values of the initializers that
+    were lowered as `exact`; whoever has the session keeps them as long.
 
     The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs.
     """
@@ -43,6 +53,8 @@ def session_of(lowered: Lowered, folder: Path, *, threads: int = 0, fuse: bool =
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_mem_pattern = options.enable_cpu_mem_arena = False  # both keep what every value once took
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    if given:
+        options.add_external_initializers(list(given), list(given.values()))
     return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

@@ -1,0 +1,100 @@
+"""The float16 numbers that a graph has on purpose, and what they were before they were rounded.
+
+A graph's own numbers (the scale of an attention that was not fused, a factor) have no recipes. Each stands for a real number
+that rounds to it; whichever is taken, nothing but the rounding of this one number changes. So the simplest is taken, of the
+kinds in FORMS. What is no such number, tables too, is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sdflow.verify.lowering import before_angles
+from sdflow.verify.lowering.builder import FLOAT16
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LARGEST_WHOLE = 512
+"""Of the whole numbers below: heads have at most so many channels."""
+
+FORMS: tuple[Callable[[int], float], ...] = (
+    lambda whole: float(whole),
+    lambda whole: whole / 10,
+    lambda whole: whole / 100,
+    lambda whole: whole / 1000,
+    lambda whole: whole**-0.5,  # an attention's scale
+    lambda whole: whole**-0.25,  # the same, of both factors of the product
+    lambda whole: whole**0.5,
+    lambda whole: whole**0.25,
+)
+"""What whole numbers make. The simplest first."""
+
+
+def unrounded_number(value: float) -> float:
+    """The simplest number that rounds to a float16; the value itself where there is none."""
+    import numpy as np
+
+    magnitude = _simplest().get(float(np.float16(abs(value))), abs(value))
+    return -magnitude if value < 0 else magnitude
+
+
+@cache
+def _simplest() -> dict[float, float]:
+    import numpy as np
+
+    found: dict[float, float] = {}
+    for form in FORMS:
+        for whole in range(1, LARGEST_WHOLE + 1):
+            found.setdefault(float(np.float16(form(whole))), form(whole))
+    return found
+
+
+def take_constants(model: Any, taken: dict[str, NDArray[Any]]) -> None:
+    """Put the graph's own float16 numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
+    among them become initializers. What sines and indices are computed from stays. Changes `model`."""
+    import numpy as np
+
+    kept = before_angles(model.graph.node)
+    for tensor, node in [*_numbers(model.graph)]:
+        if tensor.name in kept or tensor.name in taken:
+            continue
+        if node is not None:
+            model.graph.initializer.add().CopyFrom(tensor)
+            model.graph.node.remove(node)
+        taken[tensor.name] = np.full(tuple(tensor.dims), unrounded_number(_value(tensor)), np.float32)
+
+
+def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Float16 tensors of one value, and the Constant node that has it, or None."""
+    import onnx
+
+    for tensor in graph.initializer:
+        if tensor.data_type == FLOAT16 and _is_number(tensor):
+            yield tensor, None
+    for node in graph.node:
+        for item in node.attribute:
+            if (
+                node.op_type == "Constant"
+                and item.name == "value"
+                and item.t.data_type == FLOAT16
+                and _is_number(item.t)
+            ):
+                tensor = onnx.TensorProto()
+                tensor.CopyFrom(item.t)
+                tensor.name = node.output[0]
+                yield tensor, node
+
+
+def _is_number(tensor: Any) -> bool:
+    from math import prod
+
+    return prod(tensor.dims) == 1 and not tensor.external_data
+
+
+def _value(tensor: Any) -> float:
+    import onnx
+
+    return float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
