@@ -78,7 +78,8 @@ class Origin:
     -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
     NOT_SAID: nothing is known. family: which submodels there are, and how they draw. generate: what the workflow says of
     how it draws (`families.defaults.SAID`). few_steps: what the names of the model and the LoRAs say, and `because`.
-    refiner: the folder, from this one, of the pipeline that refines its images.
+    refiner: the folder, from this one, of the pipeline that refines its images. left_out: submodels of the checkpoint that the
+    workflow does not build; None: it is not said.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Origin:
     generate: Mapping[str, Any] = field(default_factory=dict)
     few_steps: Mapping[str, Any] = field(default_factory=dict)
     refiner: str | None = None
+    left_out: tuple[str, ...] | None = None
 
     @property
     def said(self) -> dict[str, Any]:
@@ -179,6 +181,8 @@ class Manifest:
             content["family"] = origin.family
         if origin.refiner is not None:
             content["refiner"] = origin.refiner
+        if origin.left_out is not None:
+            content["left_out"] = sorted(origin.left_out)
         for name in ("components", "controlnets", "generate", "few_steps"):
             if found := getattr(origin, name):
                 content[name] = dict(found)
@@ -285,14 +289,13 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         generate=_said(value, "generate"),
         few_steps=_said(value, "few_steps"),
         refiner=_get_or(value, "refiner", str, None),
+        left_out=_texts(value, "left_out") if "left_out" in value else None,
     )
-    files = _get(value, "files", list)
-    if not all(isinstance(path, str) for path in files):
-        raise ValueError("'files' is no list of paths")
+    files = _texts(value, "files")
     return Manifest(
         origin,
         parts={name: _part(each) for name, each in submodels.items()},
-        files=tuple(files),
+        files=files,
         copied=_get_or(value, "copied", bool, False),
         sdflow_version=str(value.get("sdflow_version", "")),
     )
@@ -380,6 +383,13 @@ def _get(value: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _get_or(value: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
     """As `_get`; the default where nothing stands, or null."""
     return default if value.get(key) is None else _get(value, key, kind)
+
+
+def _texts(value: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    found: list[Any] = _get(value, key, list)
+    if not all(isinstance(each, str) for each in found):
+        raise ValueError(f"'{key}' holds something that is no text")
+    return tuple(found)
 
 
 def _objects(value: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:

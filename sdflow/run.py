@@ -256,6 +256,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
         generate=pipeline.generate,
         few_steps=plan.few_steps,
         refiner=pipeline.refiner,
+        left_out=tuple(sorted({*plan.checkpoint.submodels} - {*steps})) if plan.checkpoint else None,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )
 

@@ -76,7 +76,8 @@ class Checkpoint:
     companion_stamps: of the files in these folders, from before they were read.
     facts: JSON: image_size (pixels), granularity (height and width are multiples of so many pixels), latent_channels,
         vae_scale_factor, scaling_factor, scheduler (class name), requires_safety_checker.
-    options: the entries of model_index.json that the family's pipelines read (`Family.options`).
+    index: its model_index.json; of one file, its architecture's.
+    options: the entries of it that the family's pipelines read (`Family.options`).
     notes: choices that the user should hear of, one sentence each.
     said: of how it draws, besides what its configs tell (`families.defaults.SAID`).
     """
@@ -87,6 +88,7 @@ class Checkpoint:
     submodels: Mapping[str, SubmodelCheckpoint]
     companions: Mapping[str, Path]
     facts: Mapping[str, Any]
+    index: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     companion_stamps: tuple[Stamp, ...] = ()

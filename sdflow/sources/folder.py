@@ -128,6 +128,7 @@ def open_folder(
             **_facts(folder, family, configs),
             "requires_safety_checker": bool(index.get("requires_safety_checker", family.checker in submodels)),
         },
+        index=read_config(folder / "model_index.json"),
         options=read_options(family, index),
         notes=tuple(note for component in found.values() for note in component.notes),
         companion_stamps=tuple(stamps),

@@ -112,10 +112,16 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
     library = importlib.import_module(companion.library)
     name = companion.class_name
-    with _rejections(where, f"its {folder.name} cannot be loaded"):
-        if name is None:
-            name = str(read_json(folder / companion.file)["_class_name"])
-        return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
+    what = f"its {folder.name} cannot be loaded"
+    try:
+        with _rejections(where, what):
+            if name is None:
+                name = str(read_json(folder / companion.file)["_class_name"])
+            return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise CheckpointError(f"{what}: {error}", where=where) from error
 
 
 @contextmanager

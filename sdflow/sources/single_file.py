@@ -94,6 +94,7 @@ def open_single_file(
         return part_of_file(part, config, family, content, stamp, prefix_of[part.component])
 
     configs = {component: architecture_config(architecture, component) for component in prefix_of}
+    index = architecture_index(architecture)
     lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of)
     notes = [f"{path.name} has the shapes of {architecture}" + (f"; it holds no {lacking}." if lacking else ".")]
     notes += chosen
@@ -119,7 +120,8 @@ def open_single_file(
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
             "requires_safety_checker": False,
         },
-        options=read_options(family, architecture_index(architecture)),
+        index=index,
+        options=read_options(family, index),
         notes=tuple(notes),
     )
 

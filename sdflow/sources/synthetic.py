@@ -72,6 +72,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
             "requires_safety_checker": family.checker in submodels,
         },
+        index=index,
         options=read_options(family, index),
     )
 

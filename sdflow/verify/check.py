@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from sdflow import stop
-from sdflow.artifact import INDEX_FILE, Action, Record
+from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import CheckpointError, PassError, UsageError
-from sdflow.families.base import Family
 from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.folder import read_options
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
+from sdflow.verify.folder import VERSION as FOLDER_VERSION
+from sdflow.verify.folder import FolderRequest, source_of
 from sdflow.verify.judge import JudgeRequest
 from sdflow.verify.recipes import RecipeCheck, is_bound, structure_of
 from sdflow.verify.reference import LoraMerge, ReferenceRequest
@@ -181,9 +181,9 @@ def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, ca
                 "artifacts": built.digests,
                 "unproved": sorted(built.unproved),
                 "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
-                "beside": _companions(subject.checkpoint.family, subject.folder, cache),
+                "beside": _beside(subject.folder, built, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
-                "index": cache.stat.digest(subject.folder / INDEX_FILE),
+                "source": _source(subject, cache),
                 "reference": exact.artifact.digest,
             },
             "uses": {name: distribution_version(name) for name in judge.USES},
@@ -288,7 +288,12 @@ def _work(
     group: WorkerGroup | None,
 ) -> WorkerResult:
     """Raises InputChanged when a file of the checkpoint or a LoRA is no longer the one whose digest is in a key."""
-    content = {"reference": wanted.to_json() if wanted else None, "judge": request.to_json()}
+    whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
+    content = {
+        "reference": wanted.to_json() if wanted else None,
+        "judge": request.to_json(),
+        "folder": FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole).to_json(),
+    }
     with scratch_folder("log") as folder:
         log = folder / "log.txt"
         run = group.run if group is not None else run_worker
@@ -318,9 +323,18 @@ def _tree(folder: Path, cache: Cache) -> str:
     )
 
 
-def _companions(family: Family, folder: Path, cache: Cache) -> str:
-    """What lies beside the graphs, and what model_index.json says of how it is used."""
-    found: dict[str, Any] = {
-        name: _tree(folder / name, cache) for name in family.companions if (folder / name).is_dir()
-    }
-    return digest_json({**found, "options": read_options(folder)} if family.options else found)
+def _beside(folder: Path, built: _Built, cache: Cache) -> str:
+    """Everything in the folder but sdflow.json and the submodels that are verified, whatever it is: a verification is about the
+    folder as a whole."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != MANIFEST_FILE and path.name not in built.digests:
+            found[path.name] = cache.stat.digest(path) if path.is_file() else _tree(path, cache)
+    return digest_json(found)
+
+
+def _source(subject: Subject, cache: Cache) -> str:
+    """What the folder is held to, and how."""
+    source = source_of(subject.checkpoint).to_json()
+    companions = {name: _tree(path, cache) for name, path in subject.checkpoint.companions.items()}
+    return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

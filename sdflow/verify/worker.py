@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
+from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.units import spell_bytes
 from sdflow.verify.cases import read_description
+from sdflow.verify.finding import Finding, errors
+from sdflow.verify.folder import FolderRequest, Held, hold_folder
 from sdflow.verify.judge import JudgeRequest, judge
 from sdflow.verify.memory import require_memory
 from sdflow.verify.reference import ReferenceRequest, compute
+from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection
 from sdflow.workers import serve_request
 
@@ -28,7 +33,26 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     if wanted is not None:
         computed = compute(wanted, phase)
         gc.collect()  # the modules, before the graphs come
-    return {"reference": computed, "verification": judge(judged, phase).to_json()}
+    held = hold_folder(FolderRequest.from_json(request["folder"]), phase)
+    return {"reference": computed, "verification": _judged(judged, held, phase).to_json()}
+
+
+def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> Verification:
+    """The verification, with what was found in the folder beside the graphs."""
+    findings = [asdict(each) for each in held.findings]
+    try:
+        found = judge(request, phase)
+    except UsageError as error:
+        if not errors([*held.findings]):
+            raise
+        # What lies beside the graphs is not what it should be, so that nothing can be drawn with them.
+        stopped = Finding(
+            "", "source", "error", error.where or "", f"nothing can be drawn: {error.what}", error.remedy or ""
+        )
+        return Verification(
+            request.name, request.target, request.level, {}, None, None, findings=(*findings, asdict(stopped))
+        )
+    return replace(found, findings=(*findings, *found.findings), coverage=(*found.coverage, held.coverage))
 
 
 def _require_memory(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> None:

@@ -115,11 +115,46 @@ def test_another_scheduler_is_found_by_the_image_and_a_failure_is_not_kept(
     for _ in range(2):
         found = verify(wrong, SPEC, cache, threads=1).result
         assert not found.cached
-    assert [where for where, _, _ in found.problems] == ["image"]
+    file = "scheduler/scheduler_config.json"
+    assert [where for where, _, _ in found.problems] == ["image", f"{file}", f"{file} and 11 more"]
     assert "PSNR" in found.failure()
+    assert 'beta_schedule is "linear", where "scaled_linear" belongs' in found.failure()
     with pytest.raises(VerificationError) as raised:
         found.raise_for_failure()
     assert raised.value.exit_code == 4
+
+
+FOLDER_FAULTS = {
+    "no index": (lambda folder: (folder / "model_index.json").unlink(), "is missing"),
+    "no class": (
+        lambda folder: change_index(folder, _class_name="NoSuchPipeline"),
+        '_class_name is "NoSuchPipeline", where "OnnxStableDiffusionPipeline" belongs',
+    ),
+    "a component of no class": (
+        lambda folder: change_index(folder, scheduler=["diffusers", "NoSuch"]),
+        'scheduler is ["diffusers", "NoSuch"], where ["diffusers", "PNDMScheduler"] belongs',
+    ),
+}
+
+
+def change_index(folder: Path, **values: object) -> None:
+    path = folder / "model_index.json"
+    path.chmod(0o644)
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("fault", FOLDER_FAULTS)
+def test_a_verification_of_the_cache_is_about_the_whole_folder(
+    fault: str, subject: Subject, cache: Cache, first: Verified, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+    damage, told = FOLDER_FAULTS[fault]
+    damage(folder)
+    only = None if fault == "no index" else ["text_encoder"]
+    verified = verify(dataclasses.replace(subject, folder=folder), SPEC, cache, submodels=only, threads=1)
+    assert not verified.result.cached
+    assert ("model_index.json", told) in {(where, what) for where, what, _ in verified.result.problems}
+    assert page(verified.result, verified.images), "there is a report all the same"
 
 
 @pytest.mark.parametrize("how", ["passes", "does not pass", "raises"])

@@ -1,0 +1,210 @@
+"""The files of a pipeline folder against those of its checkpoint: each difference that no row of the table means is a finding
+that names file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE
+from sdflow.errors import CheckpointError
+from sdflow.input_file import is_regular, parse_json, read_input
+from sdflow.manifest import MANIFEST_FILE, Manifest
+from sdflow.sources.companions import KNOWN
+from sdflow.verify.finding import Finding
+from sdflow.verify.folder.expected import ABSENT, Expected
+from sdflow.verify.folder.source import Source
+
+CHECK = "source"
+REBUILD = "build the pipeline again: sdflow run"
+TOLD = 5
+"""Differences of one file that are told by themselves."""
+
+Difference = tuple[str, Any, Any]
+"""A key with a dot between levels, what stands there, what belongs there; ABSENT for nothing."""
+
+
+def compare_folder(folder: Path, manifest: Manifest, source: Source) -> Iterator[Finding]:
+    """What in the folder is otherwise than in the checkpoint, and not on purpose.
+
+    Raises CheckpointError for a file of the checkpoint that cannot be read.
+    """
+    expected = Expected(source, tuple(manifest.parts))
+    yield from _submodels(manifest, source)
+    yield from _foreign(folder, expected)
+    yield from _json_file(folder, INDEX_FILE, source.index, expected)
+    for submodel in expected.submodels:
+        if submodel in source.configs:
+            yield from _json_file(folder, f"{submodel}/{CONFIG_FILE}", source.configs[submodel], expected, submodel)
+    for name, place in source.companions.items():
+        for file in sorted({path.name for path in Path(place).iterdir()} & KNOWN):
+            yield from _companion_file(folder, f"{name}/{file}", Path(place) / file, expected)
+
+
+def _error(node: str, what: str, submodel: str = "", count: int = 1) -> Finding:
+    return Finding(submodel, CHECK, "error", node, what, REBUILD, count)
+
+
+def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
+    """The set of submodels: what the checkpoint has and the folder has not was left out by the workflow, and sdflow.json says
+    so."""
+    left_out = manifest.origin.left_out
+    for name in source.configs:
+        if name in manifest.parts or name in (left_out or ()):
+            continue
+        if left_out is None:
+            what = f"{name} is in the checkpoint and not in the folder; an earlier sdflow did not write down what was left out"
+            yield Finding("", CHECK, "warning", MANIFEST_FILE, what, REBUILD)
+        else:
+            yield _error(
+                MANIFEST_FILE, f"{name} is missing under submodels: the checkpoint has it, left_out does not name it"
+            )
+    for name in manifest.parts:
+        if name not in source.configs:
+            yield _error(MANIFEST_FILE, f"{name} stands under submodels, and the checkpoint has none")
+
+
+def _foreign(folder: Path, expected: Expected) -> Iterator[Finding]:
+    """What lies in the folder and is no part of it. A tokenizer may read any file that lies in its folder."""
+    known = {INDEX_FILE, MANIFEST_FILE, *expected.submodels, *expected.companions}
+    for path in sorted(folder.iterdir()):
+        if path.name not in known:
+            yield Finding("", CHECK, "warning", path.name, "is no part of the pipeline", "move it away")
+    for name in expected.companions:
+        place = folder / name
+        if not place.is_dir():
+            yield _error(name, "is missing: there is no such folder")
+            continue
+        theirs = {path.name for path in Path(expected.source.companions[name]).iterdir()} & KNOWN
+        for path in sorted(place.iterdir()):
+            if path.name not in theirs:
+                yield _error(f"{name}/{path.name}", "is not among the checkpoint's files")
+
+
+def _companion_file(folder: Path, file: str, theirs: Path, expected: Expected) -> Iterator[Finding]:
+    try:
+        wanted = read_input(theirs)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(theirs)) from error
+    if theirs.suffix == ".json":
+        try:
+            content = parse_json(wanted)
+        except ValueError as error:
+            raise CheckpointError(f"not valid JSON: {error}", where=str(theirs), remedy="Download it again.") from error
+        yield from _json_file(folder, file, content, expected)
+        return
+    found = _content(folder, file)
+    if isinstance(found, Finding):
+        yield found
+    elif found != wanted:
+        yield from _told(file, "", lines_apart(found, wanted))
+
+
+def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submodel: str = "") -> Iterator[Finding]:
+    found = _content(folder, file, submodel)
+    if isinstance(found, Finding):
+        yield found
+        return
+    try:
+        content = parse_json(found)
+    except ValueError as error:
+        yield _error(file.removeprefix(f"{submodel}/"), f"is no JSON: {error}", submodel)
+        return
+    if (
+        not isinstance(content, dict)
+        or not isinstance(wanted, Mapping)
+        or not any(row.key for row in expected.rows(file))
+    ):
+        apart: Iterator[Difference] = values_apart("", content, wanted)
+    else:
+        apart = _keys_apart(file, content, wanted, expected)
+    yield from _told(file, submodel, apart)
+
+
+def _content(folder: Path, file: str, submodel: str = "") -> bytes | Finding:
+    path = folder / file
+    if not is_regular(path):
+        return _error(file.removeprefix(f"{submodel}/"), "is missing", submodel)
+    try:
+        return read_input(path)
+    except OSError as error:
+        return _error(file.removeprefix(f"{submodel}/"), f"cannot be read: {error.strerror}", submodel)
+
+
+def _keys_apart(
+    file: str, found: Mapping[str, Any], wanted: Mapping[str, Any], expected: Expected
+) -> Iterator[Difference]:
+    for key in dict.fromkeys([*expected.keys(file, wanted), *found]):
+        have, allowed = found.get(key, ABSENT), expected.allowed(file, key, wanted.get(key, ABSENT))
+        if allowed is not None and not any(_same(have, each) for each in allowed):
+            yield from values_apart(key, have, allowed[0])
+
+
+def values_apart(key: str, found: Any, wanted: Any) -> Iterator[Difference]:
+    """Where two values of JSON differ, the innermost keys."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for name in dict.fromkeys([*wanted, *found]):
+            yield from values_apart(f"{key}.{name}" if key else name, found.get(name, ABSENT), wanted.get(name, ABSENT))
+    elif isinstance(found, list) and isinstance(wanted, list) and len(wanted) > TOLD:
+        yield from ((f"{key}: {name}" if key else name, have, want) for name, have, want in _lists_apart(found, wanted))
+    elif not _same(found, wanted):
+        yield key, found, wanted
+
+
+def lines_apart(found: bytes, wanted: bytes) -> Iterator[Difference]:
+    """Where two texts differ, by lines."""
+    yield from _lists_apart(*(text.decode("utf-8", "replace").splitlines() for text in (found, wanted)))
+
+
+def _lists_apart(found: list[Any], wanted: list[Any]) -> Iterator[Difference]:
+    """Entries that one of two lists lacks; those in another order, where each has all."""
+    have, want = ({json.dumps(each) for each in entries} for entries in (found, wanted))
+    apart = [(f"entry {index + 1}", ABSENT, each) for index, each in enumerate(wanted) if json.dumps(each) not in have]
+    apart += [(f"entry {index + 1}", each, ABSENT) for index, each in enumerate(found) if json.dumps(each) not in want]
+    if not apart and found != wanted:
+        pairs = enumerate([*found, *[ABSENT] * (len(wanted) - len(found))])
+        index, each = next((index, each) for index, each in pairs if index >= len(wanted) or each != wanted[index])
+        apart = [(f"entry {index + 1}", each, wanted[index] if index < len(wanted) else ABSENT)]
+    yield from apart
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal in JSON: there 1 is 1.0, and true is not 1."""
+    if one is ABSENT or other is ABSENT:
+        return one is other
+    if type(one) is type(other) and not isinstance(one, Mapping | list):
+        return bool(one == other)
+    return json.dumps(_plain(one), sort_keys=True) == json.dumps(_plain(other), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _told(file: str, submodel: str, apart: Iterator[Difference]) -> Iterator[Finding]:
+    """A finding for each of the first differences of a file, and one for the rest."""
+    node = file.removeprefix(f"{submodel}/") if submodel else file
+    for key, found, wanted in islice(apart, TOLD):
+        yield _error(node, f"{key or 'its content'} {_said(found, wanted)}", submodel)
+    if rest := sum(1 for _ in apart):
+        yield _error(node, f"{rest} further keys or lines are not the checkpoint's", submodel, rest)
+
+
+def _said(found: Any, wanted: Any) -> str:
+    if found is ABSENT:
+        return f"is missing, where {_short(wanted)} belongs"
+    if wanted is ABSENT:
+        return f"is {_short(found)}, where nothing belongs"
+    return f"is {_short(found)}, where {_short(wanted)} belongs"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,77 @@
+"""A pipeline folder against its checkpoint: the files, then what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import FAMILIES
+from sdflow.families.schedulers import SCHEDULERS
+from sdflow.manifest import read_manifest
+from sdflow.runtime.folder import SCHEDULER
+from sdflow.verify.finding import Finding
+from sdflow.verify.folder.compare import CHECK, REBUILD, compare_folder
+from sdflow.verify.folder.schedules import compare_schedules
+from sdflow.verify.folder.source import Source
+from sdflow.verify.folder.tokenizers import compare_tokenizers, is_tokenizer, texts
+
+VERSION = 1
+"""Raise it whenever something else may be found: it is part of the key of a verification."""
+
+
+@dataclass(frozen=True)
+class FolderRequest:
+    """folder: an assembled pipeline. source: what it is held to. whole: all that draws is verified, so that what lies beside the
+    graphs is tried too."""
+
+    folder: Path
+    source: Source
+    whole: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"folder": str(self.folder), "source": self.source.to_json(), "whole": self.whole}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FolderRequest:
+        return cls(Path(value["folder"]), Source.from_json(value["source"]), value["whole"])
+
+
+@dataclass(frozen=True)
+class Held:
+    """findings: what is otherwise than it should be. coverage: what was looked at, in words."""
+
+    findings: tuple[Finding, ...]
+    coverage: str
+
+
+def hold_folder(request: FolderRequest, progress: Callable[[str], None]) -> Held:
+    """Compare the files, and try what they do. Raises CheckpointError for a checkpoint that cannot be read any more."""
+    progress("the folder's files against the checkpoint's")
+    folder, source = request.folder, request.source
+    found = list(compare_folder(folder, read_manifest(folder), source))
+    coverage = "every file beside the graphs held to the checkpoint's"
+    if not request.whole:
+        return Held(tuple(found), coverage)
+    progress("tokenizers and schedules against the checkpoint's")
+    companions = FAMILIES[source.family].companions
+    tokenizers = [name for name in source.companions if is_tokenizer(companions[name])]
+    for name in tokenizers:
+        found += _tried(folder, name, lambda name=name: compare_tokenizers(folder, name, companions[name], source))  # type: ignore[misc]
+    found += _tried(folder, SCHEDULER, lambda: compare_schedules(folder, source))
+    coverage += (
+        f", {len(texts())} texts through {len(tokenizers)} tokenizer{'s' if len(tokenizers) > 1 else ''}, "
+        f"the schedules of {len(SCHEDULERS) + 1} schedulers"
+    )
+    return Held(tuple(found), coverage)
+
+
+def _tried(folder: Path, name: str, attempt: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return attempt()
+    except CheckpointError as error:
+        if error.where != str(folder / name):
+            raise
+        return [Finding("", CHECK, "error", name, error.what, REBUILD)]
