@@ -24,6 +24,12 @@ from small_workflows import bench, chain  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
 
 
+@pytest.fixture(scope="session", autouse=True)
+def digests_of_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What `generate` notes of the files that it read lies in the tests' own folder."""
+    os.environ["SDFLOW_DIGESTS"] = str(tmp_path_factory.mktemp("digests"))
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Processes that the test starts end at SIGINT, also where the shell ignores it for what it runs (`nohup`, `&`)."""

@@ -162,6 +162,13 @@ def generate(
         bool, typer.Option("--low-memory", help="One submodel in memory at a time, the VAE in tiles. Slower.")
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Hold the pipeline's files to their digests; what did not change is not read again.",
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Draw images from text, from an image, or into the white part of a mask."""
@@ -213,6 +220,7 @@ def generate(
         allow_pickle=allow_pickle,
         preview=preview,
         previews=preview_with,
+        check=check,
         more={name: value for name, value in more.items() if value is not None},
     )
     with _as_typed(), _progress() as progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
+from sdflow.runtime.trial import try_companion
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target
 
@@ -65,8 +66,9 @@ def folder_latents(folder: Path) -> Latents:
     family = folder_family(folder)
     try:
         return family.latents(_configs(folder))
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"a config.json of the submodels has no {error}", where=str(folder), remedy=DAMAGED) from error
+    except (KeyError, TypeError, ValueError, CheckpointError) as error:
+        what = f"has no entry {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
+        raise UsageError(f"a config.json of the submodels {what}", where=str(folder), remedy=DAMAGED) from error
 
 
 def folder_defaults(folder: Path) -> dict[Task, Defaults]:
@@ -90,13 +92,42 @@ def folder_needed(folder: Path) -> tuple[str, ...]:
     return folder_family(folder).needed(_configs(folder))
 
 
-def _configs(folder: Path) -> dict[str, dict[str, Any]]:
+def _configs(folder: Path) -> dict[str, Config]:
     return {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
 
 
-def submodel_config(folder: Path, submodel: str) -> dict[str, Any]:
+SIZES = (
+    "hidden_size", "in_channels", "latent_channels", "max_position_embeddings", "out_channels", "projection_dim",
+    "sample_size", "time_cond_proj_dim",
+)  # fmt: skip
+"""Entries of a config.json that say how much is made in memory when something is drawn."""
+
+MOST = 1 << 20
+
+
+class Config(dict[str, Any]):
+    """A config.json. An entry that it lacks is told as that, whoever looks for it."""
+
+    def __init__(self, entries: Mapping[str, Any], path: Path) -> None:
+        super().__init__(entries)
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(f"has no entry {name!r}", where=str(self.path), remedy=DAMAGED)
+
+
+def submodel_config(folder: Path, submodel: str) -> Config:
     """The config.json of one submodel. Raises UsageError when it is missing or damaged."""
-    return _read_json(folder / submodel / CONFIG_FILE)
+    path = folder / submodel / CONFIG_FILE
+    config = Config(_read_json(path), path)
+    side = config.get("sample_size")
+    if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:  # as diffusers allows
+        config["sample_size"] = side[0]
+    for name in SIZES:
+        size = config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size <= MOST):
+            raise UsageError(f"its {name} is {size!r:.40}", where=str(path), remedy=DAMAGED)
+    return config
 
 
 def load_submodel(
@@ -169,6 +200,7 @@ def load_companions(folder: Path) -> dict[str, Any]:
         except CheckpointError as error:
             what = error.what.removeprefix(f"its {name} ")  # the folder says that
             raise UsageError(what, where=error.where, remedy=DAMAGED) from error
+        try_companion(loaded[name], str(folder / name), DAMAGED)
     return loaded
 
 

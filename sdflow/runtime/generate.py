@@ -26,6 +26,7 @@ from sdflow.runtime.folder import folder_family, folder_latents, folder_task, on
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
+from sdflow.runtime.soundness import require_sound
 from sdflow.runtime.start import require_size, require_start
 from sdflow.runtime.tuning import Tuning
 from sdflow.runtime.words import read_words, recorded_words
@@ -49,8 +50,9 @@ class GenerateRequest:
     image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
     images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
     from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
-    textual inversion, FILE or FILE:WORD. controls: images for ControlNets; guess_mode: as of the pipeline. more: what the
-    pipeline's family takes besides. preview: write one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
+    textual inversion, FILE or FILE:WORD. check: whether the folder's files are held to their digests. controls: images for
+    ControlNets; guess_mode: as of the pipeline. more: what the pipeline's family takes besides. preview: write one after every
+    step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
     folder: Path
@@ -84,6 +86,7 @@ class GenerateRequest:
     allow_pickle: bool = False
     preview: bool = False
     previews: Path | None = None
+    check: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -152,6 +155,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         progress.phase(recorded.note)
     progress.phase(f"loading {request.folder} on {target.title}")
     begun = time.perf_counter()
+    if request.check:
+        _require_sound(request, built)
     pipeline = _load(request, target, recorded.tuning, words)
     loaded = time.perf_counter()
 
@@ -220,6 +225,16 @@ def _read_whole(folder: Path) -> Manifest:
             remedy="Run the pipeline's workflow again; `--copy` needs no cache.",
         )
     return manifest
+
+
+def _require_sound(request: GenerateRequest, built: Manifest) -> None:
+    """Whether what is about to be loaded is what was built. Raises VerificationError."""
+    folders = {request.folder: built}
+    if request.refiner is not None:
+        folders[request.refiner] = read_manifest(request.refiner)
+    for folder, manifest in folders.items():
+        checker = None if request.checker else folder_family(folder).checker
+        require_sound(folder, manifest, [name for name in onnx_submodels(folder) if name != checker])
 
 
 def _check(request: GenerateRequest) -> None:

@@ -36,7 +36,7 @@ from sdflow.runtime.folder import (
     read_options,
 )
 from sdflow.runtime.image_prompts import image_prompts
-from sdflow.runtime.images import to_pil
+from sdflow.runtime.images import require_finite, to_pil
 from sdflow.runtime.preview import Preview, previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
@@ -238,7 +238,8 @@ class Pipeline:
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
         (`sdflow.runtime.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
-        Raises UsageError for sizes and images that the model cannot take.
+        Raises UsageError for sizes and images that the model cannot take, VerificationError when what is to be a PIL image
+        has values that are NaN or infinite.
         """
         import torch
 
@@ -320,7 +321,7 @@ class Pipeline:
                 self.denoisers.unload()
             if output_type == "latent":
                 return Images(result.cpu().numpy(), None)
-            drawn, flagged = self.check_safety(self.decode(result))
+            drawn, flagged = self.check_safety(self.decode(result, finite=output_type == "pil"))
             return Images(drawn.cpu().numpy() if output_type == "np" else to_pil(drawn), flagged)
 
     def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
@@ -346,15 +347,18 @@ class Pipeline:
         config, processor = self.configs[self.family.denoiser], self.companions["feature_extractor"]
         return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images, float32 NHWC in [0, 1], from latents."""
+    def decode(self, latents: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents. finite: raise VerificationError for what is no image."""
         import torch
 
+        images = []
         with self.place.current(), self._using(self.family.decoder) as decoder:
-            images = [
-                (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
-                for image in decode(decoder, latents, self.latents, tiles=self.low_memory)
-            ]
+            if finite:
+                require_finite(latents, self.family.denoiser)
+            for image in decode(decoder, latents, self.latents, tiles=self.low_memory):
+                if finite:
+                    require_finite(image, self.family.decoder)
+                images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
             return torch.cat(images)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:

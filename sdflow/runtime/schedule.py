@@ -9,7 +9,8 @@ arithmetic, index searches and copies between host and device are out of the loo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -113,13 +114,26 @@ def trace(
     scheduler = _fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
     options = (steps, strength, from_image, inpaint, eta, spread, span)
-    schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
+    with _refusals(scheduler, steps):
+        schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
     if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
         raise UsageError(
             f"{type(scheduler).__name__} with these settings does not act linearly on the latents",
             remedy="Switch off what clips or thresholds in its config, or take another with --scheduler.",
         )
     return schedule
+
+
+@contextmanager
+def _refusals(scheduler: Any, steps: int) -> Iterator[None]:
+    """diffusers raises what comes for entries of a config that it did not look at when it read them."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError) as error:
+        raise UsageError(
+            f"{type(scheduler).__name__} cannot make {steps} steps: {error}",
+            remedy="Take another number of steps, correct the scheduler's config, or take another one: --scheduler.",
+        ) from error
 
 
 def _trace(
@@ -139,10 +153,7 @@ def _trace(
     if not 0 < strength <= 1:
         raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
     scheduler = _fresh(scheduler, {})
-    try:
-        scheduler.set_timesteps(steps, **({"strength": strength} if spread else {}))
-    except ValueError as error:
-        raise UsageError(f"{type(scheduler).__name__} cannot make {steps} steps: {error}") from error
+    scheduler.set_timesteps(steps, **({"strength": strength} if spread else {}))
     # As in diffusers' image to image: a strength of 0.8 leaves out the first fifth.
     left = steps if spread else min(int(steps * strength), steps)
     if left == 0:

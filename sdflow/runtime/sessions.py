@@ -161,7 +161,7 @@ def read_graph(model: Path) -> onnx.ModelProto:
 
     try:
         read = onnx.load(str(model), load_external_data=False)
-        lacking = missing_data(read, model.parent)
+        lacking = missing_data(read, model.parent) if read.graph.node else "is no ONNX model"
     except FileNotFoundError:
         lacking = "there is no such file"
     except DecodeError:

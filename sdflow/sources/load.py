@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
 
 
+MOST_SAID = 400
+"""Characters of what a library says of a file."""
+
+
 def submodel_config(load: Mapping[str, Any]) -> dict[str, Any]:
     """The submodel's config.json (diffusers' or transformers'). Of the halves of a VAE: that of the whole VAE."""
     return dict(load["config"])
@@ -130,8 +134,17 @@ def _rejections(where: str, what: str, remedy: str | None = None) -> Iterator[No
 
     try:
         yield
-    except (StrictDataclassError, *_REJECTIONS) as error:
-        raise CheckpointError(f"{what}: {error}", where=where, remedy=remedy) from error
+    except Exception as error:
+        if not isinstance(error, (StrictDataclassError, *_REJECTIONS)) and type(error) is not Exception:
+            raise
+        # (tokenizers raises a bare Exception)
+        raise CheckpointError(f"{what}: {_brief(error)}", where=where, remedy=remedy) from error
+
+
+def _brief(error: Exception) -> str:
+    """What a library says, as far as anyone reads on: torch lists every form of a call that it would have taken."""
+    text = str(error).strip()
+    return text if len(text) <= MOST_SAID else text[:MOST_SAID].rpartition(" ")[0] + " ..."
 
 
 def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:

@@ -1,0 +1,68 @@
+"""Whether the files of a pipeline folder are still what was built: by the digests in its manifest.
+
+A file is read once. What was found is noted with its stat, as the cache does: for what a folder links to in the cache
+itself, where the build has noted it already; for a folder that stands alone in `user_folder("digests")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sdflow.digest import digest_file
+from sdflow.errors import CacheError, UsageError, VerificationError
+from sdflow.manifest import Manifest
+from sdflow.runtime.sessions import DAMAGED
+from sdflow.store import StatCache
+from sdflow.store.layout import Layout
+from sdflow.user_folder import user_folder
+
+FOLDER_VARIABLE = "SDFLOW_DIGESTS"
+
+READERS = 4
+"""Files that are read at a time."""
+
+Digest = Callable[[Path], str]
+
+
+def require_sound(folder: Path, manifest: Manifest, submodels: Sequence[str]) -> None:
+    """Raises VerificationError when a file of one of the submodels is missing or is not what the manifest says."""
+    wanted = []
+    for name in submodels:
+        if (part := manifest.parts.get(name)) is not None:
+            digest = _digests(folder / name)
+            wanted += [(folder / name / entry.path, entry.sha256, digest) for entry in part.files]
+    with ThreadPoolExecutor(READERS) as threads:
+        found = threads.map(lambda file: _digest(file[0], file[2]), wanted)
+        for (path, expected, _), sha256 in zip(wanted, found, strict=True):
+            if sha256 != expected:
+                raise VerificationError(
+                    "its content is not what was built",
+                    where=str(path),
+                    remedy=f"{DAMAGED} --no-check draws with it all the same.",
+                )
+
+
+def _digest(path: Path, digest: Digest) -> str:
+    try:
+        return digest(path)
+    except OSError as error:
+        raise VerificationError(
+            f"cannot be read: {error.strerror or error}", where=str(path), remedy=DAMAGED
+        ) from error
+    except CacheError as error:
+        raise VerificationError(error.what, where=error.where, remedy=error.remedy) from error
+
+
+def _digests(submodel: Path) -> Digest:
+    """How the digests of a submodel's files are found: by the notes of the cache that it lies in, else by the user's."""
+    place = submodel.resolve()
+    if place != submodel.absolute():
+        for above in place.parents:
+            if (layout := Layout(above)).is_ours():
+                return StatCache(layout).digest
+    try:
+        return StatCache(Layout(user_folder("digests", FOLDER_VARIABLE))).digest
+    except UsageError:  # a user without a home
+        return digest_file
