@@ -19,6 +19,7 @@ SMALLEST = 5.96e-08
 LARGEST = 65504.0
 
 _BLOCK = 1 << 18  # values rounded at a time: what is read and written stays in the processor's cache
+_RUN = 1 << 10  # values of which the farthest is found first: most runs have none at a limit
 _SIGN = np.uint16(0x8000)
 _MAGNITUDE = np.uint16(0x7FFF)
 
@@ -44,9 +45,12 @@ def to_float16(
     """
     as_they_are = values.dtype == np.float16 and smallest <= SMALLEST and largest >= LARGEST
     exact = np.ascontiguousarray(values, values.dtype if as_they_are else np.float32).reshape(-1)
+    if as_they_are and counts is None:
+        return exact.reshape(values.shape)
     rounded = exact if as_they_are else np.empty(exact.size, np.float16)
     bits = rounded.view(np.uint16)
     low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
+    inside = np.uint16(2 * (high - low - 1))
     doubled = np.empty(min(_BLOCK, exact.size), np.uint16)
     for begin in range(0, exact.size, _BLOCK):
         block, half = exact[begin : begin + _BLOCK], bits[begin : begin + _BLOCK]
@@ -54,11 +58,10 @@ def to_float16(
             _cast(block, half)
         # Twice the bits is twice the magnitude, without the sign. Minus the lower limit, wrapping around: one unsigned
         # comparison finds both ends.
-        distance = np.left_shift(half, 1, out=doubled[: half.size])
+        distance = np.add(half, half, out=doubled[: half.size])
         distance -= np.uint16(2 * (low + 1))
-        inside = np.uint16(2 * (high - low - 1))
-        if distance.max() >= inside:
-            suspects = np.flatnonzero(distance >= inside)
+        suspects = _at_least(inside, distance)
+        if suspects.size:
             if not as_they_are:
                 half[suspects] = _within_limits(block[suspects], half[suspects], smallest, largest)
             if counts is not None:
@@ -69,6 +72,16 @@ def to_float16(
                 exactly = np.abs(block[suspects])
                 counts.cut += int(np.count_nonzero((exactly > LARGEST) & (exactly < np.inf)))
     return rounded.reshape(values.shape)
+
+
+def _at_least(limit: np.uint16, values: NDArray[np.uint16]) -> NDArray[np.intp]:
+    """Where values reach a limit. Quick where that is so in few places."""
+    farthest = np.maximum.reduceat(values, np.arange(0, values.size, _RUN))
+    runs = np.flatnonzero(farthest >= limit)
+    if 8 * runs.size > farthest.size:
+        return np.flatnonzero(values >= limit)
+    found = [run * _RUN + np.flatnonzero(values[run * _RUN : (run + 1) * _RUN] >= limit) for run in runs]
+    return np.concatenate(found) if found else runs
 
 
 def _within_limits(

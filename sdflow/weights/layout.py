@@ -1,8 +1,9 @@
 """Values in C order, quickly.
 
 numpy copies a transposed matrix along the result's rows: each value that it reads lies in another cache line, and is gone
-from the cache before its neighbour's turn comes. In bands of a few source rows it stays: a matrix of 10240 x 1280 float16
-values goes from 0.24 to 1.1 GB/s.
+from the cache before its neighbour's turn comes. In tiles it stays, if their rows do not lie a power of two apart: the
+cache keeps few lines of such places. So each tile is copied aside first, to rows that are a cache line longer. A matrix of
+10240 x 1280 float16 values goes from 0.24 to 2.1 GB/s.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-BAND = 128
-"""Rows of the source that are copied at a time."""
+TILE = (512, 256)
+"""Rows and columns of the source that are copied at a time."""
+LINE = 64
+"""Bytes of a line of the processor's cache."""
 
 Array = NDArray[Any]
 
@@ -38,7 +41,18 @@ def joined(parts: Sequence[Array], axis: int) -> Array:
 def copy_into(target: Array, values: Array) -> None:
     """Copy values into an array of the same shape."""
     if values.ndim == 2 and values.strides[0] < values.strides[1]:  # a transposed matrix
-        for begin in range(0, values.shape[1], BAND):
-            target[:, begin : begin + BAND] = values[:, begin : begin + BAND]
+        _copy_tiles(target, values.T)
     else:
         target[...] = values
+
+
+def _copy_tiles(target: Array, source: Array) -> None:
+    """`target[...] = source.T`, for a source whose rows are contiguous."""
+    rows, columns = TILE
+    aside = np.empty((rows, columns + LINE // source.itemsize), source.dtype)
+    for top in range(0, source.shape[0], rows):
+        for left in range(0, source.shape[1], columns):
+            tile = source[top : top + rows, left : left + columns]
+            copy = aside[: tile.shape[0], : tile.shape[1]]
+            copy[...] = tile
+            target[left : left + columns, top : top + rows] = copy.T

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdflow.weights.half import AtLimit, to_float16
+from sdflow.weights.half import _BLOCK, _RUN, AtLimit, to_float16
 
 EDGES = np.array(
     [0, 5.96e-08, 5.9604645e-08, 6e-08, 1e-08, 2**-24, 2**-25, 2**-26, 1e-45, 6.1e-05, 2**-14, 65503, 65504, 65519.99,
@@ -59,3 +59,18 @@ def test_values_at_the_limits_are_counted() -> None:
     to_float16(np.array([1e-9, -1e-9, 0, 1, 7e4, 65504, np.inf], np.float32), counts=counts)
     to_float16(np.array([2**-24, 65504, -65504], np.float16), counts=counts)
     assert counts == AtLimit(largest=4, smallest=3, cut=1, not_finite=1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_value_at_a_limit_is_found_wherever_it_stands(dtype: type) -> None:
+    """In the first and the last place of a run, of a block and of what is left over, with none beside it."""
+    size = 2 * _BLOCK + 2 * _RUN + 7
+    places = [0, _RUN - 1, _RUN, _BLOCK - 1, _BLOCK, 2 * _BLOCK + _RUN, size - 7, size - 1]
+    values = np.full(size, 0.5, dtype)
+    values[places] = [65504, 2**-24, -65504, -(2**-24), 65504, 65504, -(2**-24), 65504]
+    counts = AtLimit()
+    rounded = to_float16(values, counts=counts)
+    assert counts == AtLimit(largest=5, smallest=3)
+    narrowed = to_float16(values, 1e-3, 2.0)
+    assert np.array_equal(np.flatnonzero(rounded != np.float16(0.5)), places)
+    assert np.array_equal(narrowed[places], np.array([2, 1e-3, -2, -1e-3, 2, 2, -1e-3, 2], np.float16))
