@@ -16,6 +16,7 @@ taken ends the run. A failure publishes nothing; it and an interrupt end all wor
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from sdflow import stop
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
+from sdflow.compared_base import ComparedBase, compared_base
 from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.file_stamp import check_stamps
 from sdflow.locked_folder import scratch_folder
@@ -31,12 +33,16 @@ from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
 from sdflow.weights.finite import told_beyond_float16
+from sdflow.weights.page_sums import PAGE_SUMS
 from sdflow.worker_group import GroupEndedError, WorkerGroup
 from sdflow.workers import WorkerResult
 
 WORKER = "sdflow.passes.worker"
 
 T = TypeVar("T")
+
+ARRIVAL_SECONDS = 0.3
+"""How long other chains wait at most for a longer one to look up what it has, and to be the first to build."""
 
 Outcome = Literal["cached", "built", "checked"]
 
@@ -85,7 +91,6 @@ class Executor:
     keep_failed: bool = False
     jobs: int | None = None
     done: set[str] = field(default_factory=set)
-    sound: set[str] = field(default_factory=set)  # artifacts whose weights this run has read and found sound
 
     def run(self, plan: PipelinePlan) -> Steps:
         """Run every chain of a pipeline; returns submodel -> its finished steps.
@@ -124,11 +129,16 @@ class Executor:
         return WorkerGroup(self.jobs, self.listener.note)
 
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
-        # The group lets the longest chain go first of those that wait: it must not come when others have begun.
+        # The group lets the longest chain go first of those that wait: it must not come when others have begun, though it has
+        # the most cached steps to look up.
         longest_first = sorted(plan.chains, key=lambda chain: -len(chain.steps))
+        futures: dict[str, Future[tuple[FinishedStep, ...]]] = {}
         with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
-                futures = {chain.submodel: threads.submit(_ChainRun(self, group).run, chain) for chain in longest_first}
+                for chain in longest_first:
+                    run = _ChainRun(self, group)
+                    futures[chain.submodel] = threads.submit(run.run, chain)
+                    run.arrived.wait(ARRIVAL_SECONDS)
                 _wait(list(futures.values()))
             except BaseException:
                 group.end()
@@ -154,6 +164,7 @@ class _ChainRun:
     executor: Executor
     group: WorkerGroup
     left: int = 0  # how many of its steps are not finished
+    arrived: threading.Event = field(default_factory=threading.Event)  # it builds, waits for its turn, or has ended
 
     @property
     def cache(self) -> Cache:
@@ -165,12 +176,17 @@ class _ChainRun:
 
     def run(self, chain: Chain) -> tuple[FinishedStep, ...]:
         try:
-            return self._run_steps(chain.steps)
-        except WeightValueRead as read:
-            if not chain.carried:
-                raise
-            self.listener.note(f"{read.where}: {read.what}; building {chain.submodel} with its weights carried instead")
-        return self._run_steps(chain.carried)
+            try:
+                return self._run_steps(chain.steps)
+            except WeightValueRead as read:
+                if not chain.carried:
+                    raise
+                self.listener.note(
+                    f"{read.where}: {read.what}; building {chain.submodel} with its weights carried instead"
+                )
+            return self._run_steps(chain.carried)
+        finally:
+            self.arrived.set()
 
     def _run_steps(self, steps: Sequence[Step]) -> tuple[FinishedStep, ...]:
         mended = 0
@@ -229,7 +245,9 @@ class _ChainRun:
         if step.weights == "symbolic" and not rebuild and reads_weights(action, self.cache):
             raise WeightValueRead("it looks at weights, an earlier run found", where=f"{step.id} {step.name}")
         with (
-            self.group.turn(heavy=step.weights == "carried", left=self.left),
+            self.group.turn(
+                heavy=step.weights == "carried", left=self.left, size=_weights(before), arrived=self.arrived.set
+            ),
             self.cache.staging(action, keep_failed=keep_failed) as staging,
         ):
             self.listener.started(step)
@@ -242,7 +260,8 @@ class _ChainRun:
                 check_expectations(step, facts)
             except DamagedBase:
                 assert base is not None
-                self.cache.check(base.artifact)  # puts it aside: the next attempt does without
+                base.remember(None, self.cache.stat)  # if it is sound, what was noted is not
+                self.cache.check(base.record.artifact)  # puts it aside: the next attempt does without
                 raise
             except PassError as error:
                 if isinstance(error, WeightValueRead):
@@ -260,34 +279,33 @@ class _ChainRun:
                 "peak_memory": worker.peak_memory,
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
-            if base is not None:
-                self.executor.sound.add(base.artifact.digest)
-            # BindWeights is sdflow's own: what it hashed while writing is not read again.
-            digests = worker.value["digests"] if step.weights == "bound" else {}
-            return staging.publish(facts, built, digests)
+            if step.weights != "bound":
+                return staging.publish(facts, built)
+            # BindWeights is sdflow's own: what it hashed and summed up while writing is not read again.
+            sums, base_sums = worker.value["sums"]
+            if base is not None and base_sums:
+                base.remember(base_sums, self.cache.stat)
+            noted = [(WEIGHTS_FILE, PAGE_SUMS, sums)] if sums else []
+            return staging.publish(facts, built, worker.value["digests"], noted)
 
-    def _bound_without_loras(self, step: Step, before: Record | None) -> Record | None:
-        """The same model without LoRAs, if it is cached: what they do not touch is copied from there.
-
-        Its content is checked while it is copied, by the first step of the run that does so.
-        """
+    def _bound_without_loras(self, step: Step, before: Record | None) -> ComparedBase | None:
+        """The same model without LoRAs, if it is cached: what they do not touch is copied from there."""
         if step.weights != "bound" or not step.loras or before is None:
             return None
-        return self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
+        record = self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
+        return None if record is None else compared_base(record, self.cache.stat)
 
-    def _digest_to_check(self, base: Record | None) -> str | None:
-        if base is None or base.artifact.digest in self.executor.sound:
-            return None
-        return next((entry.sha256 for entry in base.artifact.files if entry.path == WEIGHTS_FILE), None)
-
-    def _run_worker(self, step: Step, before: Record | None, base: Record | None, staging: Staging) -> WorkerResult:
+    def _run_worker(
+        self, step: Step, before: Record | None, base: ComparedBase | None, staging: Staging
+    ) -> WorkerResult:
         request = {
             "pass": step.spec.pass_name,
             "folder": str(step.folder.absolute()),
             "submodel": step.submodel,
             "model": str(before.artifact.path.absolute()) if before else None,
-            "base_model": str(base.artifact.path.absolute()) if base else None,
-            "base_sha256": self._digest_to_check(base),
+            "base_model": str(base.record.artifact.path.absolute()) if base else None,
+            "base_sha256": base.sha256 if base else None,
+            "base_sums": base.sums if base else None,
             "symbolic": step.weights == "symbolic",
             "checkpoint": step.load,
             "family": step.family,
@@ -313,6 +331,8 @@ class _ChainRun:
                 check_stamps(step.stamps)  # what it failed of may be just that
                 raise
         check_stamps(step.stamps)  # to the last byte it read what the key says
+        if base is not None:
+            base.check()
         return result
 
 
@@ -323,6 +343,11 @@ def _beyond_float16(step: Step, facts: Facts) -> str | None:
         [f"{lora.path} at scale {lora.scale:g}" for lora in step.loras],
         files[0] if len(files) == 1 else "the checkpoint",
     )
+
+
+def _weights(record: Record | None) -> int:
+    """Bytes of the weights of an artifact's graph, there or not."""
+    return sum(each["bytes"] for each in record.facts.get("dtypes", {}).values()) if record else 0
 
 
 def _compare(step: Step, again: str, cached: Record) -> None:

@@ -2,7 +2,8 @@
 
 How many: at most `jobs`, by default two where there are two cores. A further worker starts only while the machine has
 2 GB of memory available for each, itself included; the first one always starts. A step that carries a model's weights
-needs several times the model's size, so by default it runs alone. The longest chain goes first: no run is shorter than it.
+needs several times the model's size, so by default it runs alone. The longest chain goes first, and of those that have as many
+steps left the one that has most to write: no run is shorter than it.
 
 Workers whose packages are known beforehand are forked from servers that have them (`sdflow.worker_server`); a server
 starts with the first worker that needs it and ends with the group.
@@ -45,7 +46,7 @@ class WorkerGroup:
         self._heavy_run_alone = jobs is None
         self._changed = threading.Condition()
         self._turns = 0
-        self._waiting: list[int] = []
+        self._waiting: list[tuple[int, int]] = []
         self._alone = False
         self._running: set[Worker] = set()
         self._ended = False
@@ -64,21 +65,26 @@ class WorkerGroup:
             server.end()
 
     @contextmanager
-    def turn(self, *, heavy: bool, left: int = 1) -> Iterator[None]:
+    def turn(
+        self, *, heavy: bool, left: int = 1, size: int = 0, arrived: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Wait until one more worker may run. heavy: it carries weights. Raises GroupEndedError.
 
-        left: how many workers will run one after the other, this one included; of those that wait, the most go first.
+        left: how many workers will run one after the other, this one included; of those that wait, the most go first, and of
+        equals the one of the largest size, in bytes. arrived: called when this one is counted among those that wait.
         """
         alone = heavy and self._heavy_run_alone
+        rank = (left, size)
         with self._changed:
-            self._waiting.append(left)
+            self._waiting.append(rank)
+            arrived()
             try:
-                while left < max(self._waiting) or not self._may_start(alone):
+                while rank < max(self._waiting) or not self._may_start(alone):
                     self.check()
                     self._changed.wait(LOOK_SECONDS)
                 self.check()
             finally:
-                self._waiting.remove(left)
+                self._waiting.remove(rank)
                 self._changed.notify_all()
             self._turns += 1
             self._alone = alone

@@ -16,6 +16,7 @@ import pytest
 from small_lora import write_lora
 from small_workflows import SMALL_PASSES, Bench, Events
 
+from sdflow import execute
 from sdflow.errors import PassError, VerificationError, WorkflowError
 from sdflow.passes.base import BINDS, TRACES
 from sdflow.step import Step
@@ -277,3 +278,22 @@ def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Cha
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
     assert process.returncode == 130
+
+
+def test_the_longest_chain_builds_first_though_it_has_the_most_to_look_up(
+    bench: Bench, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "ARRIVAL_SECONDS", 60)
+
+    def both(text: str) -> Path:
+        chains = {"text_encoder": chain(0, text=text)[:1], "unet": chain(2, text=text)}
+        named = {
+            submodel: [{**step, "pass": f"{SMALL_PASSES}:{step['pass']}"} for step in steps]
+            for submodel, steps in chains.items()
+        }
+        return bench.workflow([], submodels={submodel: {"passes": steps} for submodel, steps in named.items()})
+
+    bench.run(both("c"))
+    bench.events.heard.clear()
+    bench.run(both("d"), jobs=1)
+    assert [step for kind, step in bench.events.heard if kind == "started"] == ["small/unet/2", "small/text_encoder/0"]

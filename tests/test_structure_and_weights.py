@@ -8,17 +8,23 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from small_lora import write_lora
-from small_workflows import SMALL_PASSES, TESTS, Bench
+from small_workflows import SMALL_PASSES, TESTS, Bench, Events
 
-from sdflow.errors import PassError, WorkflowError
+from sdflow.artifact import Record
+from sdflow.compared_base import compared_base
+from sdflow.errors import InputChanged, PassError, WorkflowError
 from sdflow.execute import Executor, FinishedStep
+from sdflow.step import Step
+from sdflow.store import Cache
 from sdflow.store.stat_cache import SHA256, Known, identity
+from sdflow.weights.page_sums import PAGE_SUMS
 
 TEXT_ENCODER = "small/text_encoder"
 OPTIMIZE = {"pass": "OrtTransformersOptimization", "model_type": "clip"}
@@ -204,10 +210,22 @@ def test_a_killed_bind_leaves_nothing_and_the_next_run_goes_on(shared: Bench) ->
     assert outcomes(shared.run(path)[TEXT_ENCODER])["BindWeights"] == "built"
 
 
-def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench) -> None:
-    lora = {"file": str(write_lora(shared.folder / "bit.safetensors", ["text_encoder"], seed=5)), "scale": 0.5}
-    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record.artifact
-    data = base.path / "model.onnx.data"
+def with_lora(bench: Bench, seed: int, **options: Any) -> tuple[FinishedStep, ...]:
+    """A run with a LoRA that no other test has."""
+    lora = {"file": str(write_lora(bench.folder / f"{seed}.safetensors", ["text_encoder"], seed=seed)), "scale": 0.5}
+    return bench.run(workflow(bench, loras=[lora]), **options)[TEXT_ENCODER]
+
+
+@pytest.mark.parametrize("noted", ["digest", "digest and sums"])
+def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench, noted: str) -> None:
+    lora = {
+        "file": str(write_lora(shared.folder / "bit.safetensors", ["text_encoder"], seed=5)),
+        "scale": len(noted) / 9,
+    }
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record
+    data = base.artifact.path / "model.onnx.data"
+    compared = compared_base(base, shared.cache.stat)
+    assert compared is not None and compared.sums is not None
     sound = data.read_bytes()
     stat = data.stat()
     data.chmod(0o644)
@@ -218,6 +236,8 @@ def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench) ->
     os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     cache = shared.cache
     cache.stat.remember([Known(data, SHA256, identity(data.stat()), digest_file_of(sound))])
+    if "sums" in noted:
+        cache.stat.remember([Known(data, PAGE_SUMS, identity(data.stat()), compared.sums)])
     cache.stat.close()
     steps = shared.run(workflow(shared, loras=[lora]))[TEXT_ENCODER]
     assert outcomes(steps)["BindWeights"] == "built"
@@ -226,6 +246,63 @@ def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench) ->
     again = shared.run(workflow(shared))[TEXT_ENCODER]
     assert outcomes(again)["BindWeights"] == "built"
     assert files(again)["model.onnx.data"] == sound
+
+
+def sums_of(record: Record, cache: Cache) -> str | None:
+    found = compared_base(record, cache.stat)
+    assert found is not None
+    return found.sums
+
+
+def test_a_base_whose_stat_has_changed_is_hashed_and_its_sums_are_noted_again(shared: Bench) -> None:
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record
+    noted = sums_of(base, shared.cache)
+    assert noted is not None
+    data = base.artifact.path / "model.onnx.data"
+    os.utime(data)
+    assert sums_of(base, shared.cache) is None
+    assert outcomes(with_lora(shared, 11))["BindWeights"] == "built"
+    assert sums_of(base, shared.cache) == noted
+
+
+def test_rehash_believes_no_sums(shared: Bench) -> None:
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record
+    assert sums_of(base, shared.cache) is not None
+    assert sums_of(base, Cache(shared.folder / "cache", rehash=True)) is None
+
+
+def test_sums_that_are_wrong_are_forgotten(shared: Bench) -> None:
+    """The base is sound, so it stays; the next run hashes it."""
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record
+    data = base.artifact.path / "model.onnx.data"
+    shared.cache.stat.remember([Known(data, PAGE_SUMS, identity(data.stat()), "0" * 64)])
+    with pytest.raises(PassError, match="does not have the content"):
+        with_lora(shared, 12)
+    assert data.exists()
+    assert outcomes(with_lora(shared, 12))["BindWeights"] == "built"
+    assert sums_of(base, shared.cache) not in (None, "0" * 64)
+
+
+@dataclass
+class Touching(Events):
+    """Renews the stat of a file while a bind writes."""
+
+    file: Path = Path()
+
+    def phase(self, step: Step, phrase: str) -> None:
+        if phrase.startswith("weights"):
+            self.file.chmod(0o644)
+            self.file.chmod(0o444)
+
+
+def test_a_base_that_changes_under_a_bind_is_refused(shared: Bench) -> None:
+    """Its sums were believed for its stat: what is written counts only if that is still the same."""
+    base = shared.run(workflow(shared))[TEXT_ENCODER][-1].record
+    assert sums_of(base, shared.cache) is not None
+    touching = Touching(file=base.artifact.path / "model.onnx.data")
+    with pytest.raises(InputChanged, match=r"model\.onnx\.data"):
+        with_lora(Bench(shared.folder, touching), 13)
+    assert outcomes(with_lora(shared, 13))["BindWeights"] == "built"
 
 
 def digest_file_of(content: bytes) -> str:

@@ -56,9 +56,11 @@ class PassInputs:
     family: the name of the submodel's family.
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
     base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
-    base_sha256: what its data file must have; None where it need not be checked.
+    base_sha256: what its data file must have; None without a base.
+    base_sums: what its pages must sum up to (`sdflow.weights.page_sums`); None where that is not known.
     progress: call it with a short phrase when a new phase begins.
     hashed: BindWeights calls it with the name and the SHA-256 of a file that it hashed while writing it.
+    summed: BindWeights calls it with the sums of the pages of its data file, and of the base's if it hashed that.
     """
 
     submodel: str
@@ -68,8 +70,10 @@ class PassInputs:
     loras: tuple[LoraInput, ...] = ()
     base: Path | None = None
     base_sha256: str | None = None
+    base_sums: str | None = None
     progress: Callable[[str], None] = field(default=lambda phrase: None)
     hashed: Callable[[str, str], None] = field(default=lambda name, sha256: None)
+    summed: Callable[[str, str | None], None] = field(default=lambda sums, base_sums: None)
 
 
 class Pass(ABC, Generic[C]):

@@ -50,8 +50,10 @@ class BindWeights(Pass[BindWeightsConfig]):
                 inputs.loras,
                 inputs.base,
                 base_sha256=inputs.base_sha256,
+                base_sums=inputs.base_sums,
                 progress=_in_words(inputs.progress),
                 hashed=inputs.hashed,
+                summed=inputs.summed,
             ),
             out,
         )

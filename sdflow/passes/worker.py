@@ -17,15 +17,19 @@ from sdflow.workers import serve_request
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass for `sdflow.execute`: its facts, and the digests of files that it hashed while writing them."""
+    """Run one pass for `sdflow.execute`: its facts, the digests of files that it hashed while writing them, and the sums of the
+    pages of the data file and, if it hashed that, of its base's."""
     digests: dict[str, str] = {}
-    return {"facts": run_pass(request, phase, digests.__setitem__), "digests": digests}
+    sums: list[str | None] = []
+    facts = run_pass(request, phase, digests.__setitem__, lambda *found: sums.extend(found))
+    return {"facts": facts, "digests": digests, "sums": sums or [None, None]}
 
 
 def run_pass(
     request: Mapping[str, Any],
     phase: Callable[[str], None],
     hashed: Callable[[str, str], None] = lambda name, sha256: None,
+    summed: Callable[[str, str | None], None] = lambda sums, base_sums: None,
 ) -> Mapping[str, Any]:
     """Run one pass. The request names it, its options and where its input lies; returns the pass's facts.
 
@@ -40,8 +44,10 @@ def run_pass(
         loras=tuple(LoraInput(Path(lora["path"]), lora["scale"]) for lora in request["loras"]),
         base=Path(request["base_model"]) if request.get("base_model") else None,
         base_sha256=request.get("base_sha256"),
+        base_sums=request.get("base_sums"),
         progress=phase,
         hashed=hashed,
+        summed=summed,
     )
     symbolic = bool(request.get("symbolic"))
     out = Path(request["out"])

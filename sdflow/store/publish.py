@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,10 +67,17 @@ class Staging:
         """The digest of what was written, to compare without publishing. Seals the files: nothing may follow."""
         return digest_tree(self._seal()[0])
 
-    def publish(self, facts: Facts, built: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> Record:
+    def publish(
+        self,
+        facts: Facts,
+        built: Mapping[str, Any],
+        digests: Mapping[str, str] | None = None,
+        noted: Sequence[tuple[str, str, str]] = (),
+    ) -> Record:
         """Make the files the result of the action, and return the record that the cache now has.
 
-        digests: SHA-256 of files whose writer hashed them on the way: they are not read again.
+        digests: SHA-256 of files whose writer hashed them on the way: they are not read again. noted: (file, what, value) for
+        the stat cache.
         That is another build's record when another process was first: the first result stands, so that all agree.
         Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
         """
@@ -79,7 +86,7 @@ class Staging:
         digest = digest_tree(entries)
         with writing(self._layout.root, written=self.bytes_written):
             self._lease.add(digest)
-            artifact = self._place_object(digest, entries)
+            artifact = self._place_object(digest, entries, noted)
             record = Record(self.action, artifact, facts, built)
             data = dump_action(Stored(self.action, digest, facts, built, time.time()))
             while not self._commit(data):
@@ -107,7 +114,9 @@ class Staging:
                     ) from error
         return self._sealed
 
-    def _place_object(self, digest: str, entries: tuple[FileEntry, ...]) -> Artifact:
+    def _place_object(
+        self, digest: str, entries: tuple[FileEntry, ...], noted: Sequence[tuple[str, str, str]]
+    ) -> Artifact:
         """Rename our copy into the objects, or take the one that is there if it is sound."""
         target = self._layout.object(digest)
         if not (self.path / MANIFEST).exists():
@@ -134,6 +143,10 @@ class Staging:
             artifact = Artifact(digest, target / FILES, entries)
             _, stats = self._seal()
             self._stats.remember(Known(artifact.path / name, SHA256, now, sha256) for name, now, sha256 in stats)
+            identities = {name: now for name, now, _ in stats}
+            self._stats.remember(
+                Known(artifact.path / name, what, identities[name], value) for name, what, value in noted
+            )
             return artifact
 
     def _commit(self, data: bytes) -> bool:

@@ -70,6 +70,11 @@ def identity(stat: os.stat_result) -> str:
     return ":".join(map(str, file_stamp.identity(stat)))
 
 
+def stamp_identity(stamp: file_stamp.Stamp) -> str:
+    """`identity`, of the stat that a stamp was made of."""
+    return ":".join(str(stamp[key]) for key in ("size", "mtime_ns", "inode", "ctime_ns"))
+
+
 def _schema(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 

@@ -2,7 +2,8 @@
 
 The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the
 largest tensors. A model of the same structure with other LoRAs can be made from one that is there: what no LoRA touches
-in either is copied from its data file, which is checked on the way.
+in either is copied from its data file, which is compared on the way with its digest, or with the sums of its pages that were
+noted beside the digest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import DamagedBase, PassError
@@ -42,8 +43,10 @@ class BindRequest:
 
     structure: a directory that passes wrote `without_weights()`. checkpoint: as `open_checkpoint` gives it (`load`).
     loras: in the order of the workflow. base: a model bound from the same structure and checkpoint, with `base_loras`.
-    base_sha256: what its data file must have; None: it was found sound before. progress: called now and then with the
-    bytes written so far and the bytes in all. hashed: called with the name and the SHA-256 of the data file.
+    base_sha256: what its data file must have. base_sums: what its pages must sum up to, where that is known; the file is not
+    hashed then. progress: called now and then with the bytes written so far and the bytes in all. hashed: called with the
+    name and the SHA-256 of the data file. summed: called with the `PageSums` of the data file, and with the base's if that
+    was hashed.
     """
 
     submodel: str
@@ -53,8 +56,10 @@ class BindRequest:
     base: Path | None = None
     base_loras: Sequence[LoraInput] = ()
     base_sha256: str | None = None
+    base_sums: str | None = None
     progress: Callable[[int, int], None] = field(default=lambda done, total: None)
     hashed: Callable[[str, str], None] = field(default=lambda name, sha256: None)
+    summed: Callable[[str, str | None], None] = field(default=lambda sums, base_sums: None)
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ def bind(request: BindRequest, out: Path) -> Facts:
     OnnxFloatToFloat16 counts, if there is float16 and no base), `beyond_float16` of what was computed, and with LoRAs
     `loras`, the weights that each touched, and `touched`.
     Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture or gives what is not finite,
-    DamagedBase for a base that is not what `base_sha256` says, PassError for a structure that is damaged or a disk
-    without room for the result.
+    DamagedBase for a base that is not what `base_sha256` or `base_sums` say, PassError for a structure that is damaged or a
+    disk without room for the result.
     """
     import onnx
 
@@ -147,15 +152,17 @@ def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Call
         else:
             pieces.append(Piece(job.length, compute))
     base = request.base / WEIGHTS_FILE if request.base else None
-    verify = request.base_sha256 is not None
-    digests = write_pieces(out / WEIGHTS_FILE, pieces, base, hash_base=verify, progress=request.progress)
-    if digests.base != request.base_sha256:
+    wanted = request.base_sums or request.base_sha256
+    of_base: Literal["sums", "digest"] | None = "sums" if request.base_sums else "digest" if wanted else None
+    digests = write_pieces(out / WEIGHTS_FILE, pieces, base, of_base=of_base, progress=request.progress)
+    if wanted and wanted != (digests.base_sums if of_base == "sums" else digests.base):
         raise DamagedBase(
             "does not have the content that was published",
             where=str(base),
             remedy="Run again. If this comes back, look at the disk and the memory.",
         )
     request.hashed(WEIGHTS_FILE, digests.written)
+    request.summed(digests.sums, digests.base_sums if of_base == "digest" else None)
 
 
 def _lay_out(model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path) -> list[_Job]:

@@ -1,8 +1,9 @@
 """Writes a data file from its first byte to its last: pieces are computed ahead, or copied from a file that is there.
 
-In the same pass the file is hashed, and so is the one that is copied from, so that nothing has to be read twice; and
-what is written goes on to the disk meanwhile. Each of these has a thread: hashing, numpy and input and output let others
-run. Memory: what is computed ahead (`AHEAD` bytes, or a few of the largest pieces), and some blocks.
+In the same pass the file is hashed and its pages are summed up, and so are those of the one that is copied from, if that is
+to be compared: nothing has to be read twice. What is written goes on to the disk meanwhile. Each of these has a thread:
+hashing, numpy and input and output let others run. Memory: what is computed ahead (`AHEAD` bytes, or a few of the largest
+pieces), and some blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+from sdflow.weights.page_sums import PageSums
 
 THREADS = min(4, os.cpu_count() or 1)
 BLOCK = 1 << 23
@@ -36,10 +39,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Digests:
-    """SHA-256 of the file that was written, and of the base's if that was asked for."""
+    """SHA-256 and `PageSums` of the file that was written, and of the base's as far as they were asked for."""
 
     written: str
+    sums: str
     base: str | None
+    base_sums: str | None
 
 
 def write_pieces(
@@ -47,18 +52,19 @@ def write_pieces(
     pieces: Sequence[Piece],
     base: Path | None,
     *,
-    hash_base: bool,
+    of_base: Literal["digest", "sums"] | None,
     progress: Callable[[int, int], None],
 ) -> Digests:
     """Write the pieces, one after the other, to the new file `out`. Raises what computing one of them raises.
 
-    base: a file at least as long as the pieces. hash_base: it is as long, and its digest is wanted.
+    base: a file at least as long as the pieces. of_base: it is as long, and its sums are wanted, or its digest too.
     """
     total, done = sum(piece.length for piece in pieces), 0
     with ExitStack() as stack:
         target = stack.enter_context(out.open("xb", buffering=0))
         written = stack.enter_context(_hashing())
-        read = stack.enter_context(_hashing()) if base and hash_base else None
+        sums, base_sums = PageSums(), PageSums() if base and of_base else None
+        read = stack.enter_context(_hashing()) if base and of_base == "digest" else None
         flush = stack.enter_context(_flushing(target))
         values = stack.enter_context(_computed_ahead(pieces))
 
@@ -66,19 +72,27 @@ def write_pieces(
             nonlocal done
             _write_all(target, block)
             written.update(block)
+            sums.update(block)
             done += len(block)
             flush(done)
             progress(done, total)
 
         for piece in pieces:
-            for block in _blocks(base, done, piece.length) if base and (read or piece.compute is None) else ():
+            for block in _blocks(base, done, piece.length) if base and (base_sums or piece.compute is None) else ():
                 if read is not None:
                     read.update(block)
+                if base_sums is not None:
+                    base_sums.update(block)
                 if piece.compute is None:
                     put(block)
             if piece.compute is not None:
                 put(_bytes(next(values)))
-        return Digests(written.hexdigest(), read.hexdigest() if read is not None else None)
+        return Digests(
+            written.hexdigest(),
+            sums.hexdigest(),
+            read.hexdigest() if read is not None else None,
+            base_sums.hexdigest() if base_sums is not None else None,
+        )
 
 
 def _bytes(values: Any) -> memoryview:

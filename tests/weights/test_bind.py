@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -216,3 +217,36 @@ def test_the_digest_that_is_told_is_that_of_the_file_and_the_base_is_held_to_its
             out,
         )
     assert told == {}
+
+
+def test_a_base_whose_sums_are_known_is_held_to_them_and_not_hashed(
+    structure: Path, tmp_path: Path, content: Content
+) -> None:
+    told: list[tuple[str, str | None]] = []
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL), summed=lambda *sums: told.append(sums)), base)
+    ((sums, none),) = told
+    assert none is None
+
+    def again(**wanted: str) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        bind(
+            BindRequest(
+                SUBMODEL, structure, synthetic(SUBMODEL), base=base, summed=lambda *sums: told.append(sums), **wanted
+            ),
+            out,
+        )
+
+    again(base_sha256="0" * 64, base_sums=sums)
+    assert content(out) == content(base)
+    again(base_sha256=digest_file(base / "model.onnx.data"))
+    assert told[1:] == [(sums, None), (sums, sums)], "of a base that was hashed they are told"
+    with (base / "model.onnx.data").open("r+b") as data:
+        data.seek(-1, os.SEEK_END)
+        last = data.read(1)
+        data.seek(-1, os.SEEK_END)
+        data.write(bytes([last[0] ^ 128]))
+    with pytest.raises(DamagedBase):
+        again(base_sha256="0" * 64, base_sums=sums)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -25,8 +27,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "FLUSHED", 3000)
 
 
-@pytest.mark.parametrize("hash_base", [True, False])
-def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(tmp_path: Path, hash_base: bool) -> None:
+def sums(content: bytes) -> str:
+    """As `PageSums` says it computes them, in Python's numbers."""
+    padded = content.ljust(-(-len(content) // 4096) * 4096, b"\0")
+    pages = [padded[begin : begin + 4096] for begin in range(0, len(padded), 4096)]
+    totals = [sum(struct.unpack("<512Q", page)) % 2**64 for page in pages]
+    return sha256(struct.pack(f"<{len(totals)}Q", *totals) + str(len(content)).encode())
+
+
+@pytest.mark.parametrize("of_base", ["digest", "sums", None])
+def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(
+    tmp_path: Path, of_base: Literal["digest", "sums"] | None
+) -> None:
     base = os.urandom(50_000)
     (tmp_path / "base").write_bytes(base)
     expected, pieces, position = b"", [], 0
@@ -42,10 +54,15 @@ def test_computed_and_copied_pieces_come_in_order_whichever_is_ready_first(tmp_p
     assert position == len(base)
     seen: list[tuple[int, int]] = []
     digests = write_pieces(
-        tmp_path / "out", pieces, tmp_path / "base", hash_base=hash_base, progress=lambda *at: seen.append(at)
+        tmp_path / "out", pieces, tmp_path / "base", of_base=of_base, progress=lambda *at: seen.append(at)
     )
     assert (tmp_path / "out").read_bytes() == expected
-    assert digests == Digests(sha256(expected), sha256(base) if hash_base else None)
+    assert digests == Digests(
+        sha256(expected),
+        sums(expected),
+        sha256(base) if of_base == "digest" else None,
+        sums(base) if of_base else None,
+    )
     assert seen == sorted(seen)
     assert seen[-1] == (50_000, 50_000)
 
@@ -56,4 +73,4 @@ def test_a_piece_that_cannot_be_computed_ends_it(tmp_path: Path) -> None:
 
     pieces = [Piece(4000, lambda: bytes(4000)), Piece(1, fail), *[Piece(4000, lambda: bytes(4000))] * 50]
     with pytest.raises(ValueError, match="no such weight"):
-        write_pieces(tmp_path / "out", pieces, None, hash_base=False, progress=lambda done, total: None)
+        write_pieces(tmp_path / "out", pieces, None, of_base=None, progress=lambda done, total: None)
