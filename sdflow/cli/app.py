@@ -134,6 +134,14 @@ def verify(
     fix: Annotated[
         bool, typer.Option("--fix", help="If float16 overflows: find the smallest set of nodes to keep in fp32.")
     ] = False,
+    run_on: Annotated[
+        str | None,
+        typer.Option(
+            "--run-on",
+            help="Run the artifacts on this target too, with its provider's own kernels. It must be here.",
+            metavar="TARGET",
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
     rehash: Rehash = False,
@@ -152,6 +160,7 @@ def verify(
         submodels=submodel,
         fresh=fresh,
         propose=fix,
+        run_on=run_on,
         html=html,
         out=out,
         as_json=json,

@@ -27,16 +27,20 @@ def verify_all(
     out: Path,
     as_json: bool,
     propose: bool = False,
+    run_on: str | None = None,
 ) -> None:
     """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
 
-    propose: for each that overflows, find and print the nodes that must stay in fp32.
+    propose: for each that overflows, find and print the nodes that must stay in fp32. run_on: a target that is here.
     """
     from sdflow.cli.progress import progress_view
     from sdflow.fix import Fix, fix
     from sdflow.report import print_verifications
+    from sdflow.targets import find_target
     from sdflow.verify import verify, write_html
 
+    if run_on is not None:
+        find_target(run_on, "--run-on")
     if html is not None and html.is_dir():
         raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")
     done = []
@@ -50,6 +54,7 @@ def verify_all(
                     cache,
                     submodels=submodels,
                     fresh=fresh,
+                    run_on=run_on,
                     progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
                 )
                 if propose and verified.result.overflowing:

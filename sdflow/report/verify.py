@@ -42,6 +42,7 @@ def print_verification(result: Verification) -> None:
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
     print_table(title, ("submodel", "output", "graph", *numbers, ""), rows, right=numbers)
+    _print_device(result)
     if result.image is not None:
         image = result.image
         ours, plain = decibels(image.psnr), decibels(image.float16_psnr)
@@ -61,6 +62,25 @@ def print_verification(result: Verification) -> None:
             print(f"  {name}: not proved without its roundings: {part.unproved}")
         if part.left_out:
             print(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
+
+
+def _print_device(result: Verification) -> None:
+    """What the provider's own kernels gave, beside what this CPU gave."""
+    rows = []
+    for part in result.submodels.values():
+        if (device := part.device) is None:
+            continue
+        here = {each.name: each.distance for each in part.outputs}
+        for output in device.outputs:
+            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+            beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
+            verdict = "passed" if output.passed else "FAILED"
+            rows.append((part.name, output.name, device.target, f"{output.distance:.2e}", ratio, beside, verdict))
+        if not device.outputs:
+            rows.append((part.name, "", device.target, "", "", "", "FAILED"))
+    if rows:
+        numbers = ("distance", "of fp16 PyTorch's", "of the run above")
+        print_table("with the provider's own kernels", ("submodel", "output", "on", *numbers, ""), rows, right=numbers)
 
 
 def decibels(value: float | None) -> str:

@@ -21,11 +21,12 @@ from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
-from sdflow.errors import CheckpointError, PassError, UsageError
+from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError
 from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.availability import target_availability
 from sdflow.store import Cache
 from sdflow.verify import judge, reference
 from sdflow.verify.folder import VERSION as FOLDER_VERSION
@@ -85,24 +86,29 @@ def verify(
     threads: int | None = None,
     progress: Progress = lambda phrase: None,
     group: WorkerGroup | None = None,
+    run_on: str | None = None,
 ) -> Verified:
     """Verify a pipeline; from the cache where it passed before. submodels: only these. fresh: even so, once more.
-    group: whose worker the process is; when that is ended, so is this.
+    group: whose worker the process is; when that is ended, so is this. run_on: a target whose provider runs the artifacts
+    too; then nothing comes from the cache or is kept in it, which does not know one device from another.
 
     A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
-    Raises CheckpointError when the reference cannot be loaded, PassError when a process dies.
+    Raises CheckpointError when the reference cannot be loaded, PassError when a process dies, TargetUnavailableError when
+    `run_on` is not here.
     """
+    if run_on is not None:
+        _require_here(run_on)
     started = time.perf_counter()
     folder_stamps = _stamps_of_folder(subject.folder)  # before any digest is taken of it
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with scratch_folder("verify") as scratch, cache.lease():
-        request = _request(subject, spec, built, scratch, threads)
+        request = _request(subject, spec, built, scratch, threads, run_on)
         exact, worker = _reference(subject, selection, request, cache, progress, group)
         action = _action(subject, spec, built, exact, cache) if exact is not None else None
         if worker is None:
             assert exact is not None and action is not None
-            known = None if fresh else cache.lookup(action)
+            known = None if fresh or run_on is not None else cache.lookup(action)
             if known is not None:
                 return _as_kept(known, subject)
             worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress, group)
@@ -115,7 +121,7 @@ def verify(
         )
         if not cache.writable:
             progress("the cache is read-only: what was found is not kept")
-        elif result.passed and action is not None:
+        elif result.passed and action is not None and run_on is None:
             _keep(result, scratch, action, worker, cache)
         return Verified(result, _images(scratch))
 
@@ -146,7 +152,20 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     )
 
 
-def _request(subject: Subject, spec: VerifySpec, built: _Built, out: Path, threads: int | None) -> JudgeRequest:
+def _require_here(target: str) -> None:
+    """Raises TargetUnavailableError, with the reason, when the target does not run on this machine."""
+    (found,) = target_availability([target])
+    if not found.available:
+        raise TargetUnavailableError(
+            f"the artifacts cannot run there: {found.reason}",
+            where=f"--run-on {target}",
+            remedy=found.remedy or "Leave --run-on out: the artifacts are verified on the CPU alone.",
+        )
+
+
+def _request(
+    subject: Subject, spec: VerifySpec, built: _Built, out: Path, threads: int | None, run_on: str | None
+) -> JudgeRequest:
     """What the process is asked; where the reference lies is not known yet."""
     return JudgeRequest(
         family=subject.checkpoint.family.name,
@@ -161,6 +180,7 @@ def _request(subject: Subject, spec: VerifySpec, built: _Built, out: Path, threa
         unproved=built.unproved,
         allow_fallback=subject.allow_fallback,
         threads=threads,
+        run_on=run_on,
     )
 
 

@@ -66,6 +66,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
         f"and {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>",
         _problems(result),
         _verdicts(result),
+        _devices(result),
         *(_steps(part) for part in result.submodels.values()),
         _image(result, images),
         _findings(result),
@@ -128,6 +129,26 @@ def _verdicts(result: Verification) -> str:
         if not part.outputs:
             rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
     return "<h2>Submodels</h2>" + _table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
+
+
+def _devices(result: Verification) -> str:
+    """What the provider's own kernels gave."""
+    rows: list[tuple[str, ...]] = []
+    for part in result.submodels.values():
+        if (device := part.device) is None:
+            continue
+        for output in device.outputs:
+            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+            cells = (f"{output.distance:.2e}", ratio, f"{output.limit:.2e}", _verdict(output.passed))
+            rows.append((part.name, output.name, device.target, *cells))
+        if not device.outputs:
+            rows.append((part.name, "", device.target, "", "", "", _verdict(False)))
+    if not rows:
+        return ""
+    numbers = ("distance", "ratio", "at most")
+    return "<h2>With the provider's own kernels</h2>" + _table(
+        ("submodel", "output", "on", *numbers, "verdict"), rows, numbers
+    )
 
 
 def _steps(part: SubmodelVerdict) -> str:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import exp, inf, log, sqrt
+from math import inf
 from pathlib import Path
-from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
-from sdflow.distance import relative_l2, root_mean_square
+from sdflow.distance import relative_l2
 from sdflow.errors import VerificationError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.input_file import read_json
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.targets import TARGETS
-from sdflow.tolerances import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
 from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.exact import Proof, exact_distance, prove
 from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
+from sdflow.verify.judge_output import judge_output, output_problem
+from sdflow.verify.on_device import run_on_device
 from sdflow.verify.promises import check_promises, read_configs
 from sdflow.verify.recipes import RecipeCheck
-from sdflow.verify.result import CaseDistance, OutputVerdict, SubmodelVerdict, Verification
+from sdflow.verify.result import CaseDistance, SubmodelVerdict, Verification
 from sdflow.verify.selection import Selection
 from sdflow.verify.unsupported_nodes import fits
 
@@ -59,6 +59,7 @@ class JudgeRequest:
     unproved: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
     threads: int | None = None
+    run_on: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
@@ -98,6 +99,8 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         if name not in desk.verdicts:
             desk.open(name)
     desk.close()
+    if request.run_on is not None:
+        _run_on_device(request, family, desk.verdicts, request.run_on, progress)
     overflows = _overflows(request, desk.verdicts, progress)
     findings = [each for found in overflows.values() for each in found.findings]
     findings += [each for proof in proofs.values() for each in proof.findings]
@@ -113,6 +116,18 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
         coverage=tuple(selection.coverage(family)),
     )
+
+
+def _run_on_device(
+    request: JudgeRequest, family: Family, verdicts: dict[str, SubmodelVerdict], target: str, progress: Progress
+) -> None:
+    """Put what the provider's own kernels give beside what the CPU gave, of each submodel that ran there."""
+    for name, verdict in verdicts.items():
+        if verdict.outputs:
+            progress(f"{name}: on {target}")
+            device = run_on_device(verdict, request.folder, family, target, read_cases(request.reference, name))
+            verdicts[name] = replace(verdict, device=device, problems=(*verdict.problems, *device.problems))
+            gc.collect()
 
 
 def _proofs(request: JudgeRequest, progress: Progress) -> dict[str, Proof]:
@@ -266,7 +281,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
         verdict = judge_output(name, graph.precision, of_output)
         verdicts.append(verdict)
         if not verdict.passed:
-            problems.append(_problem(verdict, graph.precision, of_output))
+            problems.append(output_problem(verdict, graph.precision, of_output))
     return SubmodelVerdict(
         name=submodel,
         precision=graph.precision,
@@ -283,65 +298,3 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
 def _yardstick(exact: np.ndarray, half: np.ndarray) -> float:
     """Of fp16 PyTorch; flags have none."""
     return 0.0 if exact.dtype == bool else relative_l2(half, exact)
-
-
-def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
-    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin. Of a float32
-    artifact each case is held to the limit.
-
-    The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
-
-    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
-    """
-    measured = [case for case in cases if case.yardstick != inf]
-    distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
-    yardstick = root_mean_square(case.yardstick for case in measured)
-    if precision == "float32":
-        each = all(case.distance <= FLOAT32_LIMIT for case in cases)
-        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, each)
-    limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
-    each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
-    if not measured:
-        distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
-    else:
-        each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
-    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each)
-
-
-def _uncertainty(cases: Sequence[CaseDistance]) -> float:
-    """A factor, 1 to AT_MOST_UNCERTAIN: two standard errors of the cases' ratios (of their logarithms).
-
-    Rounding errors are random. Where a case has few numbers, its ratio says little, and the cases' ratios scatter.
-    """
-    ratios = [log(case.distance / case.yardstick) for case in cases if 0 < case.distance < inf and case.yardstick > 0]
-    if len(ratios) < 2:
-        return 1.0
-    return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
-
-
-def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
-    worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
-    if any(case.distance == inf for case in cases):
-        first = next(case for case in cases if case.distance == inf)
-        return (
-            f"{verdict.name} has another shape, NaN or infinity at {first.case}",
-            "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
-            "or take weights made for fp16.",
-        )
-    remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
-    remedy += "help, take passes and fusions out one by one (--set) until it passes."
-    if precision == "float32":
-        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
-        return f"{what}{verdict.limit:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
-    what = (
-        f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
-    )
-    what += (
-        f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
-    )
-    what += f"is allowed; worst at {worst.case}: {_times(worst.distance, worst.yardstick)}"
-    return what, remedy
-
-
-def _times(distance: float, yardstick: float) -> str:
-    return f"{distance / yardstick:.3g} times" if yardstick else f"{distance:.2g} against nothing"

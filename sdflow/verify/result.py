@@ -50,12 +50,22 @@ class ExactOutput:
 
 
 @dataclass(frozen=True)
+class DeviceVerdict:
+    """One submodel on hardware that was there. problems: those of its outputs, or why it does not run."""
+
+    target: str
+    outputs: tuple[OutputVerdict, ...]
+    problems: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class SubmodelVerdict:
     """One submodel. precision: "float16" or "float32". ran: "as it is" or "lowered". operators: fused ones.
 
     problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
     exact: the first part of the proof (`sdflow.verify.exact`). weights: how many were computed again from the checkpoint.
-    unproved: why there is no such part.
+    unproved: why there is no such part. device: what its provider's own kernels gave, where they were asked for; its
+    problems are among `problems`.
     """
 
     name: str
@@ -70,6 +80,7 @@ class SubmodelVerdict:
     exact: tuple[ExactOutput, ...] = ()
     weights: int = 0
     unproved: str = ""
+    device: DeviceVerdict | None = None
 
     @property
     def passed(self) -> bool:
@@ -183,8 +194,14 @@ def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
             "problems": _pairs(value["problems"]),
             "left_out": tuple(value["left_out"]),
             "exact": tuple(ExactOutput(**each) for each in value["exact"]),
+            "device": None if value["device"] is None else _device(value["device"]),
         }
     )
+
+
+def _device(value: Mapping[str, Any]) -> DeviceVerdict:
+    outputs = tuple(OutputVerdict(**each) for each in value["outputs"])
+    return DeviceVerdict(value["target"], outputs, _pairs(value["problems"]))
 
 
 def _pairs(value: Any) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,7 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.config.workflow import ImageSpec, VerifySpec
-from sdflow.errors import SdflowError, UsageError, VerificationError
+from sdflow.errors import SdflowError, TargetUnavailableError, UsageError, VerificationError
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
@@ -25,7 +25,9 @@ from sdflow.sources import Checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
+from sdflow.verify.cases import read_cases
 from sdflow.verify.html import page
+from sdflow.verify.on_device import run_on_device
 from sdflow.verify.recipes import structure_of
 from tests.small_workflows import Events
 from tests.store.faults import in_process, read_only
@@ -184,6 +186,58 @@ def test_a_verification_leaves_nothing_in_the_temporary_folder(
         assert verified(dataclasses.replace(subject, folder=folder)).result.passed is (how == "passes")
     assert any("verify" in each for each in written), "there was one while it ran"
     assert list(temporary.iterdir()) == []
+
+
+def test_the_artifacts_run_with_a_provider_that_is_here(subject: Subject, cache: Cache, first: Verified) -> None:
+    phases: list[str] = []
+    names = ["text_encoder", "unet"]
+    found = verify(subject, SPEC, cache, submodels=names, threads=1, run_on="cpu", progress=phases.append)
+    assert found.result.passed, found.result.failure()
+    for name in names:
+        assert f"{name}: on cpu" in phases
+        device, here = found.result.submodels[name].device, found.result.submodels[name].outputs
+        assert device is not None
+        assert [each.name for each in device.outputs] == [each.name for each in here]
+        assert all(each.passed and each.distance > 0 for each in device.outputs)
+    assert "With the provider's own kernels" in page(found.result, found.images)
+    assert Verification.from_json(found.result.to_json()) == found.result
+    again = verify(subject, SPEC, cache, submodels=names, threads=1, run_on="cpu")
+    assert not again.result.cached, "the cache does not know one device from another"
+
+
+def test_an_artifact_that_the_provider_computes_otherwise_fails_there_alone(
+    subject: Subject, cache: Cache, first: Verified, tmp_path: Path
+) -> None:
+    """What is wrong with a provider is not seen on the CPU: the run beside it is given the right graph."""
+    folder = shutil.copytree(subject.folder, tmp_path / "tiny")
+    result = first.result.submodels["text_encoder"]
+    cases = read_cases(reference_of(cache), "text_encoder")
+    graph = folder / "text_encoder/model.onnx"
+    graph.chmod(0o644)
+    model = onnx.load(graph, load_external_data=False)
+    (gelu,) = [node for node in model.graph.node if node.op_type == "Sigmoid"][:1]
+    gelu.op_type = "Tanh"
+    graph.write_bytes(model.SerializeToString())
+    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases)
+    assert "on cpu, last_hidden_state is" in device.problems[0][0]
+    graph.write_bytes(b"")
+    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases)
+    assert device.outputs == ()
+    assert "on cpu it fails at its loading" in device.problems[0][0]
+
+
+def reference_of(cache: Cache) -> Path:
+    """Any that has the text encoder: its cases are the same in all."""
+    return next(path.parent for path in cache.root.rglob("text_encoder.npz"))
+
+
+def test_a_provider_that_is_not_here_is_refused_before_anything_is_computed(subject: Subject, cache: Cache) -> None:
+    phases: list[str] = []
+    with pytest.raises(TargetUnavailableError, match="--run-on directml: the artifacts cannot run there") as raised:
+        verify(subject, SPEC, cache, run_on="directml", progress=phases.append)
+    assert raised.value.exit_code == 5
+    assert raised.value.remedy
+    assert phases == []
 
 
 def test_a_truncated_data_file_is_found(subject: Subject, cache: Cache, first: Verified, tmp_path: Path) -> None:
