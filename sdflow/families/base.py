@@ -267,6 +267,10 @@ class Family:
         """Tokenize, encode, add what else the denoiser takes. companions: loaded, by name."""
         raise NotImplementedError
 
+    def lora_loader(self) -> Any:
+        """diffusers' class whose class methods read LoRA files and load them into modules."""
+        raise NotImplementedError
+
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Any:

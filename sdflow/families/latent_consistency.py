@@ -61,6 +61,11 @@ class LatentConsistency(Family):
             )
         return _PLAIN.condition(run, companions, options, request)
 
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.LatentConsistencyModelPipeline
+
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Any:

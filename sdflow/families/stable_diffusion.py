@@ -157,6 +157,11 @@ class StableDiffusion(Family):
         inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
         return Conditions(inputs, halves=2 if request.guided else 1)
 
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusionPipeline
+
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Any:

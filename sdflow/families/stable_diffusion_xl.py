@@ -188,6 +188,11 @@ class StableDiffusionXL(Family):
         inputs |= request.guidance_inputs()
         return Conditions(inputs, halves=2 if request.guided else 1)
 
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusionXLPipeline
+
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Any:

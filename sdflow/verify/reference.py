@@ -23,7 +23,7 @@ from sdflow.families.torch_start import torch_start
 from sdflow.runtime.folder import SCHEDULER
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas
-from sdflow.sources import load_module, lora_submodels, read_lora
+from sdflow.sources import load_module
 from sdflow.sources.load import load_companion
 from sdflow.verify.cases import Cases, write_cases
 from sdflow.verify.forwards import Network, run_cases
@@ -38,6 +38,7 @@ from sdflow.verify.inputs import (
     further_denoiser_cases,
     text_cases,
 )
+from sdflow.verify.merged_loras import merge_lora
 from sdflow.verify.recording import recording, trajectory
 from sdflow.verify.selection import Selection
 
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-VERSION = 3
+VERSION = 4
 """Raise it whenever other numbers come out: it is part of the key."""
-USES = ("diffusers", "numpy", "torch", "transformers")
+USES = ("diffusers", "numpy", "peft", "torch", "transformers")
 IMAGE_FILE = "image.npz"
 SAMPLE_FILE = "sample.npz"
 
@@ -103,21 +104,22 @@ class ReferenceRequest:
         )
 
 
-def load_reference(submodel: str, load: Mapping[str, Any], loras: Sequence[LoraMerge]) -> Any:
-    """The submodel's module in fp32 with the LoRAs merged: W + scale * (alpha / rank) * up @ down, by torch."""
-    import torch
+def load_reference(
+    submodel: str,
+    load: Mapping[str, Any],
+    loras: Sequence[LoraMerge],
+    denoiser: Mapping[str, Any],
+    merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None,
+) -> Any:
+    """The submodel's module in fp32 with the LoRAs merged by diffusers and PEFT.
 
-    module = load_module(submodel, load)
-    for lora in loras:
-        if submodel not in lora_submodels(lora.path):
-            continue
-        state = module.state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        layers = read_lora(lora.path, {submodel: shapes}, load["family"])[submodel]
-        for key, layer in layers.items():
-            delta = torch.from_numpy(layer.up) @ torch.from_numpy(layer.down)
-            # In place of the tensor, which may be a read-only map of the checkpoint's file.
-            module.get_parameter(key).data = state[key] + lora.scale * layer.scale * delta.reshape(shapes[key])
+    denoiser: its config. merged: is told how many layers of each LoRA.
+    """
+    module, family = load_module(submodel, load), FAMILIES[load["family"]]
+    if submodel in family.with_loras:
+        for lora in loras:
+            layers = merge_lora(module, family.part(submodel).component, family, denoiser, lora.path, lora.scale)
+            merged(lora, layers)
     return module
 
 
@@ -138,7 +140,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
                 results[submodel] = cases_of(submodel)
                 gc.collect()
     kept = {name: cases for name, cases in results.items() if name in selection.submodels}
-    write_cases(request.out, kept, {"selection": selection.to_json()})
+    write_cases(request.out, kept, {"selection": selection.to_json(), "merged": run.merged})
     return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
 
 
@@ -158,6 +160,7 @@ class _Run:
         self.request = request
         self.progress = progress
         self.family: Family = FAMILIES[request.family]
+        self.merged: dict[str, int] = {}
         self.companions = {
             name: load_companion(self.family.companions[name], folder, str(folder))
             for name, folder in request.companions.items()
@@ -265,11 +268,17 @@ class _Run:
         for submodel in submodels:
             self.progress(f"reference: loading {submodel}")
             part, load = self.family.part(submodel), self.request.loads[submodel]
-            modules[part.component] = load_reference(submodel, load, self.request.loras)
+            configs, told = self._configs(), self._note_merged
+            modules[part.component] = load_reference(
+                submodel, load, self.request.loras, configs[self.family.denoiser], told
+            )
             networks[submodel] = Network.of(part, load["config"], modules[part.component])
         pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
         pipeline.set_progress_bar_config(disable=True)
         return networks, pipeline
+
+    def _note_merged(self, lora: LoraMerge, layers: int) -> None:
+        self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
 
     def _configs(self) -> dict[str, Any]:
         return {name: load["config"] for name, load in self.request.loads.items()}

@@ -52,7 +52,14 @@ def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> 
         return Verification(
             request.name, request.target, request.level, {}, None, None, findings=(*findings, asdict(stopped))
         )
-    return replace(found, findings=(*findings, *found.findings), coverage=(*found.coverage, held.coverage))
+    coverage = (*found.coverage, *_merged(request), held.coverage)
+    return replace(found, findings=(*findings, *found.findings), coverage=coverage)
+
+
+def _merged(request: JudgeRequest) -> list[str]:
+    """How the reference got its LoRAs."""
+    merged = read_description(request.reference)["merged"]
+    return [f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()]
 
 
 def _require_memory(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> None:

@@ -102,7 +102,7 @@ def test_modules_that_are_given_compute_what_modules_in_half_precision_do() -> N
 
 def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_checkpoint: Checkpoint) -> None:
     load = sample_checkpoint.submodels["unet"].load
-    module = load_reference("unet", load, [])
+    module = load_reference("unet", load, [], load["config"])
     unet = Network.of(sample_checkpoint.family.part("unet"), load["config"], module)
     random = np.random.default_rng(0)
     width = module.config["cross_attention_dim"]
@@ -161,8 +161,9 @@ def test_the_lora_merged_is_the_one_that_diffusers_merges(name: str, sample_chec
     touched = 0
     for submodel in ("text_encoder", "unet"):
         load = sample_checkpoint.submodels[submodel].load
-        plain = load_reference(submodel, load, []).state_dict()
-        ours = load_reference(submodel, load, [LoraMerge(path, 0.7)]).state_dict()
+        denoiser = sample_checkpoint.submodels["unet"].load["config"]
+        plain = load_reference(submodel, load, [], denoiser).state_dict()
+        ours = load_reference(submodel, load, [LoraMerge(path, 0.7)], denoiser).state_dict()
         for key, theirs in getattr(pipeline, submodel).state_dict().items():
             np.testing.assert_allclose(ours[key].numpy(), theirs.numpy(), rtol=0, atol=2e-6)
             touched += not np.array_equal(ours[key].numpy(), plain[key].numpy())

@@ -1,0 +1,213 @@
+"""LoRAs merged into the reference's modules by diffusers and PEFT themselves, never by sdflow's own reader.
+
+diffusers gives the tensors of a file their places, PEFT injects and merges them. Two things are settled before, in a few lines
+that share nothing with the reader: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that
+a file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as trainers mean it: diffusers gives
+some layers the alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import VerificationError
+from sdflow.families.base import Family
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = dict[str, "torch.Tensor"]
+
+METADATA = "lora_adapter_metadata"
+"""Where diffusers' save_lora_weights keeps PEFT's configuration, in the header of the file."""
+PEFT_CONFIG = "adapter_config.json"
+"""What PEFT's save_pretrained writes beside the tensors."""
+PEFT_PREFIX = "base_model.model."
+KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+ORIGINAL = "diffusion_model."
+"""How ComfyUI begins the names of the original UNet's modules."""
+OLDER = "text_model."
+"""What transformers before 5 had in front of the names of a text encoder's modules."""
+ADAPTER = "verified"
+
+_FACTORS = (
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
+    ("_lora.down.weight", "_lora.up.weight"),
+)
+_ALPHAS = (".lora_linear_layer.alpha", ".lora.alpha", "_lora.alpha", ".alpha")
+
+
+def merge_lora(
+    module: Any, component: str, family: Family, denoiser: Mapping[str, Any], path: Path, scale: float
+) -> int:
+    """Add a LoRA file to the module of a component, in place. Returns how many layers it changed; none where the file has no
+    part for it.
+
+    denoiser: its config, by whose levels diffusers numbers the blocks of the original UNet.
+    Raises VerificationError for a tensor that has no place.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    with safe_open(path, "pt") as stream:
+        said = (stream.metadata() or {}).get(METADATA)
+    tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
+    metadata = None if said is None else json.loads(said)
+    if all(name.startswith(PEFT_PREFIX) for name in tensors):
+        tensors, metadata = _from_peft(tensors, path, family)
+    tensors, folded = _without_alphas(tensors, path)
+    if folded and metadata is not None:
+        if folded < _count(tensors):
+            raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
+        metadata = None
+    loader = family.lora_loader()
+    placed: Tensors = {}
+    for part in _by_style(tensors, family):
+        placed |= loader.lora_state_dict(part, unet_config=SimpleNamespace(**denoiser))[0]
+    if _count(placed) != _count(tensors):
+        raise VerificationError(
+            f"diffusers gives {_count(placed)} of its {_count(tensors)} layers a place", where=str(path)
+        )
+    own = {
+        name.removeprefix(f"{component}."): each for name, each in placed.items() if name.startswith(f"{component}.")
+    }
+    if not own:
+        return 0
+    is_denoiser = component == family.part(family.denoiser).component
+    older = any(name.startswith(OLDER) for name in own) and not hasattr(module, OLDER.removesuffix("."))
+    own = _in_shape(_peft_names(own, is_denoiser, older), module, path)
+    whole = {f"{component}.{name}": each for name, each in own.items()}
+    said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
+    configured = (_current(said_of_it) if older else said_of_it) or None
+    if is_denoiser:
+        loader.load_lora_into_unet(whole, None, module, ADAPTER, metadata=configured, low_cpu_mem_usage=True)
+    else:
+        loader.load_lora_into_text_encoder(
+            whole, None, module, component, 1.0, ADAPTER, metadata=configured, low_cpu_mem_usage=True
+        )
+    _fuse(module, _count(own), scale, path)
+    return _count(own)
+
+
+def _is_down(name: str) -> bool:
+    return name.endswith(tuple(down for down, _ in _FACTORS))
+
+
+def _count(tensors: Mapping[str, Any]) -> int:
+    return sum(map(_is_down, tensors))
+
+
+def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, dict[str, Any] | None]:
+    """A file of PEFT's save_pretrained, which holds one module, under the names that diffusers gives it; and its configuration
+    from beside it."""
+    named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    text = all(name.startswith(OLDER) for name in named)
+    component = family.part(family.text[0] if text else family.denoiser).component
+    config = path.with_name(PEFT_CONFIG)
+    said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
+    metadata = None if said is None else {f"{component}.{field}": value for field, value in said.items()}
+    return {f"{component}.{name}": tensor for name, tensor in named.items()}, metadata
+
+
+def _without_alphas(tensors: Tensors, path: Path) -> tuple[Tensors, int]:
+    """The factors with alpha / rank in them, for those layers that have an alpha; and how many these are. kohya's scripts, which
+    began to write alphas, take the rank where there is none."""
+    found = dict(tensors)
+    alphas = [name for name in tensors if name.endswith(_ALPHAS)]
+    for name in alphas:
+        stem = name.removesuffix(next(suffix for suffix in _ALPHAS if name.endswith(suffix)))
+        pair = next(((stem + down, stem + up) for down, up in _FACTORS if stem + down in tensors), None)
+        if pair is None or pair[1] not in tensors:
+            raise VerificationError(f"{name} belongs to no layer", where=str(path))
+        down, up = pair
+        found[up] = tensors[up] * (float(found.pop(name)) / len(tensors[down]))
+    return found, len(alphas)
+
+
+def _by_style(tensors: Tensors, family: Family) -> list[Tensors]:
+    """kohya's names and diffusers', each for itself: diffusers reads one style at a time."""
+    kohya, dotted = {}, {}
+    components = tuple(f"{component}." for component in family.components)
+    for name, tensor in tensors.items():
+        if name.startswith(ORIGINAL):
+            down, up = next((pair for pair in _FACTORS if name.endswith(pair)), ("", ""))
+            stem = name.removeprefix(ORIGINAL).removesuffix(down).removesuffix(up)
+            role = _FACTORS[0][name.endswith(up)]
+            kohya[f"{KOHYA[0]}{stem.replace('.', '_')}{role}"] = tensor
+        elif name.startswith(KOHYA):
+            kohya[name] = tensor
+        else:  # the first files of diffusers held the denoiser's attention alone, and did not say so
+            whole = name if name.startswith(components) else f"{family.part(family.denoiser).component}.{name}"
+            dotted[whole.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B.")] = tensor
+    return [part for part in (kohya, dotted) if part]
+
+
+def _peft_names(tensors: Tensors, is_denoiser: bool, older: bool) -> Tensors:
+    """Under the names that PEFT gives the factors in this module, by diffusers' own conversion. older: transformers gave the
+    modules longer names."""
+    from diffusers.utils.state_dict_utils import (
+        DIFFUSERS_OLD_TO_PEFT,
+        DIFFUSERS_TO_PEFT,
+        convert_state_dict,
+        convert_unet_state_dict_to_peft,
+    )
+
+    if is_denoiser:
+        converted: Tensors = convert_unet_state_dict_to_peft(tensors)
+        return converted
+    # diffusers guesses which of its tables to take by one layer's name, which not every file has.
+    converted = convert_state_dict(tensors, {**DIFFUSERS_OLD_TO_PEFT, **DIFFUSERS_TO_PEFT})
+    return {name.removeprefix(OLDER): tensor for name, tensor in converted.items()} if older else converted
+
+
+def _in_shape(tensors: Tensors, module: Any, path: Path) -> Tensors:
+    """A linear layer and a convolution of 1x1 are one thing: files of the one serve the other."""
+    shaped = {}
+    for name, tensor in tensors.items():
+        try:
+            dims = module.get_submodule(name.rpartition(".lora_")[0]).weight.dim()
+        except AttributeError as error:
+            raise VerificationError(f"{name} has no place in the model: {error}", where=str(path)) from error
+        if dims == 2 and tensor.dim() == 4 and tensor.shape[2:] == (1, 1):
+            tensor = tensor[:, :, 0, 0]
+        elif dims == 4 and tensor.dim() == 2:
+            tensor = tensor[:, :, None, None]
+        shaped[name] = tensor.contiguous()
+    return shaped
+
+
+def _current(value: Any) -> Any:
+    """PEFT's configuration with the names that modules have in this release of transformers."""
+    if isinstance(value, Mapping):
+        return {_current(name): _current(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_current(each) for each in value]
+    return value.replace(OLDER, "").replace(r"text_model\.", "") if isinstance(value, str) else value
+
+
+def _fuse(module: Any, layers: int, scale: float, path: Path) -> None:
+    """Merge what was injected, and take PEFT's layers out again."""
+    from diffusers.utils.peft_utils import recurse_remove_peft_layers
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    injected = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+    if len(injected) != layers:
+        raise VerificationError(f"PEFT takes {len(injected)} of its {layers} layers", where=str(path))
+    for layer in injected:
+        if scale != 1.0:
+            layer.scale_layer(scale)
+        layer.merge(
+            safe_merge=True
+        )  # in a tensor of its own: the module's may be a read-only map of the checkpoint's file
+    recurse_remove_peft_layers(module)
+    del module.peft_config
+    if hasattr(module, "_hf_peft_config_loaded"):
+        module._hf_peft_config_loaded = False
+    module.requires_grad_(False)
