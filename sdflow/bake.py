@@ -154,7 +154,7 @@ def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, .
     """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
     if submodel not in WITH_LORAS:
         return chain
-    if any(registry.find_pass(step.pass_name, step.folder).takes_loras for step in chain):
+    if any(registry.tried_pass(step.pass_name, step.folder).takes_loras for step in chain):
         return chain
     first = chain[0]
     if first.pass_name != "OnnxConversion":

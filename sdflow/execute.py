@@ -29,6 +29,8 @@ from sdflow.compared_base import ComparedBase, compared_base
 from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.file_stamp import check_stamps
 from sdflow.locked_folder import scratch_folder
+from sdflow.passes.outcome import require_model
+from sdflow.passes.registry import APPENDED, OWN
 from sdflow.plan import Chain, PipelinePlan, reads_weights, remember_reading
 from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
@@ -258,6 +260,8 @@ class _ChainRun:
                 worker = self._run_worker(step, before, base, staging)
                 facts = worker.value["facts"]
                 check_expectations(step, facts)
+                if step.name not in OWN | APPENDED:  # of others a pass is not trusted
+                    require_model(staging.files, step.name)
             except DamagedBase:
                 assert base is not None
                 base.remember(None, self.cache.stat)  # if it is sound, what was noted is not

@@ -256,7 +256,7 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
     for submodel in lora.submodels:
         steps = pipeline.submodels.get(submodel, ())
         if submodel in pipeline.submodels and not any(
-            registry.find_pass(step.pass_name, step.folder).takes_loras for step in steps
+            registry.tried_pass(step.pass_name, step.folder).takes_loras for step in steps
         ):
             mark = spec.mark
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
@@ -289,7 +289,7 @@ def _step(
 ) -> Step:
     scripts = user_script_files(spec.pass_name, spec.folder) if is_user_pass(spec.pass_name) else ()
     script_stamps = tuple(file_stamp(path) for path in scripts)  # before the pass is loaded and the digests are taken
-    implementation = registry.find_pass(spec.pass_name, spec.folder)
+    implementation = registry.tried_pass(spec.pass_name, spec.folder)
     return Step(
         pipeline=pipeline.name,
         submodel=submodel,

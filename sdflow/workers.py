@@ -230,20 +230,20 @@ def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
     kind = getattr(errors, error["kind"], None)
     if isinstance(kind, type) and issubclass(kind, SdflowError):
         return kind(error["what"], where=error["where"], remedy=error["remedy"])
-    return PassError(f"{error['kind']}: {error['what']}", remedy=f"its last output:\n{_tail(log)}")
+    return PassError(f"{error['kind']}: {error['what']}", remedy=_last_output(log))
 
 
 def _death(status: int, log: Path) -> PassError:
     if status < 0:
         name = signal.Signals(-status).name
         likely = ", most likely because memory ran out" if name == "SIGKILL" else ""
-        return PassError(f"the process was killed by {name}{likely}", remedy=f"its last output:\n{_tail(log)}")
-    return PassError(f"the process ended with status {status} and no result", remedy=f"its last output:\n{_tail(log)}")
+        return PassError(f"the process was killed by {name}{likely}", remedy=_last_output(log))
+    return PassError(f"the process ended with status {status} and no result", remedy=_last_output(log))
 
 
-def _tail(log: Path, lines: int = 25) -> str:
+def _last_output(log: Path, lines: int = 25) -> str | None:
     text = log.read_text(errors="replace").splitlines()
-    return "\n".join(f"  | {line}" for line in text[-lines:])
+    return "\n".join(["its last output:", *(f"  | {line}" for line in text[-lines:])]) if text else None
 
 
 def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any]) -> NoReturn:

@@ -36,9 +36,27 @@ def trace(name: str) -> None:
     (folder / f"{name}-{uuid.uuid4().hex}").touch()
 
 
+def model_of(content: Any) -> bytes:
+    """A model with an Identity from x to y, and this content as its doc string. Field numbers: onnx.proto."""
+
+    def field(number: int, value: bytes) -> bytes:
+        size = len(value)
+        return bytes([number << 3 | 2, size & 0x7F | 0x80, size >> 7]) + value
+
+    node = field(1, b"x") + field(2, b"y") + field(4, b"Identity")
+    graph = field(1, node) + field(2, b"g") + field(11, field(1, b"x")) + field(12, field(1, b"y"))
+    return b"\x08\x08" + field(7, graph) + field(8, b"\x10\x11") + field(6, json.dumps(content).encode())
+
+
+def content_of(model: Path) -> Any:
+    """What `model_of` was given."""
+    data = model.read_bytes()
+    return json.loads(data[data.index(b"\x42\x82\x00\x10\x11") + 8 :])
+
+
 def finish(name: str, content: Any, out: Path, config: Options) -> Facts:
     trace(name)
-    (out / "model.onnx").write_text(json.dumps(content)[:200])
+    (out / "model.onnx").write_bytes(model_of(content)[:200])
     time.sleep(config.sleep)
     if config.fail:
         raise PassError("told to fail", remedy="tell it not to")
@@ -46,7 +64,7 @@ def finish(name: str, content: Any, out: Path, config: Options) -> Facts:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.random:
         (out / "noise").write_text(uuid.uuid4().hex)
-    (out / "model.onnx").write_text(json.dumps(content))
+    (out / "model.onnx").write_bytes(model_of(content))
     return {"operators": config.operators, "nodes": len(content)}
 
 
@@ -71,7 +89,7 @@ class Append(Pass[Options]):
 
     def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
         assert inputs.model is not None
-        content = json.loads((inputs.model / "model.onnx").read_text())
+        content = content_of(inputs.model / "model.onnx")
         return finish("Append", content + ([config.text] if config.text else []), out, config)
 
 
@@ -85,6 +103,6 @@ class Merge(Pass[Options]):
 
     def run(self, inputs: PassInputs, out: Path, config: Options) -> Facts:
         assert inputs.model is not None
-        content = json.loads((inputs.model / "model.onnx").read_text())
+        content = content_of(inputs.model / "model.onnx")
         merged = [[hashlib.sha256(lora.path.read_bytes()).hexdigest(), lora.scale] for lora in inputs.loras]
         return finish("Merge", content + merged, out, config)

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
 from sdflow.errors import PassError
 from sdflow.passes.base import Pass, PassConfig
+from sdflow.passes.script_worker import try_user_pass
 from sdflow.passes.user_pass import is_user_pass, load_user_pass
 
 OWN = {
@@ -63,7 +64,7 @@ class _Catalog:
     def find(self, name: str, folder: Path) -> PassInfo:
         if name in APPENDED:
             raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
-        found = find_pass(name, folder)
+        found = tried_pass(name, folder)
         return PassInfo(name=name, accepts=found.accepts, takes_loras=found.takes_loras, options=found.Config)
 
 
@@ -97,9 +98,19 @@ def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
         raise PassNotFound(f"there is no pass {name!r}{hint}") from None
 
 
+def tried_pass(name: str, folder: Path) -> type[Pass[Any]]:
+    """As `find_pass`; a script is read in a process of its own first, and here only if it can be."""
+    if is_user_pass(name) and name not in OWN | APPENDED:
+        try:
+            try_user_pass(name, folder)
+        except PassError as cause:
+            raise PassNotFound(str(cause)) from cause
+    return find_pass(name, folder)
+
+
 def describe(name: str, folder: Path) -> PassDescription:
     """What `sdflow passes` shows of a pass. Raises PassNotFound."""
-    found = find_pass(name, folder)
+    found = tried_pass(name, folder)
     summary = (found.__doc__ or "").strip().split("\n")[0]
     origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
     try:

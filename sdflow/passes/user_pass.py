@@ -13,7 +13,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,9 @@ from sdflow.errors import PassError
 from sdflow.input_file import is_regular, read_input
 from sdflow.passes.base import InputKind, Pass, PassConfig
 from sdflow.stop import Stopped
+
+MOST_LINES = 20
+"""Of a script's traceback."""
 
 AnyPass = type[Pass[PassConfig]]
 
@@ -100,7 +103,7 @@ def _load(script: Path) -> ModuleType:
     beside = str(script.parent)
     sys.path.insert(0, beside)
     try:
-        with _compiled_anew(script.parent):
+        with _compiled_anew(script.parent), redirect_stdout(sys.stderr):  # standard output is for results
             exec(compile(content, script, "exec", dont_inherit=True), vars(module))
     except (Stopped, KeyboardInterrupt):
         del sys.modules[name]
@@ -152,7 +155,23 @@ def _failure(cause: BaseException, script: Path, when: str) -> PassError:
         said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
     except Exception:  # noqa: BLE001  (its own __str__ may fail)
         said = type(cause).__name__
-    return PassError(f"{said} {when}", where=f"{script}:{_line(cause, script)}", remedy="Correct the script.")
+    own = "".join(f"\n  {line}" for line in _own_lines(cause, script))
+    return PassError(f"{said} {when}", where=f"{script}:{_line(cause, script)}", remedy=f"Correct the script.{own}")
+
+
+def failed_run(cause: BaseException, name: str, folder: Path) -> PassError:
+    """What a user's pass raised while it ran: with its own lines of the traceback, and none of sdflow's."""
+    return _failure(cause, _script(name, folder), "while it ran")
+
+
+def _own_lines(cause: BaseException, script: Path) -> Iterator[str]:
+    """The lines of a traceback from the script on, without those of sdflow."""
+    own = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(cause.__traceback__)
+    begin = next((index for index, frame in enumerate(frames) if Path(frame.filename) == script), len(frames))
+    for frame in frames[begin:][-MOST_LINES:]:
+        if not frame.filename.startswith((own, "<frozen")):
+            yield f"| {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
 def _line(cause: BaseException, script: Path) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE
+from sdflow.artifact import CONFIG_FILE, Facts
+from sdflow.errors import SdflowError
 from sdflow.passes import registry
-from sdflow.passes.base import PassInputs
+from sdflow.passes.base import Pass, PassInputs
+from sdflow.passes.outcome import require_facts
+from sdflow.passes.user_pass import failed_run, is_user_pass
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import without_weights, write_parameters
 from sdflow.workers import serve_request
@@ -52,11 +56,32 @@ def run_pass(
     symbolic = bool(request.get("symbolic"))
     out = Path(request["out"])
     with without_weights() if symbolic else nullcontext():
-        facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+        facts = _run(implementation, request, inputs, out)
     if symbolic and inputs.model is None:
         write_parameters(inputs.submodel, inputs.checkpoint, out)
     if inputs.model is not None and not (out / CONFIG_FILE).exists() and (inputs.model / CONFIG_FILE).exists():
         shutil.copyfile(inputs.model / CONFIG_FILE, out / CONFIG_FILE)  # the architecture stays with the graph
+    return facts
+
+
+def _run(implementation: type[Pass[Any]], request: Mapping[str, Any], inputs: PassInputs, out: Path) -> Facts:
+    """Run it. What a script raises is told with its own lines; what it returns is looked at."""
+    name, folder = request["pass"], Path(request["folder"])
+    if not is_user_pass(name):
+        facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+    else:
+        try:
+            facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
+        except SdflowError:
+            raise
+        except OSError as cause:
+            if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise failed_run(cause, name, folder) from cause
+        except BaseException as cause:  # SystemExit too: its status would be taken for ours
+            raise failed_run(cause, name, folder) from cause
+    if name not in registry.OWN | registry.APPENDED:
+        require_facts(facts, name)
     return facts
 
 

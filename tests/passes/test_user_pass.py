@@ -13,9 +13,12 @@ import pytest
 
 from sdflow.config.catalog import PassNotFound
 from sdflow.errors import PassError
+from sdflow.passes import script_worker
 from sdflow.passes.base import PassInputs
-from sdflow.passes.registry import describe, find_pass
+from sdflow.passes.outcome import require_model
+from sdflow.passes.registry import catalog, describe, find_pass
 from sdflow.passes.user_pass import user_script_files
+from sdflow.passes.worker import run_pass
 
 ROOT = Path(__file__).parents[2]
 STATIC_SHAPES = "user_scripts/static_shapes.py"
@@ -163,3 +166,104 @@ def test_options_that_cannot_be_described_are_told(tmp_path: Path) -> None:
     )
     with pytest.raises(PassNotFound, match="its options cannot be described: ZeroDivisionError"):
         describe("mine.py", tmp_path)
+
+
+WRITES = """\
+from pathlib import Path
+from sdflow.passes.base import Pass, PassConfig
+
+class Mine(Pass[PassConfig]):
+    name = "Mine"
+    version = 1
+    Config = PassConfig
+    def run(self, inputs, out, config):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "import sys\nsys.exit(0)\n",
+            r"mine.py:2: SystemExit: 0 when it is imported\n.*\n  \| .*mine.py:2 in <module>: sys",
+        ),
+        ("import os\nos._exit(0)\n", r"mine.py: when it is imported, the process ended with status 0 and no result"),
+        (
+            "import os, signal\nos.kill(os.getpid(), 9)\n",
+            r"mine.py: when it is imported, the process was killed by SIGKILL",
+        ),
+        (
+            "class Odd(Exception):\n    def __str__(self): raise self\nraise Odd\n",
+            r"mine.py:3: Odd when it is imported",
+        ),
+    ],
+)
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_script_is_read_in_a_process_of_its_own(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(PassNotFound, match=says):
+        catalog().find("mine.py", tmp_path)
+
+
+def test_a_script_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("while True: pass\n")
+    monkeypatch.setattr(script_worker, "SECONDS", 2.0)
+    with pytest.raises(PassNotFound, match="mine.py: is not read after 2 s"):
+        catalog().find("mine.py", tmp_path)
+
+
+def test_what_a_script_prints_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("print('{}')\n" + WRITES.format(body="pass"))
+    assert catalog().find("mine.py", tmp_path).accepts == "onnx"
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "{}\n")
+
+
+def ran(folder: Path, body: str, model: Path | None = None) -> Any:
+    (folder / "mine.py").write_text(WRITES.format(body=body))
+    (folder / "out").mkdir()
+    request = {
+        "pass": "mine.py", "folder": str(folder), "submodel": "unet", "model": str(model) if model else None,
+        "checkpoint": {}, "family": "stable_diffusion", "loras": [], "config": {}, "out": str(folder / "out"),
+    }  # fmt: skip
+    facts = run_pass(request, lambda phrase: None)
+    require_model(folder / "out", "mine.py")
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise ValueError('bad')", r"mine.py:9: ValueError: bad while it ran\n.*\n  \| .*mine.py:9 in run: raise"),
+        ("raise SystemExit(0)", r"mine.py:9: SystemExit: 0 while it ran"),
+        ("return None", r"mine.py: returned what is no fact: None is no map"),
+        ("return {'a': float('nan')}", "mine.py: returned what is no fact"),
+        ("return {}", r"mine.py: wrote no model.onnx"),
+        (
+            "(out / 'model.onnx').write_bytes(b''); return {}",
+            "mine.py: wrote a model.onnx that is not valid: it has no graph",
+        ),
+        ("(out / 'model.onnx').write_bytes(b'\\xff'); return {}", "mine.py: wrote a model.onnx that is no ONNX model"),
+        ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote a link, model.onnx"),
+    ],
+)
+def test_a_pass_that_writes_no_model_has_failed(tmp_path: Path, body: str, says: str) -> None:
+    with pytest.raises(PassError, match=says) as raised:
+        ran(tmp_path, body)
+    assert "sdflow/passes/worker.py" not in str(raised.value)
+
+
+def test_a_model_that_is_not_whole_is_not_valid(tmp_path: Path, tiny_linear: Any) -> None:
+    copy = "import shutil, onnx; shutil.copytree(inputs.model, out, dirs_exist_ok=True); m = onnx.load(str(out / 'model.onnx'), "
+    copy += "load_external_data=False); {change}; onnx.save(m, str(out / 'model.onnx')); return {{}}"
+    for index, (change, says) in enumerate({
+        "m.graph.node[-1].input[0] = 'gone'": "reads gone, which nothing before it gives",
+        "m.graph.output[0].name = 'gone'": "nothing gives its output gone",
+        "m.graph.ClearField('node')": "it has no graph",
+    }.items()):  # fmt: skip
+        (folder := tmp_path / str(index)).mkdir()
+        with pytest.raises(PassError, match=says):
+            ran(folder, copy.format(change=change), tiny_linear.path)
+    (folder := tmp_path / "whole").mkdir()
+    assert ran(folder, copy.format(change="pass"), tiny_linear.path) == {}

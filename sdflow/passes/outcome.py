@@ -1,0 +1,69 @@
+"""What a pass leaves behind: a model that can be read, and facts that can be written down. Else the pass has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.digest import canonical_json
+from sdflow.errors import PassError
+from sdflow.input_file import is_regular
+
+REMEDY = "The pass is at fault: what it returns and writes is described in sdflow.passes.base."
+
+
+def require_facts(facts: Any, name: str) -> Facts:
+    """Raises PassError unless what a pass returned is a map that JSON can hold."""
+    try:
+        if not isinstance(facts, Mapping) or not all(isinstance(key, str) for key in facts):
+            raise TypeError(f"{facts!r:.60} is no map of facts")
+        canonical_json(facts)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PassError(f"returned what is no fact: {error}", where=name, remedy=REMEDY) from error
+    return facts
+
+
+def require_model(out: Path, name: str) -> None:
+    """Raises PassError unless `out` holds a model with a graph whose values and data are all there, and no links."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if links := [path.name for path in out.rglob("*") if path.is_symlink()]:
+        raise PassError(f"wrote a link, {links[0]}, where a file belongs", where=name, remedy=REMEDY)
+    if not is_regular(out / MODEL_FILE):
+        raise PassError(f"wrote no {MODEL_FILE}", where=name, remedy=REMEDY)
+    try:
+        model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+    except DecodeError as error:
+        raise PassError(f"wrote a {MODEL_FILE} that is no ONNX model", where=name, remedy=REMEDY) from error
+    if wrong := next(_wrong(model, out), None):
+        raise PassError(f"wrote a {MODEL_FILE} that is not valid: {wrong}", where=name, remedy=REMEDY)
+
+
+def _wrong(model: Any, out: Path) -> Iterator[str]:
+    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external, missing_data
+    from sdflow.onnx_model.stub import is_stub
+
+    graph = model.graph
+    if not graph.node or not graph.output:
+        yield "it has no graph"
+    if not model.opset_import:
+        yield "it names no operator set"
+    tensors = [tensor for tensor, _ in initializers_and_constants(model)]
+    for tensor in tensors:
+        if is_external(tensor) and not is_stub(tensor) and Path(data_span(tensor)[0]).name != data_span(tensor)[0]:
+            yield f"the data of {tensor.name} lie outside the folder"
+    if not any(is_stub(tensor) for tensor in tensors) and (lacking := missing_data(model, out)):
+        yield lacking
+    known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        for value in node.input:
+            if value not in known:
+                yield f"{node.op_type} {node.name} reads {value}, which nothing before it gives"
+        known.update(node.output)
+    for value in graph.output:
+        if value.name not in known:
+            yield f"nothing gives its output {value.name}"

@@ -1,0 +1,79 @@
+"""The process in which a user's script is read for the first time: `python -m sdflow.passes.script_worker`.
+
+Reading is running: a script may exit, kill its process, print, or never end. What it does is told of it, and is not done
+to the process that asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import PassError
+from sdflow.input_file import read_input
+from sdflow.locked_folder import scratch_folder
+from sdflow.passes.user_pass import load_user_pass, user_script_files
+from sdflow.workers import Worker, run_worker, serve_request
+
+SECONDS = 60.0
+"""In which a script must have been read; torch alone may take ten."""
+
+_tried: set[tuple[str, str, str]] = set()
+
+
+def try_user_pass(name: str, folder: Path) -> None:
+    """Read a script in a process of its own, once for a content. Raises PassError with what it did instead of being read."""
+    files = user_script_files(name, folder)
+    content = hashlib.sha256()
+    for path in files:
+        try:
+            content.update(hashlib.sha256(read_input(path)).digest())
+        except OSError as error:
+            raise PassError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    key = (name, str(folder.absolute()), content.hexdigest())
+    if key in _tried:
+        return
+    late = threading.Event()
+    timers: list[threading.Timer] = []
+
+    def watch(worker: Worker) -> None:
+        def end() -> None:
+            late.set()
+            worker.kill()
+
+        timers.append(threading.Timer(SECONDS, end))
+        timers[0].daemon = True
+        timers[0].start()
+
+    with scratch_folder("script") as scratch:
+        try:
+            run_worker(
+                __name__, {"name": name, "folder": str(folder.absolute())}, log=scratch / "log.txt", on_start=watch
+            )
+        except PassError as error:
+            if late.is_set():
+                what = f"is not read after {SECONDS:.0f} s"
+            elif error.where is not None:
+                raise
+            else:
+                what = f"when it is imported, {error.what}"
+            where = str(next((path for path in files if path.name == Path(name.partition(":")[0]).name), files[0]))
+            raise PassError(what, where=where, remedy=error.remedy) from error
+        finally:
+            for timer in timers:
+                timer.cancel()
+    _tried.add(key)
+
+
+def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
+    """Load the pass that is asked for, and look at what planning looks at."""
+    found = load_user_pass(request["name"], Path(request["folder"]))
+    found.Config.model_json_schema()
+    return {}
+
+
+if __name__ == "__main__":
+    serve_request(serve)
