@@ -24,8 +24,8 @@ FLOORS = {
             "passes weights",
             "step plan inspection compared_base execute assemble disk_space",
             "runtime",
-            "evaluate verify bench serve doctor",
-            "run bake init fix",
+            "evaluate verify bench doctor",
+            "run bake init fix serve",
             "report cli __main__",
         )
     )

@@ -13,6 +13,7 @@ from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
+from sdflow.cli.serve import serve
 
 app = typer.Typer(
     name="sdflow",
@@ -30,6 +31,7 @@ app.command()(bench)
 app.command()(tune)
 app.command()(inspect)
 app.command()(init)
+app.command()(serve)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

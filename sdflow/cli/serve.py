@@ -1,0 +1,91 @@
+"""`sdflow serve`: a server of built pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Folders = Annotated[
+    list[Path], typer.Argument(help="Pipeline folders that sdflow built. Requests name them.", metavar="PIPELINE...")
+]
+Host = Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all of this machine's.")]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file whose first line is the key that requests must bring.", metavar="FILE", show_default=False
+    ),
+]
+NoAuth = Annotated[bool, typer.Option("--no-auth", help="Listen beyond this machine without a key.")]
+RequireVerified = Annotated[
+    bool, typer.Option("--require-verified", help="Refuse pipelines that were not verified when they were built.")
+]
+
+
+def serve(
+    pipeline: Folders,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which the log names.")] = 8000,
+    api_key_file: KeyFile = None,
+    no_auth: NoAuth = False,
+    require_verified: RequireVerified = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Pages of this other server may ask here. Repeatable.", metavar="URL", show_default=False),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Images that are drawn or wait; more are refused (429).")] = 64,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a request may take, its waiting included.")
+    ] = 600,
+    max_images: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 10,
+    max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
+    max_pixels: Annotated[int, typer.Option(min=64, help="Pixels of an image, drawn or sent.")] = 2048 * 2048,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Images that one run of the denoiser may be for. Default: those that a measurement at the start finds worth it.",
+            metavar="1,2,4",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
+    checker: Annotated[
+        bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Hold the models' files to the digests of the build first.")
+    ] = True,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
+) -> None:
+    """Draw for others: OpenAI's images API at /v1, requests that share each run of the denoiser, /docs, /metrics."""
+    from sdflow.serve.limits import Limits
+    from sdflow.serve.served_model import read_all_served
+    from sdflow.serve.server import access_of, require_installed, serve
+    from sdflow.serve.worker import WorkerOptions
+
+    require_installed()
+    from sdflow.serve.app import Settings
+
+    models = read_all_served(pipeline, require_verified=require_verified, check=check)
+    folders = {name: model.folder.absolute() for name, model in models.items()}
+    settings = Settings(
+        models,
+        WorkerOptions(folders, _sizes(batch_sizes), threads, checker),
+        access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
+        Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
+        log_prompts,
+    )
+    serve(settings, host, port)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    """The sizes of batches; 1 is always one of them."""
+    from sdflow.errors import UsageError
+
+    if text is None:
+        return None
+    if not all(part.isdigit() and 0 < int(part) <= 64 for part in text.split(",")):
+        raise UsageError(f"{text!r} are no sizes", where="--batch-sizes", remedy="Numbers from 1 to 64, as 1,2,4.")
+    return tuple(sorted({1, *map(int, text.split(","))}))

@@ -1,0 +1,71 @@
+"""What a request is refused with: an HTTP status, and the error in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdflow.serve.jobs import Failed
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+"""`type` of an error by status; all others are the server's."""
+
+
+class ApiError(Exception):
+    """A refusal. message: what is wrong and what to do. param: the field that is wrong. code: for programs. retry_after:
+    seconds until it is worth another try."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        kind = KINDS.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+PARAMS = {
+    "num_inference_steps": "steps",
+    "--scheduler": "scheduler",
+    "mask_image": "mask",
+    "height": "size",
+    "width": "size",
+}
+"""What a pipeline's call names -> the field of a request."""
+
+
+def of_failure(failed: Failed) -> ApiError:
+    """What a request is answered whose image was not drawn."""
+    said = f"{failed.what}. {failed.remedy}" if failed.remedy else failed.what
+    if failed.kind == "UsageError":
+        param = None if failed.where is None else PARAMS.get(failed.where, failed.where)
+        return ApiError(400, said, param=param, code="invalid_value")
+    if failed.kind in ("MemoryError", "OutOfMemoryError") or "allocate memory" in failed.what:
+        return ApiError(
+            503, "There is not enough memory for this image: take a smaller size.", code="out_of_memory", retry_after=5
+        )
+    return ApiError(500, f"The image could not be drawn: {said}", code=failed.kind)

@@ -1,0 +1,144 @@
+"""The application: its routes, and what they have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from sdflow import __version__
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.drawing import Drawing
+from sdflow.serve.guard import Access, Guard, log_line
+from sdflow.serve.jobs import Lost, Message, Ready
+from sdflow.serve.limits import Limits
+from sdflow.serve.metrics import Metrics
+from sdflow.serve.openai_api import Served, of_problem, openai_routes
+from sdflow.serve.served_model import ServedModel
+from sdflow.serve.worker import WorkerOptions
+from sdflow.serve.worker_line import WorkerLine
+
+PAGE_FOLDER = Path(__file__).parent / "page"
+"""What `/` shows, as files: index.html, and what it names as /page/FILE."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a server."""
+
+    models: Mapping[str, ServedModel]
+    worker: WorkerOptions
+    access: Access
+    limits: Limits
+    log_prompts: bool = False
+    log: Callable[..., None] = log_line
+
+
+def make_app(settings: Settings) -> Any:
+    """The ASGI application. Its worker starts and ends with it."""
+    metrics = Metrics()
+    line: WorkerLine | None = None
+
+    def send(message: Any) -> None:
+        assert line is not None, "it is there from the first request on"
+        line.send(message)
+
+    drawing = Drawing(settings.limits, metrics, send)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal line
+        loop = asyncio.get_running_loop()
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Lost):
+                settings.log("worker lost", kind=message.kind, what=message.what, where=message.where)
+            elif isinstance(message, Ready):
+                settings.log("ready", pipelines=message.pipelines)
+            drawing.hear(message)
+
+        def hear_from_thread(message: Message) -> None:
+            loop.call_soon_threadsafe(hear, message)
+
+        line = WorkerLine(settings.worker, hear_from_thread)
+        line.start()
+        yield
+        await asyncio.to_thread(line.end)
+
+    app = FastAPI(
+        title="sdflow",
+        version=__version__,
+        description="Images from the pipelines that sdflow built: OpenAI's images API, and what clients of A1111's webui call.",
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    app.include_router(openai_routes(Served(settings.models, drawing, settings.limits, settings.log_prompts)))
+    _own_routes(app, drawing, metrics)
+    _errors(app)
+    if settings.access.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.access.origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.state.drawing = drawing
+    return Guard(app, settings.access, settings.limits.body, metrics, settings.log)
+
+
+def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
+    @app.get("/healthz", tags=["Server"], summary="Whether the server answers")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["Server"], summary="Whether it draws: 200, else 503")
+    async def readyz() -> Response:
+        if drawing.ready:
+            return JSONResponse({"status": "ready", "pipelines": drawing.found})
+        return JSONResponse({"status": "loading"}, 503, {"Retry-After": "5"})
+
+    @app.get("/metrics", tags=["Server"], summary="For Prometheus")
+    async def figures() -> Response:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    if (PAGE_FOLDER / "index.html").is_file():
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return FileResponse(PAGE_FOLDER / "index.html")
+
+        app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
+
+
+def _errors(app: FastAPI) -> None:
+    """All of them in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers())
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        if problem["type"] == "json_invalid":
+            problem = {**problem, "loc": (), "msg": f"the body is no JSON: {problem['ctx']['error']}"}
+        found = of_problem(problem)
+        return JSONResponse(found.body(), found.status)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        words = f"there is no {request.url.path} here." if error.status_code == 404 else f"{error.detail}."
+        found = ApiError(error.status_code, words)
+        return JSONResponse(found.body(), error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        found = ApiError(500, "The server failed at this request; its log says why.")
+        return JSONResponse(found.body(), 500)

@@ -1,0 +1,123 @@
+"""The requests that are being drawn: how many there may be, what they hear of the worker, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from sdflow.serve.api_error import ApiError, of_failure
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Preview, Ready, Stepped
+from sdflow.serve.limits import Limits
+from sdflow.serve.metrics import Metrics
+
+OfRequest = Begun | Stepped | Preview | Drawn | Failed
+
+RESTART_SECONDS = 5
+"""What is told of when the worker will be back."""
+
+
+class Drawing:
+    """The requests of one worker; all of it in the event loop's thread. send: to the worker."""
+
+    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Job | Cancel], None]) -> None:
+        self._limits, self._metrics, self._send = limits, metrics, send
+        self.found: Mapping[str, Mapping[str, Any]] | None = None
+        self.seconds_per_image = 1.0
+        self._requests: dict[str, asyncio.Queue[OfRequest | Lost]] = {}
+        self._open: dict[str, set[int]] = {}
+        self._last_drawn = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.found is not None
+
+    @property
+    def images(self) -> int:
+        """That are drawn or wait."""
+        return sum(map(len, self._open.values()))
+
+    def hear(self, message: Message) -> None:
+        """What the worker says."""
+        self._metrics.hear(message)
+        if isinstance(message, Ready):
+            self.found = message.pipelines
+        elif isinstance(message, Lost):
+            self.found = None
+            for queue in self._requests.values():
+                queue.put_nowait(message)
+        elif isinstance(message, OfRequest):
+            if isinstance(message, Drawn):
+                self._note_pace()
+            if isinstance(message, Drawn | Failed):
+                self._open.get(message.request, set()).discard(message.index)
+            if message.request in self._requests:
+                self._requests[message.request].put_nowait(message)
+
+    def _note_pace(self) -> None:
+        """How often an image is finished, as the last ones were."""
+        now = time.monotonic()
+        if self._open and self._last_drawn:
+            self.seconds_per_image += 0.2 * (min(now - self._last_drawn, 60.0) - self.seconds_per_image)
+        self._last_drawn = now
+
+    def require_place(self, images: int) -> None:
+        """Raises ApiError when so many more images cannot be taken now."""
+        if self.found is None:
+            raise self._refusal(
+                "not_ready", 503, "The pipelines are being loaded.", code="not_ready", retry_after=RESTART_SECONDS
+            )
+        if self.images + images > self._limits.queue:
+            seconds = max(1, math.ceil(self.seconds_per_image * (self.images + images - self._limits.queue)))
+            raise self._refusal(
+                "queue_full",
+                429,
+                f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s.",
+                code="queue_full",
+                retry_after=seconds,
+            )
+
+    def _refusal(self, reason: str, status: int, message: str, **more: Any) -> ApiError:
+        self._metrics.refusals.labels(reason).inc()
+        return ApiError(status, message, **more)
+
+    async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfRequest]:
+        """What happens to the images of one request, until the last is drawn.
+
+        Raises ApiError when there is no place for them, one fails, the worker dies, or it takes too long. However it ends,
+        nothing of it is drawn any more.
+        """
+        self.require_place(len(jobs))
+        request = jobs[0].request
+        queue = self._requests[request] = asyncio.Queue()
+        self._open[request] = {job.index for job in jobs}
+        drawn = 0
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                for job in jobs:
+                    self._send(job)
+                while drawn < len(jobs):
+                    message = await queue.get()
+                    if isinstance(message, Lost):
+                        raise self._refusal(
+                            "worker_lost",
+                            503,
+                            f"The process that draws ended: {message.what}. It is started again.",
+                            code="worker_lost",
+                            retry_after=RESTART_SECONDS,
+                        )
+                    if isinstance(message, Failed):
+                        raise of_failure(message)
+                    drawn += isinstance(message, Drawn)
+                    yield message
+        except TimeoutError as error:
+            raise self._refusal(
+                "deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", code="deadline", retry_after=1
+            ) from error
+        finally:
+            del self._requests[request]
+            if self._open.pop(request):
+                self._send(Cancel(request))

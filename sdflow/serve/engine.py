@@ -1,0 +1,170 @@
+"""The loop: each image that is being drawn goes a step further in a turn, those that fit together in one run.
+
+A turn: images that wait begin while there is a place; the steps that are asked for are put into batches and run; every
+image goes on from there, to its next step or to its end. So a new image joins at the next step, and a finished one leaves.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sdflow.errors import SdflowError
+from sdflow.serve.batch_plan import plan_batches
+from sdflow.serve.jobs import Begun, Drawn, Failed, Job, Message, Preview, Stepped, Turned
+from sdflow.serve.paused_call import PausedCall
+from sdflow.serve.pausing import Alone, Asked, Shared
+from sdflow.serve.served_pipeline import Finished, ServedPipeline, Told
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = tuple[int, int, float]
+"""Images, places, seconds."""
+
+
+@dataclass
+class _Drawing:
+    """An image on its way. seconds: by stage."""
+
+    job: Job
+    call: PausedCall[Asked, torch.Tensor, Finished]
+    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
+
+
+class Engine:
+    """Draws jobs. pipelines: by name. seconds: of a run of each pipeline's denoiser by size of the batch; the sizes that are
+    used. places: how many images are drawn at once. tell: is told what happens."""
+
+    def __init__(
+        self,
+        pipelines: Mapping[str, ServedPipeline],
+        seconds: Mapping[str, Mapping[int, float]],
+        tell: Callable[[Message], None],
+        places: int | None = None,
+    ) -> None:
+        self._pipelines, self._seconds, self._tell = pipelines, seconds, tell
+        self.places = places or max(max(each) for each in seconds.values())
+        self._waiting: deque[Job] = deque()
+        self._drawing: list[_Drawing] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._waiting or self._drawing)
+
+    def submit(self, job: Job) -> None:
+        """Draw this when there is a place for it."""
+        self._waiting.append(job)
+
+    def cancel(self, request: str) -> None:
+        """Draw no more of a request; its places are free for the next turn."""
+        self._waiting = deque(job for job in self._waiting if job.request != request)
+        for drawing in [each for each in self._drawing if each.job.request == request]:
+            self._leave(drawing)
+
+    def turn(self) -> None:
+        """One step of every image that has a place."""
+        while self._waiting and len(self._drawing) < self.places:
+            self._begin(self._waiting.popleft())
+        batches: list[Batch] = []
+        for pipeline, group in self._groups():
+            batches += self._run(pipeline, group)
+        self._tell(Turned(tuple(batches), len(self._drawing), len(self._waiting), resident_bytes()))
+
+    def _begin(self, job: Job) -> None:
+        """From the prompt to the first step."""
+        pipeline = self._pipelines[job.pipeline]
+        told = Told(
+            lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
+            lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
+        )
+        drawing = _Drawing(job, PausedCall(lambda ask: pipeline.draw(job, ask, told)))
+        self._drawing.append(drawing)
+        self._tell(Begun(job.request, job.index))
+        self._go_on(drawing, "begin", drawing.call.begin)
+
+    def _groups(self) -> list[tuple[str, list[_Drawing]]]:
+        """What can be run together: of one pipeline and one size."""
+        groups: dict[tuple[str, int], list[_Drawing]] = {}
+        for drawing in self._drawing:
+            asked = drawing.call.asked
+            key = id(asked.steps) if isinstance(asked, Shared) else id(drawing)
+            groups.setdefault((drawing.job.pipeline, key), []).append(drawing)
+        return [(pipeline, group) for (pipeline, _), group in groups.items()]
+
+    def _run(self, pipeline: str, group: Sequence[_Drawing]) -> list[Batch]:
+        batches, left = [], list(group)
+        for size in plan_batches(len(group), self._seconds[pipeline]):
+            together, left = left[:size], left[size:]
+            batches += self._run_batch(together, size)
+        return batches
+
+    def _run_batch(self, together: Sequence[_Drawing], size: int) -> list[Batch]:
+        """Run one batch. What a batch cannot, as for want of memory, each image tries by itself: only one that fails so fails."""
+        begun = time.perf_counter()
+        try:
+            outputs = _outputs([drawing.call.asked for drawing in together], size)
+        except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
+            if len(together) > 1:
+                return [batch for drawing in together for batch in self._run_batch([drawing], 1)]
+            self._leave(together[0])
+            self._failed(together[0], error)
+            return []
+        seconds = time.perf_counter() - begun
+        for drawing, output in zip(together, outputs, strict=True):
+            drawing.seconds["steps"] += seconds / len(together)
+            self._go_on(drawing, "steps", partial(drawing.call.answer, output))
+        return [(len(together), size, seconds)]
+
+    def _go_on(self, drawing: _Drawing, stage: str, go_on: Callable[[], None]) -> None:
+        begun = time.perf_counter()
+        go_on()
+        drawing.seconds[stage if drawing.call.asked else "end"] += time.perf_counter() - begun
+        if drawing.call.asked is None:
+            self._end(drawing)
+
+    def _end(self, drawing: _Drawing) -> None:
+        self._drawing.remove(drawing)
+        job = drawing.job
+        try:
+            image = drawing.call.result()
+        except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
+            self._failed(drawing, error)
+        else:
+            seconds = dict(drawing.seconds)
+            self._tell(Drawn(job.request, job.index, image.file, image.size, image.flagged, seconds))
+
+    def _leave(self, drawing: _Drawing) -> None:
+        self._drawing.remove(drawing)
+        drawing.call.end()
+
+    def _failed(self, drawing: _Drawing, error: Exception) -> None:
+        job, kind = drawing.job, type(error).__name__
+        if isinstance(error, SdflowError):
+            self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
+            return
+        traceback.print_exception(error)
+        self._tell(Failed(job.request, job.index, kind, str(error)))
+
+
+def _outputs(asked: Sequence[Asked | None], size: int) -> list[torch.Tensor]:
+    import torch
+
+    shared = [each for each in asked if isinstance(each, Shared)]
+    with torch.no_grad():
+        if not shared:
+            return [each.run() for each in asked if isinstance(each, Alone)]
+        return shared[0].steps.run([each.step for each in shared], size)
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,154 @@
+"""What stands before every request: the key, the body's size, where a browser's request comes from, and the log's line."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.metrics import Metrics
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/healthz", "/readyz", "/")
+"""Paths that need no key: they tell nothing but that the server is there. So is what the page is made of."""
+
+PAGE = "/page/"
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask. key: None: anyone. origins: of pages of other servers that may. hosts: names of this server that a browser
+    may know it by; None: any."""
+
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = LOOPBACK
+
+
+class Guard:
+    """Around the whole application."""
+
+    def __init__(self, app: App, access: Access, body: int, metrics: Metrics, log: Callable[..., None]) -> None:
+        """body: bytes that a request may have."""
+        self._app, self._access, self._body, self._metrics, self._log = app, access, body, metrics, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 0
+        taken: dict[str, Any] = scope.setdefault("state", {})
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, sent)
+        finally:
+            seconds = time.perf_counter() - begun
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.seconds.labels(path).observe(seconds)
+            self._log(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status or "gone",
+                seconds=round(seconds, 4),
+                **taken.get("log", {}),
+            )
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            self._require_own(headers)
+            self._require_key(scope["path"], headers.get(b"authorization", b""))
+            self._require_body(headers.get(b"content-length", b"0"))
+        except ApiError as error:
+            self._metrics.refusals.labels("guard").inc()
+            await answer(error, send)
+            return
+        received, begun, refused = 0, False, False
+
+        async def counted() -> Message:
+            nonlocal received, refused
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._body and not begun:
+                refused = True
+                await answer(self._too_large(), send)
+                return {"type": "http.disconnect"}
+            return message
+
+        async def once(message: Message) -> None:
+            nonlocal begun
+            if not refused:  # the application's answer to a request that was cut off
+                begun = True
+                await send(message)
+
+        await self._app(scope, counted, once)
+
+    def _require_own(self, headers: dict[bytes, bytes]) -> None:
+        """A page of another server must not use a browser to get here, nor a name that was made to point here."""
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        hosts = self._access.hosts
+        if hosts is not None and urlsplit(f"//{host}").hostname not in hosts:
+            raise ApiError(403, f"this server is not known as {host!r}.", code="host")
+        if origin and origin not in self._access.origins and urlsplit(origin).netloc != host:
+            raise ApiError(403, f"pages of {origin} may not ask here: see --cors-origin.", code="origin")
+
+    def _require_key(self, path: str, authorization: bytes) -> None:
+        key = self._access.key
+        if key is None or path in OPEN or path.startswith(PAGE):
+            return
+        kind, _, given = authorization.decode("latin-1").partition(" ")
+        if kind.lower() == "basic":  # as clients of A1111's webui send it
+            try:
+                given = base64.b64decode(given).decode("utf-8", "replace").partition(":")[2]
+            except binascii.Error:
+                given = ""
+        if not hmac.compare_digest(given.strip().encode("utf-8"), key.encode("utf-8")):
+            raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
+
+    def _require_body(self, length: bytes) -> None:
+        if not length.isdigit():
+            raise ApiError(400, "Content-Length is no number.")
+        if int(length) > self._body:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request has more than {self._body} bytes.", code="body_too_large")
+
+
+async def answer(error: ApiError, send: Send) -> None:
+    """Send an error."""
+    content = json.dumps(error.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **error.headers()}
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": content})
+
+
+def log_line(event: str, **fields: Any) -> None:
+    """One line of JSON on standard error."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    sys.stderr.write(json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False) + "\n")
+    sys.stderr.flush()

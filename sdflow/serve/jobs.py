@@ -1,0 +1,138 @@
+"""What goes to the process that draws, and what comes back. Plain data: it is pickled on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Image:
+    """Pixels: of a mode and a size as PIL names them, row by row."""
+
+    mode: str
+    size: tuple[int, int]
+    pixels: bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image to draw. request: which it belongs to; index: the how-manieth of it.
+
+    pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
+    start from, to draw into. scheduler: by name; None: the pipeline's. loras: name and scale. previews: how many unfinished
+    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100.
+    """
+
+    request: str
+    index: int
+    pipeline: str
+    prompt: str
+    seed: int
+    negative_prompt: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    image: Image | None = None
+    mask: Image | None = None
+    scheduler: str | None = None
+    loras: tuple[tuple[str, float], ...] = ()
+    previews: int = 0
+    format: str = "PNG"
+    quality: int = 90
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Draw no more of a request."""
+
+    request: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Draw no more."""
+
+
+# What comes back
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The process draws from now on. pipelines: what it found out about each, by name."""
+
+    pipelines: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An image is being drawn."""
+
+    request: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Steps of an image that are done, and in all."""
+
+    request: str
+    index: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What an image will be like, as a file. number: counts up from 0."""
+
+    request: str
+    index: int
+    number: int
+    file: bytes
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage."""
+
+    request: str
+    index: int
+    file: bytes
+    size: tuple[int, int]
+    flagged: bool | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An image that was not drawn. kind: the class of the error; the rest as of SdflowError."""
+
+    request: str
+    index: int
+    kind: str
+    what: str
+    where: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Turned:
+    """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. memory: resident bytes."""
+
+    batches: tuple[tuple[int, int, float], ...]
+    drawing: int
+    waiting: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process cannot draw, now or ever. As of SdflowError."""
+
+    kind: str
+    what: str
+    where: str | None = None
+    remedy: str | None = None
+
+
+Message = Lost | Ready | Begun | Stepped | Preview | Drawn | Failed | Turned

@@ -1,0 +1,57 @@
+"""What a request may ask for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sdflow.serve.api_error import ApiError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """images: of one request. pixels: of an image, drawn or uploaded. steps: of an image. prompt: characters. body: bytes of
+    a request. queue: images that are drawn or wait, of all requests. seconds: that a request may take, its waiting included.
+    previews: of an image. loras: of one request."""
+
+    images: int = 10
+    pixels: int = 2048 * 2048
+    steps: int = 150
+    prompt: int = 4000
+    body: int = 32 << 20
+    queue: int = 64
+    seconds: float = 600.0
+    previews: int = 10
+    loras: int = 8
+
+    def require_size(self, height: int, width: int, granularity: int) -> None:
+        """Raises ApiError for an image that is too large or that the model cannot draw."""
+        if height < granularity or width < granularity or height % granularity or width % granularity:
+            raise ApiError(
+                400, f"width and height must be multiples of {granularity}, not {width}x{height}.", param="size"
+            )
+        if height * width > self.pixels:
+            raise ApiError(400, f"{width}x{height} are more than {self.pixels} pixels.", param="size")
+
+    def require_at_most(self, param: str, value: float | None, most: float) -> None:
+        """Raises ApiError for a value beyond `most`."""
+        if value is not None and value > most:
+            raise ApiError(400, f"{param} is {value}, and may be at most {most} here.", param=param)
+
+    def require_short(self, param: str, text: str | None) -> None:
+        """Raises ApiError for a text that is too long."""
+        if text is not None and len(text) > self.prompt:
+            raise ApiError(400, f"{param} has {len(text)} characters, and may have {self.prompt} here.", param=param)
+
+
+_SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
+
+
+def read_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width of "512x768" (the width is first); None of "auto". Raises ApiError."""
+    if text is None or text == "auto":
+        return None
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ApiError(400, f'{text!r} is no size: write "auto", or width and height as "512x768".', param="size")
+    return int(found[2]), int(found[1])

@@ -1,0 +1,156 @@
+"""Denoisers for a pipeline's call that is paused at every step (`sdflow.serve.paused_call`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import PassError
+from sdflow.families.base import Conditions
+from sdflow.runtime.control import Control
+from sdflow.runtime.denoise import Start
+from sdflow.runtime.denoiser import Denoiser
+from sdflow.runtime.denoisers import Denoisers
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import Schedule
+from sdflow.runtime.split import TIMESTEP
+from sdflow.serve.shared_steps import SharedSteps, Step, Texts
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A step that may be run with others of the same `steps`."""
+
+    steps: SharedSteps
+    step: Step
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A step that cannot."""
+
+    run: Callable[[], torch.Tensor]
+
+
+Asked = Shared | Alone
+Ask = Callable[[Asked], "torch.Tensor"]
+
+
+class StepsOfSizes:
+    """The shared steps of a pipeline's denoiser, by size: made when first wanted, the last ones kept."""
+
+    KEPT = 4
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._model = pipeline.submodels[pipeline.family.denoiser]
+        self._texts = [pipeline.submodels[name].config for name in pipeline.family.text]
+        self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
+        ports = self._model.part.model.ports(self._model.config).inputs
+        common = [port.name for port in ports if port.axes[0] != "batch" and port.name != TIMESTEP]
+        self.why_alone: str | None = None
+        if pipeline.nets:
+            self.why_alone = "its ControlNets are run for each image by itself"
+        elif common:
+            self.why_alone = f"all images of a run would share {common[0]}"
+
+    def of(
+        self,
+        rows: int,
+        columns: int,
+        conditions: Conditions | None = None,
+        axes: Mapping[str, int] = MappingProxyType({}),
+    ) -> SharedSteps | None:
+        """For latents of so many rows and columns; None where each image is drawn by itself: `why_alone` says why. axes: the
+        sizes of the denoiser's further axes."""
+        if self.why_alone is not None:
+            return None
+        sizes = {"sequence": self._length(conditions), "latent_height": rows, "latent_width": columns, **axes}
+        key = tuple(sizes.items())
+        if key not in self._made:
+            while len(self._made) >= self.KEPT:
+                self._made.pop(next(iter(self._made)))
+            try:
+                self._made[key] = SharedSteps(self._model, sizes)
+            except PassError as error:
+                self.why_alone = str(error)
+                return None
+        self._made[key] = self._made.pop(key)
+        return self._made[key]
+
+    def _length(self, conditions: Conditions | None) -> int:
+        """How many tokens the texts have."""
+        for port in self._model.part.model.ports(self._model.config).inputs:
+            if conditions is not None and "sequence" in port.axes:
+                return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
+        return max(int(config["max_position_embeddings"]) for config in self._texts)
+
+
+class PausingDenoisers:
+    """In the place of a pipeline's `Denoisers`, for one call that draws one image."""
+
+    def __init__(self, steps: StepsOfSizes, own: Denoisers, ask: Ask) -> None:
+        """own: the pipeline's. ask: gives what the model makes of a step."""
+        self._steps, self._own, self._ask = steps, own, ask
+
+    def get(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None,
+        controls: Mapping[str, Control],
+        axes: Mapping[str, int],
+        *,
+        guess: bool,
+    ) -> Denoiser:
+        """As of `Denoisers`."""
+        images, channels, height, width = start.noise.shape
+        assert images == 1, "one image a call"
+        channels += 0 if start.context is None else start.context.shape[1]
+        steps = self._steps.of(height, width, conditions, axes)
+        if steps is None:
+            whole = self._own.get(start, rows, conditions, controls, axes, guess=guess)
+            return _AloneDenoiser(whole, self._ask)
+        return _SharedDenoiser(steps, rows, (channels, height, width), start.noise.device, self._ask)
+
+
+class _SharedDenoiser:
+    """`runtime.denoiser.Denoiser` of one image among others."""
+
+    def __init__(self, steps: SharedSteps, halves: int, shape: tuple[int, ...], device: Any, ask: Ask) -> None:
+        import torch
+
+        self.sample = torch.zeros((1, 1, *shape), device=device)
+        self._steps, self._halves, self._ask = steps, halves, ask
+
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        self._texts: Texts = self._steps.texts(conditions, self._halves)
+        self._times = self._steps.times(schedule)
+
+    def step(self, index: int) -> torch.Tensor:
+        return self._ask(Shared(self._steps, Step(self.sample[0, 0], self._texts, self._times, index)))
+
+
+class _AloneDenoiser:
+    """`runtime.denoiser.Denoiser` that others use in between: everything is put there again before each step."""
+
+    def __init__(self, whole: Denoiser, ask: Ask) -> None:
+        import torch
+
+        self.sample = torch.zeros_like(whole.sample)
+        self._whole, self._ask = whole, ask
+
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        self._conditions, self._schedule = conditions, schedule
+
+    def step(self, index: int) -> torch.Tensor:
+        def run() -> torch.Tensor:
+            self._whole.begin(self._conditions, self._schedule)
+            self._whole.sample.copy_(self.sample)
+            return self._whole.step(index).clone()
+
+        return self._ask(Alone(run))

@@ -1,0 +1,109 @@
+"""What a pipeline folder tells of itself without being loaded: what `/v1/models` says, and what requests are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.families.base import Latents
+from sdflow.families.defaults import Defaults, Task
+from sdflow.families.schedulers import SCHEDULERS
+from sdflow.manifest import NOT_SAID, Manifest, read_manifest
+from sdflow.runtime.folder import folder_defaults, folder_family, folder_latents, folder_task, onnx_submodels
+from sdflow.runtime.soundness import require_sound
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A pipeline that is served. created: when it was built, in seconds since 1970."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    latents: Latents
+    defaults: Mapping[Task, Defaults]
+    task: Task
+    title: str
+    arguments: tuple[str, ...]
+    from_images: bool
+    created: int
+
+    @property
+    def verified(self) -> str | None:
+        """The level at which it was verified when it was built; None where it was not, or nobody knows."""
+        said = self.manifest.origin.verified
+        return None if said == NOT_SAID else said
+
+    def to_json(self) -> dict[str, Any]:
+        """As OpenAI lists a model, and under `sdflow` what it is."""
+        origin, latents = self.manifest.origin, self.latents
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "sdflow",
+            "sdflow": {
+                "family": self.title,
+                "target": origin.target,
+                "verified": self.verified,
+                "verdict": f"verified, {self.verified}" if self.verified else "not verified",
+                "task": self.task,
+                "from_images": self.from_images,
+                "size": f"{latents.image_size}x{latents.image_size}",
+                "multiple": latents.granularity,
+                "defaults": {task: asdict(each) for task, each in self.defaults.items()},
+                "schedulers": list(SCHEDULERS),
+                "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],
+                "artifacts": self.manifest.artifacts,
+            },
+        }
+
+
+def read_served(folder: Path, *, require_verified: bool = False, check: bool = True) -> ServedModel:
+    """What a pipeline folder says. check: whether its files are held to the digests in it.
+
+    Raises UsageError for what is no pipeline, or is not verified where it must be, VerificationError for files that are not
+    what was built.
+    """
+    manifest, family = read_manifest(folder), folder_family(folder)
+    if check:
+        require_sound(folder, manifest, onnx_submodels(folder))
+    model = ServedModel(
+        folder.resolve().name,
+        folder,
+        manifest,
+        folder_latents(folder),
+        folder_defaults(folder),
+        folder_task(folder),
+        family.title,
+        tuple(family.arguments),
+        family.encoder in onnx_submodels(folder),
+        int((folder / "sdflow.json").stat().st_mtime),
+    )
+    if require_verified and model.verified is None:
+        raise UsageError(
+            "it was not verified when it was built",
+            where=str(folder),
+            remedy="Run its workflow with --verify, or serve it without --require-verified.",
+        )
+    return model
+
+
+def read_all_served(
+    folders: Sequence[Path], *, require_verified: bool = False, check: bool = True
+) -> dict[str, ServedModel]:
+    """The pipelines by name. Raises UsageError as `read_served`, and for two of one name."""
+    found: dict[str, ServedModel] = {}
+    for folder in folders:
+        model = read_served(folder, require_verified=require_verified, check=check)
+        if model.name in found:
+            raise UsageError(
+                f"another pipeline is named {model.name} too: {found[model.name].folder}",
+                where=str(folder),
+                remedy="Requests tell them apart by the folder's name: rename one.",
+            )
+        found[model.name] = model
+    return found

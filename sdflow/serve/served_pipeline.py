@@ -1,0 +1,190 @@
+"""A pipeline that draws many images at once, each by a call of its own that is paused at every step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from sdflow.errors import VerificationError
+from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.ensemble import Ensemble
+from sdflow.runtime.images import to_pil
+from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.runtime.preview import Preview
+from sdflow.runtime.recorded_tuning import recorded_tuning
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.runtime.split import SAMPLE, TIMESTEP
+from sdflow.serve.batch_plan import worthwhile_sizes
+from sdflow.serve.jobs import Image, Job
+from sdflow.serve.pausing import Ask, PausingDenoisers, StepsOfSizes
+from sdflow.serve.shared_steps import Step
+from sdflow.targets import find_target
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+MEASURED_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a call tells on the way. step: steps done and in all. preview: its number, and the image as a file."""
+
+    step: Callable[[int, int], None] = lambda done, total: None
+    preview: Callable[[int, bytes], None] = lambda number, file: None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished image."""
+
+    file: bytes
+    size: tuple[int, int]
+    flagged: bool | None
+
+
+class ServedPipeline:
+    """A pipeline, with its refiner if it has one."""
+
+    output_type: ClassVar[Literal["pil", "np"]] = "pil"
+
+    def __init__(self, pipeline: Pipeline | Ensemble) -> None:
+        self.pipeline = pipeline
+        self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
+        self._steps = [StepsOfSizes(stage) for stage in self.stages]
+
+    @classmethod
+    def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
+        """Load a pipeline folder on the target that it was built for. Raises as `Pipeline.load`."""
+        origin = read_manifest(folder).origin
+        target = find_target(origin.target, str(folder / MANIFEST_FILE))
+        options: dict[str, Any] = {
+            "threads": threads,
+            "checker": checker,
+            "tuning": recorded_tuning(folder, target).tuning,
+        }
+        if origin.refiner is not None:
+            return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options))
+        return cls(Pipeline.load(folder, target, **options))
+
+    @property
+    def base(self) -> Pipeline:
+        """That which begins."""
+        return self.stages[0]
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why images are not drawn together; None where they are. Known when one was drawn."""
+        return self._steps[0].why_alone
+
+    def draw(self, job: Job, ask: Ask, told: Told = Told()) -> Finished:
+        """One image. ask: gives what the model makes of a step. Raises UsageError as a call of a pipeline."""
+        import torch
+
+        stages = [
+            self._for_one_call(stage, steps, job, ask) for stage, steps in zip(self.stages, self._steps, strict=True)
+        ]
+        call = stages[0] if isinstance(self.pipeline, Pipeline) else Ensemble(*stages)
+        given: dict[str, Any] = {} if job.mask is None else {"mask_image": _pil(job.mask)}
+        if job.previews:
+            given["callback_on_preview"] = self._previewing(job, told)
+        result = call(
+            [job.prompt],
+            None if job.image is None else _pil(job.image),
+            negative_prompt=job.negative_prompt,
+            generator=[torch.Generator().manual_seed(job.seed)],
+            callback_on_step_end=lambda index, timestep, total: told.step(index + 1, total),
+            output_type=self.output_type,
+            **given,
+            **job.arguments,
+        )
+        return self.finished(job, result)
+
+    def finished(self, job: Job, drawn: Images) -> Finished:
+        """What is drawn, as a file."""
+        (image,), flags = drawn.images, drawn.nsfw_content_detected
+        return Finished(encoded(image, job), image.size, None if flags is None else flags[0])
+
+    def _for_one_call(self, stage: Pipeline, steps: StepsOfSizes, job: Job, ask: Ask) -> Pipeline:
+        """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that pause."""
+        made = copy.copy(stage)
+        if job.scheduler is not None:
+            made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config)
+        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask)  # type: ignore[assignment]
+        return made
+
+    def _previewing(self, job: Job, told: Told) -> Callable[[Preview], None]:
+        """Decodes what a drawing is becoming, as often as the job wants it; the safety checker sees that too."""
+        number = 0
+
+        def show(preview: Preview) -> None:
+            nonlocal number
+            if preview.index in preview_steps(job.previews, preview.total):
+                drawn, _ = self.base.check_safety(self.base.decode(preview.latents))
+                told.preview(number, encoded(to_pil(drawn)[0], job))
+                number += 1
+
+        return show
+
+    def measure(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
+        """Seconds of a run of the denoiser by size of the batch, at the model's own size: of these sizes, or of those that are
+        worth it."""
+        latents, stage = self.base.latents, self.base
+        steps = self._steps[0].of(latents.size, latents.size)
+        if steps is None:
+            return {1: 1.0}
+        own = stage.defaults["text"]
+        halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
+        schedule = stage.schedule(own.steps, guidance_scale=None)
+        denoiser = stage.submodels[stage.family.denoiser]
+
+        def measured(size: int) -> float | None:
+            import torch
+
+            shapes = denoiser.shapes({**steps.sizes, "batch": halves})
+            with stage.place.current(), torch.no_grad():
+                given = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in (SAMPLE, TIMESTEP)}
+                texts = [steps.texts(given, halves) for _ in range(size)]
+                sample = torch.randn(shapes["sample"][1:])
+                batch = [Step(sample, text, steps.times(schedule), 0) for text in texts]
+                try:
+                    steps.run(batch, size)
+                except (VerificationError, RuntimeError, MemoryError):  # no room
+                    steps.forget(size)
+                    return None
+                seconds = []
+                for _ in range(MEASURED_RUNS):
+                    begun = time.perf_counter()
+                    steps.run(batch, size)[0].cpu()
+                    seconds.append(time.perf_counter() - begun)
+            return min(seconds)
+
+        if sizes is None:
+            return worthwhile_sizes(measured)
+        found = {size: measured(size) for size in sizes}
+        return {size: taken for size, taken in found.items() if taken is not None}
+
+
+def preview_steps(previews: int, runs: int) -> tuple[int, ...]:
+    """Behind which steps there is one: spread evenly, none behind the last."""
+    wanted = min(previews, runs - 1)
+    return tuple((number + 1) * runs // (wanted + 1) - 1 for number in range(wanted))
+
+
+def encoded(image: PIL.Image.Image, job: Job) -> bytes:
+    """The image as a file, as the job wants it."""
+    file = io.BytesIO()
+    options: dict[str, Any] = {} if job.format == "PNG" else {"quality": job.quality}
+    image.save(file, job.format, **options)
+    return file.getvalue()
+
+
+def _pil(image: Image) -> PIL.Image.Image:
+    import PIL.Image
+
+    return PIL.Image.frombytes(image.mode, image.size, image.pixels)

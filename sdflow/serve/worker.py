@@ -1,0 +1,104 @@
+"""The process that draws. It is apart from the one that answers, so that a crash takes no connection with it.
+
+It gets jobs over a pipe and gives back what happens to them (`sdflow.serve.jobs`). It ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import SdflowError, VerificationError
+from sdflow.serve.jobs import Cancel, End, Failed, Image, Job, Lost, Message, Ready
+from sdflow.workers import deny_network
+
+WARM_UP = "warm-up"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
+    the CPU. checker: whether the safety checkers see the images."""
+
+    pipelines: Mapping[str, Path]
+    batch_sizes: tuple[int, ...] | None = None
+    threads: int | None = None
+    checker: bool = True
+
+
+def work(connection: Connection, options: WorkerOptions) -> None:
+    """Load the pipelines, say so, and draw until the pipe ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it ends it in order
+        signal.signal(number, signal.SIG_IGN)
+    deny_network()
+    try:
+        _draw(connection, options)
+    except SdflowError as error:
+        connection.send(Lost(type(error).__name__, error.what, error.where, error.remedy))
+    except (EOFError, BrokenPipeError):  # nobody is there any more
+        pass
+    sys.stderr.flush()
+    os._exit(0)  # no exit handlers: some libraries send their telemetry there
+
+
+def _draw(connection: Connection, options: WorkerOptions) -> None:
+    from sdflow.serve.engine import Engine
+    from sdflow.serve.served_pipeline import ServedPipeline
+
+    pipelines = {
+        name: ServedPipeline.load(folder, options.threads, options.checker)
+        for name, folder in options.pipelines.items()
+    }
+    seconds = {name: _warm(name, pipeline, options) for name, pipeline in pipelines.items()}
+    engine = Engine(pipelines, seconds, connection.send)
+    found = {
+        name: {"batch_seconds": seconds[name], "alone": pipeline.why_alone} for name, pipeline in pipelines.items()
+    }
+    connection.send(Ready(found))
+    while True:
+        if not engine.busy:
+            connection.poll(None)
+        while connection.poll(0):
+            message = connection.recv()
+            if isinstance(message, Job):
+                engine.submit(message)
+            elif isinstance(message, Cancel):
+                engine.cancel(message.request)
+            elif isinstance(message, End):
+                return
+        engine.turn()
+
+
+def _warm(name: str, pipeline: Any, options: WorkerOptions) -> dict[int, float]:
+    """Draw once, so that what the first image would wait for is there; seconds of a run by size of the batch."""
+    from sdflow.serve.engine import Engine
+
+    said: list[Message] = []
+    engine = Engine({name: pipeline}, {name: {1: 1.0}}, said.append)
+    engine.submit(warm_up_job(name, pipeline))
+    while engine.busy:
+        engine.turn()
+    for failed in said:
+        if isinstance(failed, Failed):
+            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
+    if pipeline.why_alone is not None:
+        return {1: 1.0}
+    seconds: dict[int, float] = pipeline.measure(options.batch_sizes)
+    return seconds
+
+
+def warm_up_job(name: str, pipeline: Any) -> Job:
+    """The least that takes every submodel of a pipeline along: of the model's own size, with what it must start from."""
+    base = pipeline.base
+    side, task = base.latents.image_size, base.task
+    image = None if task == "text" else Image("RGB", (side, side), b"\x80" * (3 * side * side))
+    mask = Image("L", (side, side), b"\xff" * (side * side)) if task == "inpaint" else None
+    few = replace(base.defaults[task], steps=2 if len(pipeline.stages) == 1 else 10)
+    steps = {"num_inference_steps": few.steps_at(few.strength)}
+    return Job(WARM_UP, 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)

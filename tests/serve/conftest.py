@@ -1,0 +1,106 @@
+"""A real server of the small pipeline, in a process of its own, on a port that the system chose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+SIZE = "64x64"
+PATIENCE = 120
+"""Seconds; nothing is timed here, and machines are slow."""
+
+
+@dataclass
+class RunningServer:
+    """A server. lines: of its log so far."""
+
+    process: subprocess.Popen[bytes]
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    heard: threading.Condition = field(default_factory=threading.Condition)
+    url: str = ""
+
+    def listen(self) -> None:
+        """Take its log, until it ends."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith(b"{"):
+                with self.heard:
+                    self.lines.append(json.loads(line))
+                    self.heard.notify_all()
+            else:
+                sys.stderr.buffer.write(line)
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool], begin: int = 0) -> dict[str, Any]:
+        """The first line of the log that is wanted, from the line `begin` on."""
+
+        def found() -> dict[str, Any] | None:
+            return next((line for line in self.lines[begin:] if wanted(line)), None)
+
+        with self.heard:
+            assert self.heard.wait_for(lambda: found() is not None, PATIENCE), f"not in the log: {self.lines}"
+            line = found()
+        assert line is not None
+        return line
+
+    def wait_until_ready(self, begin: int = 0) -> None:
+        self.wait_for(lambda line: line["event"] == "ready", begin)
+
+    def worker(self) -> psutil.Process:
+        """The process that draws: the one with the most memory."""
+        return max(psutil.Process(self.process.pid).children(), key=lambda each: each.memory_info().rss)
+
+    def metrics(self, name: str, **headers: str) -> float:
+        """One figure of /metrics, by its name with its labels; 0 where it is not there yet."""
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=PATIENCE).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@contextmanager
+def running_server(*arguments: str, ready: bool = True) -> Iterator[RunningServer]:
+    """`sdflow serve` with these arguments, on a free port."""
+    command = [sys.executable, "-m", "sdflow", "serve", *arguments, "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    server = RunningServer(process)
+    thread = threading.Thread(target=server.listen, daemon=True)
+    thread.start()
+    try:
+        server.url = server.wait_for(lambda line: line["event"] == "serving")["url"]
+        if ready:
+            server.wait_until_ready()
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+        thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_pipeline: Path) -> Iterator[RunningServer]:
+    """Of the small pipeline; at most two images in a run."""
+    with running_server(str(tiny_pipeline), "--batch-sizes", "1,2", "--max-queue", "12", "--max-images", "4") as server:
+        yield server
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """For what another process does."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)

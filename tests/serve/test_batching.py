@@ -1,0 +1,198 @@
+"""Requests share each run of the denoiser and get the images that each alone would have got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from sdflow.runtime.images import to_pil
+from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.serve.engine import Engine
+from sdflow.serve.jobs import Begun, Drawn, Failed, Image, Job, Message, Preview, Stepped, Turned
+from sdflow.serve.served_pipeline import Finished, ServedPipeline, preview_steps
+
+SECONDS = {1: 1.0, 2: 1.2, 4: 1.5}
+
+
+class Keeping(ServedPipeline):
+    """It also keeps what it drew as numbers."""
+
+    output_type = "np"
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        self.drawn: dict[tuple[str, int], np.ndarray] = {}
+
+    def finished(self, job: Job, drawn: Images) -> Finished:
+        self.drawn[job.request, job.index] = np.asarray(drawn.images[0])
+        return super().finished(job, replace(drawn, images=to_pil(torch.as_tensor(drawn.images))))
+
+
+@pytest.fixture(scope="module")
+def served(tiny_pipeline: Path) -> Keeping:
+    return Keeping(Pipeline.load(tiny_pipeline, "cpu", threads=1))
+
+
+def pixels(seed: int) -> Image:
+    return Image("RGB", (64, 64), np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8).tobytes())
+
+
+HALF = Image("L", (64, 64), np.repeat(np.array([0, 255], np.uint8), 2048).tobytes())
+
+
+def job(number: int, **options: Any) -> Job:
+    arguments = {"height": 64, "width": 64, **options.pop("arguments", {})}
+    return Job(f"request {number}", 0, "tiny", f"thing number {number}", seed=number, arguments=arguments, **options)
+
+
+def call(steps: int, guidance: float, **more: Any) -> dict[str, Any]:
+    return {"num_inference_steps": steps, "guidance_scale": guidance, **more}
+
+
+MIXED = (
+    job(0, arguments=call(3, 7.5), scheduler="ddim"),
+    job(1, arguments=call(5, 1.0), scheduler="euler", negative_prompt="bad"),
+    job(2, arguments=call(4, 3.0), scheduler="euler_a"),
+    job(3, arguments=call(6, 7.5, strength=0.6), scheduler="dpm++_2m", image=pixels(3)),
+    job(4, arguments=call(4, 2.0), scheduler="unipc", image=pixels(4), mask=HALF),
+    job(5, arguments=call(3, 1.0), scheduler="pndm"),
+    job(6, arguments=call(2, 1.5), scheduler="lcm"),
+    job(7, arguments=call(7, 9.0), negative_prompt="blurred"),
+    job(8, arguments=call(4, 4.0, eta=0.5), scheduler="ddim"),
+    job(9, arguments=call(3, 7.5, height=128), scheduler="euler"),
+    job(10, arguments=call(5, 7.5, clip_skip=1)),
+    job(11, arguments=call(3, 5.0, prompt_syntax="a1111"), negative_prompt="(ugly:1.4)"),
+)
+
+
+def run(engine: Engine, jobs: Sequence[Job], at_once: int) -> None:
+    """Some are there at the start, and another comes at each turn."""
+    late = list(jobs[at_once:])
+    for each in jobs[:at_once]:
+        engine.submit(each)
+    while engine.busy or late:
+        if late:
+            engine.submit(late.pop(0))
+        engine.turn()
+
+
+def alone(pipeline: Pipeline, each: Job) -> np.ndarray:
+    """What the pipeline draws of it by itself, by the way that `sdflow generate` goes."""
+    own = pipeline.scheduler
+    start = {
+        name: PIL.Image.frombytes(given.mode, given.size, given.pixels)
+        for name, given in (("image", each.image), ("mask_image", each.mask))
+        if given is not None
+    }
+    try:
+        if each.scheduler:
+            pipeline.scheduler = named_scheduler(each.scheduler, own.config)
+        result = pipeline(
+            each.prompt,
+            **start,
+            negative_prompt=each.negative_prompt,
+            generator=[torch.Generator().manual_seed(each.seed)],
+            output_type="np",
+            **each.arguments,
+        )
+    finally:
+        pipeline.scheduler = own
+    return np.asarray(result.images[0])
+
+
+def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: Keeping) -> None:
+    told: list[Message] = []
+    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=6), MIXED, at_once=5)
+    assert [each for each in told if isinstance(each, Failed)] == []
+    batches = [batch for each in told if isinstance(each, Turned) for batch in each.batches]
+    assert max(images for images, _, _ in batches) == 4
+    runs = sum(each.total for each in told if isinstance(each, Stepped) and each.done == each.total)
+    assert len(batches) < 0.6 * runs, "they share runs"
+    for each in sorted(MIXED, key=lambda each: (each.arguments["height"], each.arguments["guidance_scale"] > 1)):
+        expected = alone(served.base, each)
+        np.testing.assert_allclose(served.drawn[each.request, 0], expected, atol=1e-4, err_msg=each.request)
+
+
+def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: Keeping) -> None:
+    told: list[Message] = []
+    engine = Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=4)
+    engine.submit(job(0, arguments=call(3, 7.5)))
+    engine.turn()
+    engine.submit(job(1, arguments=call(3, 7.5)))
+    while engine.busy:
+        engine.turn()
+    turns = [each.batches for each in told if isinstance(each, Turned)]
+    # PNDM takes one run more than there are steps.
+    assert [[images for images, _, _ in batches] for batches in turns] == [[1], [2], [2], [2], [1]]
+    assert [each.request for each in told if isinstance(each, Drawn)] == ["request 0", "request 1"]
+
+
+def test_what_is_cancelled_is_gone_at_the_next_step(served: Keeping) -> None:
+    told: list[Message] = []
+    engine = Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=2)
+    for number in range(3):
+        engine.submit(job(number, arguments=call(4, 7.5)))
+    engine.turn()
+    engine.cancel("request 0")
+    engine.turn()
+    assert [each.request for each in told if isinstance(each, Begun)] == ["request 0", "request 1", "request 2"]
+    engine.cancel("request 1")
+    engine.cancel("request 2")
+    assert not engine.busy
+    assert not [each for each in told if isinstance(each, Drawn | Failed)]
+
+
+def test_one_that_fails_takes_no_other_along(served: Keeping) -> None:
+    told: list[Message] = []
+    bad = job(1, arguments=call(3, 7.5, height=72))
+    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), [job(0, arguments=call(3, 7.5)), bad], at_once=2)
+    (failed,) = (each for each in told if isinstance(each, Failed))
+    assert (failed.request, failed.kind) == ("request 1", "UsageError")
+    assert "72 pixels" in failed.what
+    assert [each.request for each in told if isinstance(each, Drawn)] == ["request 0"]
+
+
+def test_a_batch_that_cannot_be_run_is_run_one_by_one(served: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory is short: the larger batch fails, its images do not."""
+    from sdflow.serve.shared_steps import SharedSteps
+
+    own = SharedSteps.run
+
+    def short_of_memory(self: SharedSteps, steps: Sequence[Any], size: int) -> list[torch.Tensor]:
+        if size > 1:
+            raise RuntimeError("Failed to allocate memory for requested buffer")
+        return own(self, steps, size)
+
+    monkeypatch.setattr(SharedSteps, "run", short_of_memory)
+    told: list[Message] = []
+    jobs = [job(number, arguments=call(2, 7.5)) for number in range(2)]
+    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), jobs, at_once=2)
+    assert len([each for each in told if isinstance(each, Drawn)]) == 2
+
+
+def test_previews_come_on_the_way_and_grow_like_the_image(served: Keeping) -> None:
+    import io
+
+    told: list[Message] = []
+    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), [job(0, arguments=call(6, 7.5), previews=3)], 1)
+    files = [each.file for each in told if isinstance(each, Preview)]
+    (final,) = (each.file for each in told if isinstance(each, Drawn))
+    images = [np.asarray(PIL.Image.open(io.BytesIO(file)), np.float64) for file in (*files, final)]
+    distances = [float(np.abs(image - images[-1]).mean()) for image in images]
+    assert len(files) == 3
+    assert distances[0] > distances[1] > distances[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("previews", "runs", "steps"), [(0, 5, ()), (1, 4, (1,)), (3, 8, (1, 3, 5)), (3, 2, (0,)), (2, 1, ())]
+)
+def test_previews_are_spread_evenly(previews: int, runs: int, steps: tuple[int, ...]) -> None:
+    assert preview_steps(previews, runs) == steps

@@ -1,0 +1,137 @@
+"""A worker that dies, a server that is told to end, requests that take too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve.conftest import PATIENCE, SIZE, RunningServer, running_server, wait_until
+
+from sdflow.cli.serve import serve
+from sdflow.errors import UsageError
+from sdflow.serve.server import listen
+
+LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True}
+
+
+@pytest.fixture(scope="module")
+def own(tiny_pipeline: Path) -> RunningServer:
+    """A server that these tests may hurt. One image at a time, with a key and a deadline."""
+    key = tiny_pipeline.parent / "key"
+    key.write_text("secret\n")
+    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--api-key-file", str(key), "--log-prompts") as made:
+        yield made
+
+
+def post(server: RunningServer, **fields: object) -> httpx.Response:
+    body = {"prompt": "a", "size": SIZE, "steps": 1, **fields}
+    headers = {"Authorization": "Bearer secret"}
+    return httpx.post(f"{server.url}/v1/images/generations", json=body, headers=headers, timeout=PATIENCE)
+
+
+def ask(url: str, **options: Any) -> httpx.Response:
+    return httpx.get(url, timeout=PATIENCE, **options)
+
+
+def test_only_who_has_the_key_is_answered(own: RunningServer) -> None:
+    url = f"{own.url}/v1/models"
+    assert ask(url, headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert ask(url, auth=("any", "secret")).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic !"}, {"Authorization": "Bearer é"}):
+        refused = ask(url, headers=[(k.encode(), v.encode()) for k, v in headers.items()])
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+    assert ask(f"{own.url}/healthz").status_code == 200
+    assert ask(f"{own.url}/metrics").status_code == 401
+
+
+def test_prompts_are_logged_where_that_is_asked_for(own: RunningServer) -> None:
+    begun = len(own.lines)
+    assert post(own, prompt="a green square").status_code == 200
+    assert own.wait_for(lambda line: line["event"] == "request", begun)["prompt"] == "a green square"
+
+
+def test_a_crash_is_answered_and_the_worker_comes_back(own: RunningServer) -> None:
+    begun = len(own.lines)
+    headers = {"Authorization": "Bearer secret"}
+    url = f"{own.url}/v1/images/generations"
+    with httpx.stream("POST", url, json=LONG, headers=headers, timeout=PATIENCE) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: image_generation.progress"
+        own.worker().kill()
+        assert "event: error" in list(lines)
+    own.wait_for(lambda line: line["event"] == "worker lost", begun)
+    unready = post(own)
+    assert (unready.status_code, unready.json()["error"]["code"]) == (503, "not_ready")
+    assert int(unready.headers["retry-after"]) > 0
+    assert ask(f"{own.url}/readyz").status_code == 503
+    own.wait_until_ready(begun)
+    assert post(own).status_code == 200
+    assert own.metrics("sdflow_worker_losses_total", **headers) == 1
+
+
+def test_a_request_without_stream_is_answered_503_when_the_worker_dies(own: RunningServer) -> None:
+    begun = len(own.lines)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(post(own, size="128x128", n=4, steps=150)))
+    asking.start()
+    wait_until(lambda: own.metrics("sdflow_drawing_images", Authorization="Bearer secret") == 1)
+    own.worker().kill()
+    asking.join(PATIENCE)
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+    own.wait_until_ready(begun)
+
+
+def test_sigterm_finishes_what_was_begun(tiny_pipeline: Path) -> None:
+    arguments = (str(tiny_pipeline), "--batch-sizes", "1", "--deadline", "200")
+    with running_server(*arguments) as server:
+        body = {**LONG, "n": 1, "size": SIZE, "steps": 40, "scheduler": "ddim"}
+        with httpx.stream("POST", f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert "event: image_generation.completed" in list(lines)
+        assert server.process.wait(PATIENCE) == 0
+        assert server.lines[-1]["event"] == "ended"
+
+
+def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
+    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--deadline", "1") as server:
+        body = {"prompt": "a", "n": 10, "steps": 150}
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+        wait_until(lambda: server.metrics("sdflow_drawing_images") == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host": "0.0.0.0"}, "whoever reaches this machine could draw"),
+        ({"require_verified": True}, "it was not verified when it was built"),
+        ({"pipeline": 2}, "another pipeline is named tiny too"),
+        ({"api_key_file": Path(os.devnull)}, "there is no key in it"),
+        ({"batch_sizes": "1,x"}, "are no sizes"),
+    ],
+)
+def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dict[str, Any], says: str) -> None:
+    folders = [tiny_pipeline] * options.pop("pipeline", 1)
+    with pytest.raises(UsageError, match=says):
+        serve(folders, port=0, **options)
+
+
+def test_what_is_no_pipeline_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this is no pipeline of sdflow"):
+        serve([tmp_path], port=0)
+
+
+def test_a_port_in_use_is_told(tiny_pipeline: Path) -> None:
+    with listen("127.0.0.1", 0) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1 port {port}"):
+            serve([tiny_pipeline], port=port)

@@ -1,0 +1,265 @@
+"""The official `openai` client, unchanged, against the real server."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import PIL.Image
+import pytest
+import torch
+from serve.conftest import SIZE, RunningServer, wait_until
+
+from sdflow.runtime.pipeline import Pipeline
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_pipeline: Path) -> Pipeline:
+    """The same pipeline, here."""
+    return Pipeline.load(tiny_pipeline, "cpu", threads=1)
+
+
+def opened(encoded: str | None) -> PIL.Image.Image:
+    assert encoded is not None
+    return PIL.Image.open(io.BytesIO(b64decode(encoded)))
+
+
+def assert_same(image: PIL.Image.Image, expected: PIL.Image.Image) -> None:
+    """But for values that lie between two of 256."""
+    np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(expected, np.int16), atol=1)
+
+
+def test_the_models_are_listed_with_their_verdict(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "sdflow")
+    told: Any = model.model_extra
+    assert (told["sdflow"]["verdict"], told["sdflow"]["size"]) == ("not verified", "128x128")
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no pipeline is named 'dall-e-3' here, only tiny"):
+        client.models.retrieve("dall-e-3")
+
+
+def test_images_are_those_that_the_pipeline_draws(client: openai.OpenAI, pipeline: Pipeline) -> None:
+    more = {"seed": 7, "steps": 3, "guidance_scale": 5, "negative_prompt": "blurred", "scheduler": "euler"}
+    answer = client.images.generate(prompt="a red circle", n=2, size=SIZE, extra_body=more)
+    assert answer.size == SIZE
+    assert answer.data is not None
+    assert [datum.model_extra["seed"] for datum in answer.data] == [7, 8]  # type: ignore[index]
+    from sdflow.runtime.schedule import named_scheduler
+
+    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
+    for datum, seed in zip(answer.data, (7, 8), strict=True):
+        expected = pipeline(
+            "a red circle",
+            negative_prompt="blurred",
+            height=64,
+            width=64,
+            num_inference_steps=3,
+            guidance_scale=5,
+            generator=[torch.Generator().manual_seed(seed)],
+        )
+        assert_same(opened(datum.b64_json), expected.images[0])
+
+
+def test_a_url_holds_the_image_itself(client: openai.OpenAI) -> None:
+    answer = client.images.generate(
+        model="tiny",
+        prompt="a",
+        size=SIZE,
+        response_format="url",
+        output_format="jpeg",
+        output_compression=50,
+        extra_body={"steps": 1, "seed": 1},
+    )
+    assert answer.data is not None and answer.data[0].url is not None
+    head, _, encoded = answer.data[0].url.partition(",")
+    assert head == "data:image/jpeg;base64"
+    assert opened(encoded).format == "JPEG"
+
+
+def test_unfinished_images_are_streamed(client: openai.OpenAI) -> None:
+    stream = client.images.generate(
+        prompt="a red circle", size=SIZE, stream=True, partial_images=2, extra_body={"steps": 4, "seed": 3}
+    )
+    events = list(stream)
+    assert [event.type for event in events] == [
+        *["image_generation.partial_image"] * 2,
+        "image_generation.completed",
+    ]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    sizes = {opened(event.b64_json).size for event in events}
+    assert sizes == {(64, 64)}
+    still = client.images.generate(prompt="a red circle", size=SIZE, extra_body={"steps": 4, "seed": 3})
+    assert still.data is not None
+    assert_same(opened(events[-1].b64_json), opened(still.data[0].b64_json))
+
+
+def test_every_step_is_told_where_it_is_asked_for(server: RunningServer) -> None:
+    body = {"prompt": "a", "size": SIZE, "steps": 3, "stream": True, "progress": True, "n": 2, "scheduler": "ddim"}
+    with httpx.stream("POST", f"{server.url}/v1/images/generations", json=body, timeout=240) as answer:
+        kinds = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+    assert sorted(kinds) == ["image_generation.completed"] * 2 + ["image_generation.progress"] * 6
+
+
+def png(mode: str, seed: int = 0, size: tuple[int, int] = (64, 64)) -> bytes:
+    shape = (size[1], size[0]) if mode == "L" else (size[1], size[0], len(mode))
+    values = np.random.default_rng(seed).integers(0, 255, shape, np.uint8)
+    if mode == "RGBA":
+        values[..., 3] = 255
+        values[32:, :, 3] = 0  # the lower half is drawn
+    file = io.BytesIO()
+    PIL.Image.fromarray(values, mode).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_image_is_gone_on_from(client: openai.OpenAI, pipeline: Pipeline) -> None:
+    image, more = png("RGB"), {"seed": 5, "steps": 4, "strength": 0.5, "scheduler": "euler"}
+    answer = client.images.edit(image=image, prompt="a red circle", extra_body=more)
+    assert answer.data is not None
+    from sdflow.runtime.schedule import named_scheduler
+
+    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
+    expected = pipeline(
+        "a red circle",
+        PIL.Image.open(io.BytesIO(image)),
+        num_inference_steps=4,
+        strength=0.5,
+        generator=[torch.Generator().manual_seed(5)],
+    )
+    assert_same(opened(answer.data[0].b64_json), expected.images[0])
+
+
+def test_only_what_is_transparent_in_the_mask_is_drawn(client: openai.OpenAI, pipeline: Pipeline) -> None:
+    """And without a mask, what is transparent in the image itself."""
+    more = {"seed": 5, "steps": 4, "scheduler": "ddim"}
+    lower_half = PIL.Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 2048).reshape(64, 64))
+    from sdflow.runtime.schedule import named_scheduler
+
+    pipeline.scheduler = named_scheduler("ddim", pipeline.scheduler.config)
+    for image, files in ((png("RGB"), {"mask": png("RGBA", seed=9)}), (png("RGBA"), {})):
+        answer = client.images.edit(image=image, prompt="a", extra_body=more, **files)
+        assert answer.data is not None
+        expected = pipeline(
+            "a",
+            PIL.Image.open(io.BytesIO(image)).convert("RGB"),
+            lower_half,
+            num_inference_steps=4,
+            generator=[torch.Generator().manual_seed(5)],
+        )
+        assert_same(opened(answer.data[0].b64_json), expected.images[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "says"),
+    [
+        ({"n": 5}, 400, "n", "n is 5, and may be at most 4 here"),
+        ({"n": 0}, 400, "n", "greater than or equal to 1"),
+        ({"size": "70x64"}, 400, "size", "multiples of 64, not 70x64"),
+        ({"size": "large"}, 400, "size", "'large' is no size"),
+        ({"size": "64x0"}, 400, "size", "multiples of 64"),
+        ({"size": "65536x65536"}, 400, "size", "are more than 4194304 pixels"),
+        ({"steps": 1000}, 400, "steps", "at most 150"),
+        ({"seed": -1}, 400, "seed", "greater than or equal to 0"),
+        ({"scheduler": "eulr"}, 400, "scheduler", "'euler'"),
+        ({"model": "dall-e-3"}, 404, "model", "only tiny"),
+        ({"prompt": "a" * 4001}, 400, "prompt", "has 4001 characters"),
+        ({"prompt": None}, 400, "prompt", "valid string"),
+        ({"pormpt": "a"}, 400, "pormpt", "no such field is known"),
+        ({"image": "/etc/passwd"}, 400, "image", "no such field is known"),
+        ({"guidance_scale": "high"}, 400, "guidance_scale", "valid number"),
+        ({"clip_skip": 20}, 400, "clip_skip", "cannot be left out"),
+        ({"prompt_2": "b"}, 400, "prompt_2", "knows no prompt_2"),
+        ({"background": "transparent"}, 400, "background", "'auto' or 'opaque'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_form(
+    server: RunningServer, fields: dict[str, Any], status: int, param: str, says: str
+) -> None:
+    body = {"prompt": "a", "size": SIZE, "steps": 1, **fields}
+    answer = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=240)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert says in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_an_error_on_the_way_ends_a_stream(client: openai.OpenAI) -> None:
+    stream = client.images.generate(prompt="a", size=SIZE, stream=True, extra_body={"clip_skip": 20})
+    with pytest.raises(openai.APIError, match="cannot be left out"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"no image", "cannot be read as an image"),
+        (png("RGB")[:200], "cannot be read as an image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as an image"),
+    ],
+)
+def test_what_is_no_image_is_refused(client: openai.OpenAI, content: bytes, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        client.images.edit(image=content, prompt="a")
+
+
+def test_a_client_that_goes_away_frees_its_place(server: RunningServer) -> None:
+    begun = len(server.lines)
+    body = {"prompt": "a", "n": 4, "steps": 150}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=1)
+    server.wait_for(lambda line: line.get("status") == 499, begun)
+    wait_until(lambda: server.metrics("sdflow_drawing_images") == 0)
+    assert server.metrics("sdflow_waiting_images") == 0
+
+
+def test_too_many_are_refused_with_a_time_to_try_again(server: RunningServer) -> None:
+    """The queue holds twelve. A request that is being drawn counts until it is cancelled."""
+    body = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True}
+    url = f"{server.url}/v1/images/generations"
+    with (
+        httpx.stream("POST", url, json=body, timeout=240) as first,
+        httpx.stream("POST", url, json=body, timeout=240) as second,
+        httpx.stream("POST", url, json=body, timeout=240) as third,
+    ):
+        assert [each.status_code for each in (first, second, third)] == [200] * 3
+        lines = first.iter_lines()
+        next(lines)  # they have begun
+        wait_until(lambda: server.metrics("sdflow_drawing_images") + server.metrics("sdflow_waiting_images") == 12)
+        refused = httpx.post(url, json={"prompt": "a", "size": SIZE, "steps": 1}, timeout=240)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    wait_until(lambda: server.metrics("sdflow_drawing_images") == 0)
+    assert server.metrics('sdflow_refusals_total{reason="queue_full"}') == 1
+
+
+def test_the_log_has_a_line_for_each_request_and_no_prompt(server: RunningServer) -> None:
+    begun = len(server.lines)
+    httpx.post(
+        f"{server.url}/v1/images/generations", json={"prompt": "secret words", "size": SIZE, "steps": 1}, timeout=240
+    )
+    line = server.wait_for(lambda line: line["event"] == "request", begun)
+    assert (line["path"], line["status"], line["images"]) == ("/v1/images/generations", 200, 1)
+    assert not [line for line in server.lines if "secret" in str(line)]
+
+
+def test_the_documentation_names_every_field(server: RunningServer) -> None:
+    assert httpx.get(f"{server.url}/docs", timeout=240).status_code == 200
+    told = httpx.get(f"{server.url}/openapi.json", timeout=240).json()
+    (form,) = told["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"].values()
+    fields = told["components"]["schemas"]["Generation"]["properties"]
+    assert {"prompt", "size", "seed", "loras", "stream"} <= fields.keys()
+    assert {"image", "mask", "strength"} <= form["schema"]["properties"].keys()
+    assert told["components"]["schemas"]["Generation"]["examples"]
