@@ -8,25 +8,19 @@ whoever comes after a crash, finds the old pipeline or the new one.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, Artifact
+from sdflow.artifact import Artifact
 from sdflow.errors import CacheError, UsageError
-from sdflow.families import FAMILIES
-from sdflow.families.base import ONNX_COMPONENT, Family
-from sdflow.families.defaults import Task
-from sdflow.input_file import read_json
 from sdflow.locked_folder import alone_in, locked_folder
-from sdflow.machine.packages import distribution_version
-from sdflow.manifest import MANIFEST_FILE, Manifest, Origin, Part, read_manifest
+from sdflow.manifest import Origin, read_manifest
+from sdflow.pipeline_folder import Content, Layout, lay_out
 from sdflow.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
 from sdflow.sources.checkpoint import FileDigests, PlainDigests
 from sdflow.sources.companions import companion_files
@@ -61,6 +55,7 @@ def assemble(
     origin: Origin,
     options: Mapping[str, Any] | None = None,
     changed: Mapping[str, Mapping[str, Any]] | None = None,
+    refiner: Content | None = None,
     copy: bool = False,
     check: Callable[[], None] = lambda: None,
     keeper: Keeper | None = None,
@@ -68,37 +63,32 @@ def assemble(
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
-    parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
-    from, for sdflow.json. options: as of the family, for model_index.json. changed: JSON in place of companions' files, by
-    companion/file. copy: real copies in place of links; always so on Windows. check: called now and then, and when everything
-    is there, right before it takes its place: what it raises leaves `out` as it was. keeper: of what the folder links to,
-    from before it takes its place; None: the folder is for the moment, and need not outlive a power cut. digests: of files,
-    to tell whether `out` is current.
+    parts, companions, origin, options, changed: as of `Content`. refiner: what lies in the folder of that name in it. copy: real
+    copies in place of links; always so on Windows. check: called now and then, and when everything is there, right before it
+    takes its place: what it raises leaves `out` as it was. keeper: of what the folder links to, from before it takes its place;
+    None: the folder is for the moment, and need not outlive a power cut. digests: of files, to tell whether `out` is current.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
     copy = copy or sys.platform == "win32"
-    manifest = _manifest(parts, companions, origin, copy)
-    index = _index(FAMILIES[origin.family], parts, companions, options or {}, changed or {})
-    described = {INDEX_FILE: index, MANIFEST_FILE: manifest.to_bytes()}
-    described |= {name: _json(content) for name, content in (changed or {}).items()}
+    layout = lay_out(Content(parts, companions, origin, options or {}, changed or {}), refiner, copy=copy)
 
     def pin(folder: Path) -> bool:
         if keeper is None or copy:
             return True
-        return keeper.pin(origin.name, [artifact.digest for artifact in parts.values()], out, folder)
+        return keeper.pin(origin.name, [artifact.digest for artifact in layout.parts.values()], out, folder)
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(out)
         with alone_in(out.parent, check):  # another run's exchange must not come between two looks
             _refuse_foreign(out)
-            if _is_current(out, manifest, described, parts, companions, digests or PlainDigests()):
+            if _is_current(out, layout, digests or PlainDigests()):
                 return Assembled(out, changed=False, pinned=pin(out))
         if keeper is not None:
             keeper.note_output_folder(out.parent)
         with locked_folder(staging_place(out)) as staging:
-            _fill(staging, out, parts, companions, described, copy, check)
+            _fill(staging, out, layout, check)
             if keeper is not None:
                 sync_tree(staging)
             with alone_in(out.parent, check):
@@ -121,87 +111,25 @@ def assemble(
 # What goes in
 
 
-def _index(
-    family: Family,
-    parts: Mapping[str, Artifact],
-    companions: Mapping[str, Path],
-    options: Mapping[str, Any],
-    changed: Mapping[str, Mapping[str, Any]],
-) -> bytes:
-    """model_index.json: by it diffusers knows the folder."""
-    components: dict[str, Any] = {
-        "_class_name": family.assembled_as[_task(family, parts)],
-        "_diffusers_version": distribution_version("diffusers"),
-        **options,
-    }
-    absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
-    absent += [
-        name
-        for name, companion in family.companions.items()
-        if any(part in family.submodels for part in companion.parts)
-    ]
-    components.update({name: [None, None] for name in absent})
-    if family.checker is not None:
-        components["requires_safety_checker"] = family.checker in parts
-    for name, folder in companions.items():
-        # Old checkpoints name classes that transformers 5 no longer has.
-        companion = family.companions[name]
-        config = changed.get(f"{name}/{companion.file}")
-        named = companion.class_name or (
-            _named_class(folder / companion.file) if config is None else config["_class_name"]
-        )
-        components[name] = [companion.library, named]
-    components.update(dict.fromkeys(parts, ONNX_COMPONENT))
-    return _json(components)
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
-    """As far as the configs can be read: what is wrong with one is told when it is verified or loaded."""
-    configs = {}
-    for name, artifact in parts.items():
-        with suppress(OSError, ValueError):
-            configs[name] = json.loads((artifact.path / CONFIG_FILE).read_bytes())
-    return family.task(configs)
-
-
-def _manifest(parts: Mapping[str, Artifact], companions: Mapping[str, Path], origin: Origin, copy: bool) -> Manifest:
-    files = [INDEX_FILE, MANIFEST_FILE]
-    for name, folder in companions.items():
-        files += [f"{name}/{file}" for file in companion_files(folder)]
-    for name, artifact in parts.items():
-        files += [f"{name}/{entry.path}" for entry in artifact.files] if copy else [name]
-    return Manifest(
-        origin,
-        parts={name: Part(artifact.digest, artifact.files) for name, artifact in parts.items()},
-        files=tuple(sorted(files)),
-        copied=copy,
-    )
-
-
-def _fill(
-    staging: Path,
-    out: Path,
-    parts: Mapping[str, Artifact],
-    companions: Mapping[str, Path],
-    described: Mapping[str, bytes],
-    copy: bool,
-    check: Callable[[], None],
-) -> None:
-    for name, folder in companions.items():
+def _fill(staging: Path, out: Path, layout: Layout, check: Callable[[], None]) -> None:
+    for name, folder in layout.companions.items():
         for file in companion_files(folder):
             _copy_file(folder / file, staging / name / file, check)
-    for name, artifact in parts.items():
-        if copy:
+    for name, artifact in layout.parts.items():
+        if layout.manifest.copied:
             for entry in artifact.files:
                 _copy_file(artifact.path / entry.path, staging / name / entry.path, check)
         else:
-            (staging / name).symlink_to(link_target(out, artifact.path), target_is_directory=True)
-    for name, content in described.items():
+            _link(staging / name, link_target(out / PurePosixPath(name).parent, artifact.path))
+    for name, target in layout.links.items():
+        _link(staging / name, Path(target))
+    for name, content in layout.described.items():
         (staging / name).write_bytes(content)
+
+
+def _link(place: Path, target: Path) -> None:
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(target, target_is_directory=True)
 
 
 def link_target(out: Path, artifact: Path) -> Path:
@@ -236,11 +164,6 @@ def _copy_file(source: Path, destination: Path, check: Callable[[], None]) -> No
         if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
         shutil.copyfile(source, destination)
-
-
-def _named_class(file: Path) -> str:
-    config = read_json(file)
-    return str(config["_class_name"])
 
 
 # What is there already
@@ -280,35 +203,30 @@ def _entries(folder: Path) -> set[str]:
     return found
 
 
-def _is_current(
-    out: Path,
-    manifest: Manifest,
-    described: Mapping[str, bytes],
-    parts: Mapping[str, Artifact],
-    companions: Mapping[str, Path],
-    digests: FileDigests,
-) -> bool:
+def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
     """Whether `out` already is this pipeline: every file is there with the content that it would be given, every link
     leads to its artifact, and there is nothing else."""
 
     def same(name: str, path: str) -> bool:
-        if f"{name}/{path}" in described:  # in place of the companion's own
+        if f"{name}/{path}" in layout.described:  # in place of the companion's own
             return True
-        return digests.digest(out / name / path) == digests.digest(companions[name] / path)
+        return digests.digest(out / name / path) == digests.digest(layout.companions[name] / path)
 
     try:
-        if _entries(out) != set(manifest.files):
+        if _entries(out) != set(layout.manifest.files):
             return False
-        if any((out / name).read_bytes() != content for name, content in described.items()):
+        if any((out / name).read_bytes() != content for name, content in layout.described.items()):
             return False
-        if not all(same(name, path) for name, folder in companions.items() for path in companion_files(folder)):
+        if any((out / name).readlink() != Path(target) for name, target in layout.links.items()):
             return False
-        if not manifest.copied:
-            return all((out / name).samefile(artifact.path) for name, artifact in parts.items())
+        if not all(same(name, path) for name, folder in layout.companions.items() for path in companion_files(folder)):
+            return False
+        if not layout.manifest.copied:
+            return all((out / name).samefile(artifact.path) for name, artifact in layout.parts.items())
         return all(
             (out / name / file.path).stat().st_size == file.size
             and digests.digest(out / name / file.path) == file.sha256
-            for name, artifact in parts.items()
+            for name, artifact in layout.parts.items()
             for file in artifact.files
         )
     except OSError:

@@ -6,7 +6,6 @@ Everything else is as it was: the pipeline's sdflow.json says which checkpoint, 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import Plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
+from sdflow.runtime.folder import refiner_of
 from sdflow.sources import require_same_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import find_target
@@ -51,9 +51,10 @@ def bake(
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")
     origin = read_manifest(base).origin
     workflow = workflow_of(base / MANIFEST_FILE, origin, [parse_lora(text) for text in loras], out.name)
-    if origin.refiner is not None:  # it lies where it lay, and is built without LoRAs
-        (pipeline,) = workflow.pipelines
-        refiner = Path(os.path.relpath(base.resolve() / origin.refiner, out.parent.resolve() / out.name)).as_posix()
+    refined = refiner_of(base)
+    if refined is not None:  # it is built as it was, without the LoRAs
+        of_refiner = workflow_of(refined / MANIFEST_FILE, read_manifest(refined).origin, (), f"{out.name}_refiner")
+        (pipeline,), (refiner,) = workflow.pipelines, of_refiner.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, refiner=refiner),))
     if verify:
         (pipeline,) = workflow.pipelines
@@ -63,9 +64,10 @@ def bake(
     )
 
     def of_the_base(plan: Plan) -> None:
-        checkpoint = plan.pipelines[0].checkpoint
-        assert checkpoint is not None, "planned with download=True"
-        require_same_checkpoint(checkpoint, origin, str(base / MANIFEST_FILE))
+        for planned, folder in zip(plan.every, (base, refined), strict=False):
+            assert planned.checkpoint is not None and folder is not None, "planned with download=True"
+            made_of = read_manifest(folder).origin
+            require_same_checkpoint(planned.checkpoint, made_of, str(folder / MANIFEST_FILE))
 
     (result,) = run_workflow(workflow, cache, options, listener, planned=of_the_base).pipelines
     return result
@@ -132,7 +134,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
                 remedy="An earlier sdflow wrote it: run the pipeline's workflow again.",
             )
         steps = (StepSpec(each.name, each.options, {}, mark, path.parent.absolute()) for each in chain.written)
-        submodels[submodel] = _with_merge(submodel, tuple(steps))
+        submodels[submodel] = _with_merge(submodel, tuple(steps)) if own or loras else tuple(steps)
     pipeline = PipelineSpec(
         name=name,
         model=origin.pinned_model(str(path)),

@@ -31,7 +31,7 @@ def require_space(plan: Plan, cache: Cache, *, rebuild: bool = False) -> None:
 def bytes_to_bind(plan: Plan, cache: Cache, *, rebuild: bool = False) -> dict[str, int]:
     """Key of a bind that is to be run -> the bytes of the model that it makes, where its graph is there."""
     wanted: dict[str, int] = {}
-    for pipeline in plan.pipelines:
+    for pipeline in plan.every:
         graph = None
         for planned in pipeline.steps(cache):
             name, submodel = planned.step.name, planned.step.submodel

@@ -59,7 +59,7 @@ class FinishedStep:
 
 
 Steps = Mapping[str, tuple[FinishedStep, ...]]
-"""Submodel -> its steps, in order."""
+"""Submodel -> its steps, in order; a refiner's are `refiner/SUBMODEL`."""
 
 
 class Listener(Protocol):
@@ -133,19 +133,20 @@ class Executor:
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
         # The group lets the longest chain go first of those that wait: it must not come when others have begun, though it has
         # the most cached steps to look up.
-        longest_first = sorted(plan.chains, key=lambda chain: -len(chain.steps))
+        chains = plan.together
+        longest_first = sorted(chains.items(), key=lambda named: -len(named[1].steps))
         futures: dict[str, Future[tuple[FinishedStep, ...]]] = {}
-        with ThreadPoolExecutor(max_workers=max(1, len(plan.chains))) as threads:
+        with ThreadPoolExecutor(max_workers=max(1, len(chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
-                for chain in longest_first:
+                for name, chain in longest_first:
                     run = _ChainRun(self, group)
-                    futures[chain.submodel] = threads.submit(run.run, chain)
+                    futures[name] = threads.submit(run.run, chain)
                     run.arrived.wait(ARRIVAL_SECONDS)
                 _wait(list(futures.values()))
             except BaseException:
                 group.end()
                 raise
-        return {chain.submodel: futures[chain.submodel].result() for chain in plan.chains}
+        return {name: futures[name].result() for name in chains}
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:

@@ -26,6 +26,12 @@ from sdflow.input_file import read_json
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
+REFINER = "refiner"
+"""The folder within a base's, and what its submodels' names begin with where both are spoken of: refiner/SUBMODEL."""
+NO_CLASS = (
+    "diffusers and optimum have no class for a base with its refiner: each of the two folders is a pipeline, and the latents of "
+    "the base (denoising_end) go on in the refiner (denoising_start)"
+)
 NOT_SAID = ""
 """`Origin.verified` of a manifest that says nothing of it."""
 
@@ -181,6 +187,7 @@ class Manifest:
             content["family"] = origin.family
         if origin.refiner is not None:
             content["refiner"] = origin.refiner
+            content["about_refiner"] = NO_CLASS
         if origin.left_out is not None:
             content["left_out"] = sorted(origin.left_out)
         for name in ("components", "controlnets", "generate", "few_steps"):

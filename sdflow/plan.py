@@ -27,6 +27,7 @@ from sdflow.families import DRAWING, OPTIONAL
 from sdflow.families.few_steps import spelled
 from sdflow.file_stamp import file_stamp
 from sdflow.machine.packages import distribution_version
+from sdflow.manifest import REFINER
 from sdflow.passes import registry
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.user_pass import is_user_pass, user_script_files
@@ -63,7 +64,7 @@ class Chain:
 @dataclass(frozen=True)
 class PipelinePlan:
     """One pipeline: its chains, where its checkpoint comes from, and what was left out and why. few_steps: what the names of
-    the model and the LoRAs say of how it draws, and `because`."""
+    the model and the LoRAs say of how it draws, and `because`. refiner: what is built with it."""
 
     pipeline: PipelineSpec
     checkpoint: sources.Checkpoint | None
@@ -71,6 +72,21 @@ class PipelinePlan:
     chains: tuple[Chain, ...]
     notes: tuple[str, ...]
     few_steps: Mapping[str, Any] = field(default_factory=dict)
+    refiner: PipelinePlan | None = None
+
+    @property
+    def together(self) -> dict[str, Chain]:
+        """All chains that are built for it: submodel -> chain, and `refiner/SUBMODEL`."""
+        own = {chain.submodel: chain for chain in self.chains}
+        return own if self.refiner is None else own | {
+            f"{REFINER}/{name}": chain for name, chain in self.refiner.together.items()
+        }  # fmt: skip
+
+    @property
+    def every_note(self) -> tuple[str, ...]:
+        """Its notes, and those of its refiner."""
+        more = self.refiner.notes if self.refiner is not None else ()
+        return (*self.notes, *(f"{REFINER}: {note}" for note in more))
 
     def steps(self, cache: Cache) -> Iterator[PlannedStep]:
         """Each step as cached or to run, looked up in `cache` now."""
@@ -88,6 +104,12 @@ class Plan:
     workflow: Workflow
     pipelines: tuple[PipelinePlan, ...]
 
+    @property
+    def every(self) -> Iterator[PipelinePlan]:
+        """The pipelines, each refiner behind its base."""
+        for pipeline in self.pipelines:
+            yield from (pipeline,) if pipeline.refiner is None else (pipeline, pipeline.refiner)
+
 
 def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Plan:
     """Plan a workflow against a cache.
@@ -101,8 +123,8 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     opened: dict[str, sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
     checked: set[tuple[str, str, str | None]] = set()
-    plans = []
-    for pipeline in workflow.pipelines:
+
+    def planned(pipeline: PipelineSpec) -> PipelinePlan:
         key = digest_json(
             [pipeline.model, pipeline.allow_pickle, dict(pipeline.components), dict(pipeline.controlnets)]
         )
@@ -116,8 +138,10 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
             if lora is not None and checkpoint is not None and pair not in checked:
                 sources.require_made_for(lora.path, checkpoint)
                 checked.add(pair)
-        plans.append(_plan_pipeline(pipeline, opened[key], loras, cache))
-    return Plan(workflow, tuple(plans))
+        refiner = None if pipeline.refiner is None else planned(pipeline.refiner)
+        return replace(_plan_pipeline(pipeline, opened[key], loras, cache), refiner=refiner)
+
+    return Plan(workflow, tuple(planned(pipeline) for pipeline in workflow.pipelines))
 
 
 def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Checkpoint | None:

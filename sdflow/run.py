@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
@@ -21,8 +22,9 @@ from sdflow.execute import Executor, FinishedStep, Listener, Steps
 from sdflow.file_stamp import check_stamps
 from sdflow.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.machine.providers import require_package
-from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
+from sdflow.manifest import REFINER, Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
+from sdflow.pipeline_folder import Content
 from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
@@ -118,38 +120,35 @@ def _assemble(
     plan: PipelinePlan, steps: Steps, begun: float, group: WorkerGroup, executor: Executor, options: RunOptions
 ) -> PipelineResult:
     folder = options.out / plan.pipeline.name
-    parts = {submodel: chain[-1].record.artifact for submodel, chain in steps.items()}
     if options.copy:
-        for artifact in parts.values():
-            executor.cache.check(artifact)
+        for chain in steps.values():
+            executor.cache.check(chain[-1].record.artifact)
+    refiner = plan.refiner
     assert plan.checkpoint is not None, "planned with download=True"
-    extra, companions = plan.checkpoint.options, plan.checkpoint.companions
-    changed, stamps = plan.checkpoint.changed_companions(), plan.checkpoint.companion_stamps
+    stamps = [*plan.checkpoint.companion_stamps]
+    if refiner is not None and refiner.checkpoint is not None:
+        stamps += refiner.checkpoint.companion_stamps
 
     def check() -> None:
         group.check()
         check_stamps(stamps)  # they are copied, and what was verified is what goes in
 
     checked = plan.pipeline.verify if options.verify else None
-    origin = replace(origin_of(plan, steps), verified=checked.level if checked else None)
+    level = checked.level if checked else None
+    content = _content(plan, steps, level)
+    inside = None if refiner is None else _content(refiner, of_refiner(steps), level)
+    what: dict[str, Any] = {**vars(content), "refiner": inside, "check": check}
     verification = None
     if checked is not None:
         with scratch_folder("verify") as scratch:
             trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch itself stays locked
-            assemble(
-                trial, parts=parts, companions=companions, origin=origin, options=extra, changed=changed, check=check
-            )
+            assemble(trial, **what)
             with _alone(group):
                 verification = _verify(plan, checked, trial, executor, options, group)
     assembled = assemble(
         folder,
-        parts=parts,
-        companions=companions,
-        origin=origin,
-        options=extra,
-        changed=changed,
+        **what,
         copy=options.copy,
-        check=check,
         keeper=executor.cache,
         digests=executor.cache.stat,
     )
@@ -163,6 +162,23 @@ def _assemble(
         f"{plan.pipeline.name}: done in {result.seconds:.1f} s, {result.ran} of {sum(map(len, steps.values()))} steps ran"
     )
     return result
+
+
+def of_refiner(steps: Steps) -> Steps:
+    """The steps of a pipeline's refiner, by its own submodels."""
+    begins = f"{REFINER}/"
+    return {name.removeprefix(begins): chain for name, chain in steps.items() if name.startswith(begins)}
+
+
+def _content(plan: PipelinePlan, steps: Steps, verified: str | None) -> Content:
+    assert plan.checkpoint is not None, "planned with download=True"
+    return Content(
+        {chain.submodel: steps[chain.submodel][-1].record.artifact for chain in plan.chains},
+        plan.checkpoint.companions,
+        replace(origin_of(plan, steps), verified=verified),
+        plan.checkpoint.options,
+        plan.checkpoint.changed_companions(),
+    )
 
 
 def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> PipelineResult:
@@ -250,12 +266,13 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
                 tuple(_as_written(spec) for spec in pipeline.submodels[submodel]), tuple(map(_as_run, chain))
             )
             for submodel, chain in steps.items()
+            if submodel in pipeline.submodels
         },
         components=pipeline.components,
         controlnets=pipeline.controlnets,
         generate=pipeline.generate,
         few_steps=plan.few_steps,
-        refiner=pipeline.refiner,
+        refiner=None if pipeline.refiner is None else REFINER,
         left_out=tuple(sorted({*plan.checkpoint.submodels} - {*steps})) if plan.checkpoint else None,
         **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
     )

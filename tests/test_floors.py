@@ -22,7 +22,7 @@ FLOORS = {
             "user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step plan inspection compared_base execute assemble disk_space",
+            "step plan inspection compared_base execute assemble pipeline_folder disk_space",
             "runtime",
             "evaluate verify bench doctor",
             "run bake init fix serve",

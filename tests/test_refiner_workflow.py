@@ -1,8 +1,9 @@
-"""One workflow builds a base and its refiner: two folders, what is equal built once, one image from both."""
+"""One workflow builds a base and its refiner: one folder, what is equal built once and there once, one image from both."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.manifest import read_manifest
 from sdflow.passes.registry import catalog
-from sdflow.plan import make_plan
+from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.sources import PlainDigests, open_checkpoint, require_made_for
 from sdflow.sources.load import parameter_shapes
 from sdflow.store import Cache
@@ -26,12 +27,23 @@ NAME = WORKFLOW.stem
 DRAW = ("--prompt", "an otter", "--steps", "4", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
 
 
-def test_the_refiner_is_a_pipeline_beside_the_base_without_what_it_lacks(tmp_path: Path) -> None:
+def both(plan: Plan) -> tuple[PipelinePlan, PipelinePlan]:
+    (base,) = plan.pipelines
+    assert base.refiner is not None
+    return base, base.refiner
+
+
+def test_the_refiner_is_built_with_the_base_without_what_it_lacks(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", salt="")
-    base, refiner = make_plan(load_workflow(WORKFLOW, catalog=catalog()), cache).pipelines
+    plan = make_plan(load_workflow(WORKFLOW, catalog=catalog()), cache)
+    base, refiner = both(plan)
+    assert list(plan.every) == [base, refiner]
     assert (base.pipeline.name, refiner.pipeline.name) == (NAME, f"{NAME}_refiner")
-    assert base.pipeline.refiner == f"../{NAME}_refiner" and refiner.pipeline.refiner is None
+    assert refiner.pipeline.refiner is None
     assert "the checkpoint has no text_encoder: it is left out" in refiner.notes
+    assert base.together.keys() == {chain.submodel for chain in base.chains} | {
+        f"refiner/{chain.submodel}" for chain in refiner.chains
+    }
     chains = {chain.submodel: chain.steps for chain in refiner.chains}
     assert list(chains) == ["unet", "vae_encoder", "vae_decoder", "text_encoder_2"]
     for chain in base.chains:
@@ -50,7 +62,9 @@ def test_with_null_there_is_none() -> None:
 
 def test_the_refiner_may_leave_out_passes_of_the_base() -> None:
     written = 'refiner={model: "synthetic:sdxl-refiner-tiny", without: [SeparateQkv]}'
-    base, refiner = load_workflow(WORKFLOW, catalog=catalog(), overrides=[written], targets=["cuda"]).pipelines
+    (base,) = load_workflow(WORKFLOW, catalog=catalog(), overrides=[written], targets=["cuda"]).pipelines
+    refiner = base.refiner
+    assert refiner is not None
     passes = [[spec.pass_name for spec in each.submodels["unet"]] for each in (base, refiner)]
     assert [name for name in passes[0] if name != "SeparateQkv"] == passes[1] != passes[0]
     assert not any(spec.expect for chain in refiner.submodels.values() for spec in chain)
@@ -72,7 +86,9 @@ def test_a_refiner_that_is_written_wrongly_is_told(written: str, what: str) -> N
 
 def test_loras_are_those_of_the_base_alone(tmp_path: Path) -> None:
     lora = f'loras=[{{file: "{ROOT / "samples/loras/stripes.safetensors"}"}}]'
-    base, refiner = load_workflow(WORKFLOW, catalog=catalog(), overrides=[lora]).pipelines
+    (base,) = load_workflow(WORKFLOW, catalog=catalog(), overrides=[lora]).pipelines
+    refiner = base.refiner
+    assert refiner is not None
     assert len(base.loras) == 1 and refiner.loras == ()
     passes = {spec.pass_name for chain in refiner.submodels.values() for spec in chain}
     assert "LoraMerge" not in passes
@@ -119,20 +135,48 @@ def pixels(path: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_two_folders_share_and_draw_one_image(shell: Shell, built: list[Any]) -> None:
-    base, refiner = (shell.folder / "pipelines" / name for name in (NAME, f"{NAME}_refiner"))
+def test_they_are_one_folder_and_draw_one_image(shell: Shell, built: list[Any]) -> None:
+    assert [each["name"] for each in built] == [NAME]
+    base = shell.folder / "pipelines" / NAME
+    refiner = base / "refiner"
     same = {
         name
         for name, digest in read_manifest(refiner).artifacts.items()
         if read_manifest(base).artifacts[name] == digest
     }
     assert same == {"text_encoder_2", "vae_encoder", "vae_decoder"}
-    assert all((base / name).resolve() == (refiner / name).resolve() for name in same), "one object of the cache"
+    assert {str((refiner / name).readlink()) for name in same} == {f"../{name}" for name in same}
+    assert read_manifest(base).origin.refiner == "refiner"
+    assert "no class for a base with its refiner" in json.loads((base / "sdflow.json").read_text())["about_refiner"]
+    assert sorted(path.name for path in base.parent.iterdir() if not path.name.startswith(".")) == [NAME]
     settings = shell.json("generate", str(base), *DRAW, "--out", "both")["settings"]
-    assert settings["refiner"]["pipeline"] == refiner.name and settings["refiner"]["start"] == 0.8
+    assert settings["refiner"]["pipeline"] == f"{NAME}_refiner" and settings["refiner"]["start"] == 0.8
     alone = shell.json("generate", str(base), *DRAW, "--refiner-start", "1", "--out", "alone")["settings"]
     assert "refiner" not in alone
     assert pixels(shell.folder / "both/001-1.png") != pixels(shell.folder / "alone/001-1.png")
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_refiner_is_a_pipeline_of_its_own(shell: Shell, built: list[Any]) -> None:
+    source = Image.fromarray((np.random.default_rng(0).random((64, 64, 3)) * 255).astype("uint8"))
+    source.save(shell.folder / "source.png")
+    command = ("generate", f"pipelines/{NAME}/refiner", *DRAW, "--image", "source.png", "--out", "refined")
+    assert shell.json(*command)["settings"]["pipeline"] == f"{NAME}_refiner"
+
+
+@pytest.mark.slow
+def test_a_second_run_writes_nothing_and_a_copy_has_what_is_equal_once(shell: Shell, built: list[Any]) -> None:
+    before = (shell.folder / "pipelines" / NAME).stat().st_ino
+    again = shell.json("run", str(WORKFLOW), "--no-verify", "--no-evaluate")["pipelines"]
+    assert {step["outcome"] for step in again[0]["steps"]} == {"cached"}
+    assert (shell.folder / "pipelines" / NAME).stat().st_ino == before
+    for _ in range(2):
+        shell.json("run", str(WORKFLOW), "--no-verify", "--no-evaluate", "--copy", "--out", "copies")
+        folder = shell.folder / "copies" / NAME
+        real = [path for path in folder.rglob("model.onnx") if path.resolve().is_relative_to(folder)]
+        assert len({path.resolve() for path in real}) == 6, "five of the base, and the refiner's UNet"
+    moved = folder.rename(shell.folder / "moved")
+    assert shell.json("generate", str(moved), *DRAW, "--out", "of_moved")["settings"]["refiner"]
 
 
 @pytest.mark.slow
@@ -140,18 +184,37 @@ def test_a_bake_keeps_the_refiner(shell: Shell, built: list[Any]) -> None:
     lora = lora_for_the_base(shell.folder / "lora.safetensors")
     done = shell.run("bake", "--base", f"pipelines/{NAME}", "--lora", str(lora), "--out", "elsewhere/baked")
     assert done.returncode == 0, done.stderr
-    origin = json.loads((shell.folder / "elsewhere/baked/sdflow.json").read_text())
-    assert origin["refiner"] == f"../../pipelines/{NAME}_refiner"
+    base, baked = (read_manifest(shell.folder / each) for each in (f"pipelines/{NAME}", "elsewhere/baked"))
+    assert base.artifacts["unet"] != baked.artifacts["unet"]
+    refiners = [read_manifest(shell.folder / each / "refiner") for each in (f"pipelines/{NAME}", "elsewhere/baked")]
+    assert refiners[0].artifacts == refiners[1].artifacts and refiners[1].origin.loras == ()
     settings = shell.json("generate", "elsewhere/baked", *DRAW, "--out", "from_baked")["settings"]
-    assert settings["refiner"]["pipeline"] == f"{NAME}_refiner"
+    assert settings["refiner"]["pipeline"] == "baked_refiner"
 
 
 @pytest.mark.slow
-def test_a_refiner_that_is_gone_is_told(shell: Shell, built: list[Any]) -> None:
+def test_a_refiner_beside_its_base_as_earlier_folders_have_it(shell: Shell, built: list[Any]) -> None:
+    """It draws, it is baked into one folder, and one that is gone is told."""
+    earlier = shell.folder / "earlier"
+    shutil.copytree(shell.folder / "pipelines" / NAME, earlier / "base", symlinks=True)
+    (earlier / "base/refiner").rename(earlier / "base_refiner")
+    for folder in (earlier / "base", earlier / "base_refiner"):
+        for link in folder.iterdir():
+            if link.is_symlink():
+                built_in = shell.folder / "pipelines" / NAME / ("" if folder.name == "base" else "refiner")
+                target = (built_in / link.name).resolve()
+                link.unlink()
+                link.symlink_to(target)
+    manifest = earlier / "base/sdflow.json"
+    content = json.loads(manifest.read_text())
+    files = [each for each in content["files"] if not each.startswith("refiner/")]
+    manifest.write_text(json.dumps({**content, "refiner": "../base_refiner", "files": files}))
+    settings = shell.json("generate", "earlier/base", *DRAW, "--out", "of_earlier")["settings"]
+    assert settings["refiner"]["pipeline"] == f"{NAME}_refiner"
     lora = lora_for_the_base(shell.folder / "lora.safetensors")
-    done = shell.run("bake", "--base", f"pipelines/{NAME}", "--lora", str(lora), "--out", "gone/baked")
+    done = shell.run("bake", "--base", "earlier/base", "--lora", str(lora), "--out", "earlier/baked")
     assert done.returncode == 0, done.stderr
-    manifest = shell.folder / "gone/baked/sdflow.json"
-    manifest.write_text(manifest.read_text().replace(f"{NAME}_refiner", "nowhere"))
-    done = shell.run("generate", "gone/baked", *DRAW)
-    assert done.returncode == 2 and "nowhere is not there" in done.stderr and "--refiner-start 1" in done.stderr
+    assert read_manifest(earlier / "baked").origin.refiner == "refiner"
+    (earlier / "base_refiner").rename(earlier / "elsewhere")
+    done = shell.run("generate", "earlier/base", *DRAW)
+    assert done.returncode == 2 and "base_refiner is not there" in done.stderr and "--refiner-start 1" in done.stderr

@@ -59,7 +59,7 @@ def load_workflow(
     if not combinations and "matrix" not in document.entries:
         # Without a target there is no pipeline; this one is only there to find what else is wrong.
         combinations = [Cell("", document.entries.get("model"), document.entries.get("loras"), "")]
-    pipelines = [each for cell in combinations for each in loader.with_refiner(loader.pipeline(cell))]
+    pipelines = [each for cell in combinations if (each := loader.pipeline(cell)) is not None]
     problems.check()
     return Workflow(path.absolute(), tuple(files.read), tuple(pipelines))
 
@@ -118,7 +118,7 @@ class _Loader:
         model = self._model(cell.model)
         if model is None:
             return None
-        return PipelineSpec(
+        pipeline = PipelineSpec(
             name=cell.name,
             model=model,
             model_mark=cell.model.mark,
@@ -137,17 +137,16 @@ class _Loader:
             controlnets=self.controlnets,
             generate=self.generate,
         )
+        return replace(pipeline, refiner=self._refiner(pipeline))
 
-    def with_refiner(self, pipeline: PipelineSpec | None) -> list[PipelineSpec]:
-        """A pipeline and, where the workflow names one, its refiner: by the same chains, for the same target.
+    def _refiner(self, pipeline: PipelineSpec) -> PipelineSpec | None:
+        """The refiner of a pipeline, where the workflow names one: by the same chains, for the same target.
 
         The counts of `expect` are those of the model's own graphs. Where the refiner's are equal, they are the same steps.
         """
         node = self.document.entries.get("refiner")
-        if pipeline is None:
-            return []
         if node is None or is_null(node):
-            return [pipeline]
+            return None
         without: list[str] = []
         if isinstance(node, YamlMap):
             unknown_keys(node, REFINER, "key of `refiner`", self.problems)
@@ -155,9 +154,9 @@ class _Loader:
             node = node.entries.get("model", YamlScalar(None, node.mark))
         model = model_reference(node, self.files.folder(node.mark), self.allow_pickle, self.problems, "`refiner`")
         if model is None:
-            return [pipeline]
+            return None
         chains = self._for_target(pipeline.target).chains
-        refiner = replace(
+        return replace(
             pipeline,
             name=f"{pipeline.name}_refiner",
             model=model,
@@ -174,7 +173,6 @@ class _Loader:
             },
             controlnets={},
         )
-        return [replace(pipeline, refiner=f"../{refiner.name}"), refiner]
 
     def _names(self, node: Node | None, what: str) -> list[str]:
         if node is None or is_null(node):

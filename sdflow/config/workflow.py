@@ -108,7 +108,7 @@ class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
     components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
-    refiner: the folder of the pipeline that refines its images, from its own. verify: None: the artifacts are not verified.
+    refiner: what refines its images; it lies in the same folder. verify: None: the artifacts are not verified.
     generate: what is said of how it draws, of `families.defaults.SAID`.
     """
 
@@ -125,7 +125,7 @@ class PipelineSpec:
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
-    refiner: str | None = None
+    refiner: PipelineSpec | None = None
 
 
 @dataclass(frozen=True)

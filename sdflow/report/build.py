@@ -35,7 +35,7 @@ FUSED = (
 
 def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
     """Every step as cached or to run, with the reason."""
-    planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.pipelines]
+    planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.every]
     if as_json:
         listed = [_planned_json(step) for _, steps in planned for step in steps]
         print_json("plan", {"steps": listed, "notes": [note for pipeline, _ in planned for note in pipeline.notes]})
@@ -77,7 +77,7 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     chosen = [
         step
         for plan in plans
-        for pipeline in plan.pipelines
+        for pipeline in plan.every
         for step in pipeline.steps(cache)
         if only is None or only in f"{step.step.id} {step.step.name}"
     ]
@@ -123,7 +123,8 @@ def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
     for each in pipelines:
         planned = each.plan.pipeline
         loras = " + ".join(f"{Path(lora.weight_name or lora.reference).name} {lora.scale:g}" for lora in planned.loras)
-        size = sum(chain[-1].record.artifact.bytes for chain in each.steps.values())
+        artifacts = {chain[-1].record.artifact.digest: chain[-1].record.artifact for chain in each.steps.values()}
+        size = sum(artifact.bytes for artifact in artifacts.values())
         rows.append(
             (planned.name, planned.target, loras, str(each.ran), spell_seconds(each.seconds), spell_bytes(size))
         )
@@ -144,7 +145,7 @@ def print_bake(result: PipelineResult, *, as_json: bool) -> None:
         )
         touched = next((step.record.facts["touched"] for step in chain if "touched" in step.record.facts), 0)
         print(f"{submodel:15} {took}, LoRAs in {touched} weights, {spell_bytes(last.artifact.bytes)}")
-    for note in result.plan.notes:
+    for note in result.plan.every_note:
         print(f"  {note}")
     if result.verification is not None:
         print_verification(result.verification)
@@ -175,7 +176,7 @@ def _print_steps(pipeline: PipelineResult) -> None:
         rows,
         right=("build time", "peak memory", "nodes", "size"),
     )
-    for note in pipeline.plan.notes:
+    for note in pipeline.plan.every_note:
         print(f"  {note}")
 
 
@@ -227,7 +228,7 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
         "target": pipeline.plan.pipeline.target,
         "folder": str(pipeline.folder),
         "seconds": round(pipeline.seconds, 3),
-        "notes": list(pipeline.plan.notes),
+        "notes": list(pipeline.plan.every_note),
         "steps": [
             {
                 "step": step.step.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.families.defaults import Defaults, Task
 from sdflow.input_file import read_json
-from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
@@ -39,6 +40,29 @@ def folder_family(folder: Path) -> Family:
     name = index.get("_class_name")
     known = ", ".join(name for family in FAMILIES.values() for name in family.assembled_as.values())
     raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
+
+
+def refiner_of(folder: Path) -> Path | None:
+    """The pipeline folder of what refines its images, as its sdflow.json says: in it, or beside it; None: nothing does.
+
+    Raises UsageError for one that is not there.
+    """
+    refiner = read_manifest(folder).origin.refiner if (folder / MANIFEST_FILE).exists() else None
+    if refiner is None:
+        return None
+    # Not through links: `..` is the folder around this one.
+    found = folder / refiner if ".." not in Path(refiner).parts else Path(os.path.normpath(folder.resolve() / refiner))
+    if not found.is_dir():
+        raise UsageError(f"its refiner {found} is not there", where=str(folder), remedy=DAMAGED)
+    return found
+
+
+def every_artifact(folder: Path) -> dict[str, str]:
+    """Submodel -> the digest of its artifact; of its refiner, `refiner/SUBMODEL`."""
+    refiner, found = refiner_of(folder), read_manifest(folder).artifacts
+    if refiner is None:
+        return found
+    return found | {f"{REFINER}/{name}": digest for name, digest in read_manifest(refiner).artifacts.items()}
 
 
 def read_index(folder: Path) -> dict[str, Any]:

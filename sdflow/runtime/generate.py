@@ -22,7 +22,7 @@ from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import Control, require_controls
 from sdflow.runtime.control_files import ControlFile
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels
+from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels, refiner_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
@@ -204,14 +204,11 @@ def _with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
         return replace(request, refiner=None, refiner_start=None)
     if request.refiner is not None or built.origin.refiner is None or request.mask is not None:
         return request
-    refiner = Path(os.path.normpath(request.folder.resolve() / built.origin.refiner))
-    if not refiner.is_dir():
-        raise UsageError(
-            f"its refiner {refiner} is not there",
-            where=str(request.folder),
-            remedy="Run the pipeline's workflow again, or write --refiner-start 1: without it.",
-        )
-    return replace(request, refiner=refiner)
+    try:
+        return replace(request, refiner=refiner_of(request.folder))
+    except UsageError as error:
+        remedy = "Run the pipeline's workflow again, or write --refiner-start 1: without it."
+        raise UsageError(error.what, where=error.where, remedy=remedy) from error
 
 
 def _read_whole(folder: Path) -> Manifest:
