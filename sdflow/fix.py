@@ -15,11 +15,11 @@ from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.errors import VerificationError
 from sdflow.execute import Executor, Listener
 from sdflow.locked_folder import scratch_folder
-from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.plan import make_plan
 from sdflow.run import origin_of
 from sdflow.store import Cache
-from sdflow.verify.check import verify
+from sdflow.verify.check import verify_alone
 from sdflow.verify.result import Verification
 from sdflow.verify.subject import Subject
 
@@ -48,7 +48,10 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     Builds and verifies that submodel some 2 * k * log2(n) times for n suspects of which k are kept, see `smallest`.
     Raises VerificationError for a submodel that does not pass with all suspects in fp32 either.
     """
-    return [_fix(subject, spec, verification, name, cache, listener) for name in verification.overflowing]
+    own = [name for name in verification.overflowing if not name.startswith(f"{REFINER}/")]
+    if subject.refiner is not None and len(own) < len(verification.overflowing):
+        listener.note(f"{REFINER}: by itself, sdflow verify {subject.refiner.folder} --fix")
+    return [_fix(subject, spec, verification, name, cache, listener) for name in own]
 
 
 def _fix(
@@ -125,7 +128,7 @@ def _rebuilt(
             companions=subject.checkpoint.companions,
             origin=origin_of(plan, steps),
         )
-        return verify(
+        return verify_alone(
             replace(subject, folder=folder),
             spec,
             cache,

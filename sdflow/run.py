@@ -203,18 +203,7 @@ def _verify(
     plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions, group: WorkerGroup
 ) -> Verification:
     """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
-    pipeline = plan.pipeline
-    assert plan.checkpoint is not None
-    image = pipeline.evaluate.image
-    subject = Subject(
-        pipeline.name,
-        pipeline.target,
-        folder,
-        plan.checkpoint,
-        plan.loras,
-        image=image or own_image(pipeline.model),
-        allow_fallback=pipeline.evaluate.allow_fallback,
-    )
+    pipeline, subject = plan.pipeline, _subject(plan, folder)
     verified: Verified = verify(
         subject,
         spec,
@@ -232,6 +221,21 @@ def _verify(
             "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
         )
     return verified.result
+
+
+def _subject(plan: PipelinePlan, folder: Path) -> Subject:
+    pipeline = plan.pipeline
+    assert plan.checkpoint is not None, "planned with download=True"
+    return Subject(
+        pipeline.name,
+        pipeline.target,
+        folder,
+        plan.checkpoint,
+        plan.loras,
+        image=pipeline.evaluate.image or own_image(pipeline.model),
+        allow_fallback=pipeline.evaluate.allow_fallback,
+        refiner=None if plan.refiner is None else _subject(plan.refiner, folder / REFINER),
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from shell import ROOT, Shell
 
 from sdflow.config import load_workflow
+from sdflow.config.workflow import VerifySpec
 from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.manifest import read_manifest
 from sdflow.passes.registry import catalog
@@ -21,6 +22,7 @@ from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.sources import PlainDigests, open_checkpoint, require_made_for
 from sdflow.sources.load import parameter_shapes
 from sdflow.store import Cache
+from sdflow.verify import subject_of_folder, whole
 
 WORKFLOW = ROOT / "workflows/sdxl_with_refiner_tiny_cpu.yaml"
 NAME = WORKFLOW.stem
@@ -218,3 +220,36 @@ def test_a_refiner_beside_its_base_as_earlier_folders_have_it(shell: Shell, buil
     (earlier / "base_refiner").rename(earlier / "elsewhere")
     done = shell.run("generate", "earlier/base", *DRAW)
     assert done.returncode == 2 and "base_refiner is not there" in done.stderr and "--refiner-start 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_verify_holds_what_both_draw_together_to_diffusers(shell: Shell, built: list[Any]) -> None:
+    found = shell.json("verify", f"pipelines/{NAME}")["verifications"][0]
+    assert found["passed"] and found["ensemble"]["psnr"] > 90 and found["image"]["psnr"] > 90
+    assert {name for name in found["submodels"] if name.startswith("refiner/")} == {"refiner/unet"}
+    assert shell.json("verify", f"pipelines/{NAME}")["verifications"][0]["cached"]
+    part = shell.json("verify", f"pipelines/{NAME}", "--submodel", "refiner/unet")["verifications"][0]
+    assert list(part["submodels"]) == ["refiner/unet"] and part["ensemble"] is None
+
+
+@pytest.mark.slow
+def test_an_image_that_they_do_not_draw_as_diffusers_does_not_pass(
+    shell: Shell, built: list[Any], tmp_path: Path
+) -> None:
+    """Where every part by itself is right: the refiner with another schedule."""
+    wrong = shell.folder / "wrong"
+    shutil.copytree(shell.folder / "pipelines" / NAME, wrong, symlinks=True)
+    for link in wrong.iterdir():
+        if link.is_symlink():
+            link.unlink()
+            link.symlink_to((shell.folder / "pipelines" / NAME / link.name).resolve())
+    unet = wrong / "refiner/unet"
+    unet.unlink()
+    unet.symlink_to((shell.folder / "pipelines" / NAME / "refiner/unet").resolve())
+    scheduler = wrong / "refiner/scheduler/scheduler_config.json"
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"beta_end": 0.05}))
+    subject = subject_of_folder(wrong, Cache(tmp_path / "cache"))
+    assert subject.refiner is not None
+    verdict, images, _ = whole.both(subject, subject.refiner, VerifySpec(), Cache(tmp_path / "cache"), threads=1)
+    assert "the image has a PSNR of" in verdict.problems[0][0]
+    assert set(images) == {f"ensemble_{name}.png" for name in ("artifact", "difference", "pytorch")}

@@ -90,5 +90,8 @@ def _subjects(
         subject = subject_of_folder(folder, cache)
         image = pipeline.evaluate.image
         spec = replace(pipeline.verify or VerifySpec(), level=level)
-        subject = replace(subject, allow_fallback=pipeline.evaluate.allow_fallback)
+        refiner = subject.refiner
+        if refiner is not None:
+            refiner = replace(refiner, allow_fallback=pipeline.evaluate.allow_fallback)
+        subject = replace(subject, allow_fallback=pipeline.evaluate.allow_fallback, refiner=refiner)
         yield replace(subject, image=image) if image else subject, spec

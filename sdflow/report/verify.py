@@ -43,12 +43,13 @@ def print_verification(result: Verification) -> None:
     numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
     print_table(title, ("submodel", "output", "graph", *numbers, ""), rows, right=numbers)
     _print_device(result)
-    if result.image is not None:
-        image = result.image
+    for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
+        if image is None:
+            continue
         ours, plain = decibels(image.psnr), decibels(image.float16_psnr)
         verdict = "passed" if not image.problems else "FAILED"
         print(
-            f"image {image.height}x{image.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {image.ssim:.4f}, "
+            f"{what} {image.height}x{image.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {image.ssim:.4f}, "
             f"largest difference {image.largest_difference:.2g}: {verdict}"
         )
     if result.meaning is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class _Built:
     unproved: Mapping[str, str]
 
 
-def verify(
+def verify_alone(
     subject: Subject,
     spec: VerifySpec,
     cache: Cache,
@@ -88,9 +88,9 @@ def verify(
     group: WorkerGroup | None = None,
     run_on: str | None = None,
 ) -> Verified:
-    """Verify a pipeline; from the cache where it passed before. submodels: only these. fresh: even so, once more.
-    group: whose worker the process is; when that is ended, so is this. run_on: a target whose provider runs the artifacts
-    too; then nothing comes from the cache or is kept in it, which does not know one device from another.
+    """Verify a pipeline, without its refiner; from the cache where it passed before. submodels: only these. fresh: even so,
+    once more. group: whose worker the process is; when that is ended, so is this. run_on: a target whose provider runs the
+    artifacts too; then nothing comes from the cache or is kept in it, which does not know one device from another.
 
     A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies, TargetUnavailableError when
@@ -99,7 +99,7 @@ def verify(
     if run_on is not None:
         _require_here(run_on)
     started = time.perf_counter()
-    folder_stamps = _stamps_of_folder(subject.folder)  # before any digest is taken of it
+    folder_stamps = stamps_of_folder(subject.folder)  # before any digest is taken of it
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with scratch_folder("verify") as scratch, cache.lease():
@@ -123,10 +123,10 @@ def verify(
             progress("the cache is read-only: what was found is not kept")
         elif result.passed and action is not None and run_on is None:
             _keep(result, scratch, action, worker, cache)
-        return Verified(result, _images(scratch))
+        return Verified(result, image_files(scratch))
 
 
-def _stamps_of_folder(folder: Path) -> list[Stamp]:
+def stamps_of_folder(folder: Path) -> list[Stamp]:
     try:
         return folder_stamps(folder)
     except OSError as error:  # a link to what is gone from the cache, say
@@ -146,7 +146,7 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
     return _Built(
         present,
-        digests={name: _tree(subject.folder / name, cache) for name in present},
+        digests={name: tree_digest(subject.folder / name, cache) for name in present},
         structures={name: path for name, path in made_by.items() if path is not None},
         unproved={name: GONE if is_bound(chains[name]) else CARRIED for name, path in made_by.items() if path is None},
     )
@@ -200,8 +200,8 @@ def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, ca
             "inputs": {
                 "artifacts": built.digests,
                 "unproved": sorted(built.unproved),
-                "structures": {name: _tree(path, cache) for name, path in built.structures.items()},
-                "beside": _beside(subject.folder, built, cache),
+                "structures": {name: tree_digest(path, cache) for name, path in built.structures.items()},
+                "beside": beside_digest(subject.folder, built.digests, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
                 "source": _source(subject, cache),
                 "reference": exact.artifact.digest,
@@ -216,7 +216,7 @@ def _as_kept(record: Record, subject: Subject) -> Verified:
     """A verification of the cache, under the name that the pipeline has here."""
     folder = record.artifact.path
     stored = Verification.from_json(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
-    return Verified(replace(stored, name=subject.name, cached=True), _images(folder))
+    return Verified(replace(stored, name=subject.name, cached=True), image_files(folder))
 
 
 def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
@@ -225,10 +225,10 @@ def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerRes
         shutil.copytree(scratch, staging.files, dirs_exist_ok=True)
         (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
         cache.forget(action)
-        staging.publish({"passed": True}, _run_facts(worker))
+        staging.publish({"passed": True}, run_facts(worker))
 
 
-def _images(folder: Path) -> dict[str, bytes]:
+def image_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.png"))}
 
 
@@ -243,8 +243,7 @@ def _reference(
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge; on a
     read-only cache beside the request's results, without a record."""
     checkpoint = subject.checkpoint
-    family = checkpoint.family
-    needed = sorted({*selection.submodels, *family.drawing, *family.nets(checkpoint.submodels).values()})
+    needed = _needed(selection, subject)
     action = Action(
         {
             "format": ACTION_FORMAT,
@@ -253,7 +252,7 @@ def _reference(
             "config": selection.to_json(),
             "inputs": {
                 "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
-                "companions": {name: _tree(path, cache) for name, path in checkpoint.companions.items()},
+                "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
                 **({"options": dict(checkpoint.options)} if checkpoint.options else {}),
                 **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
                 "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
@@ -267,16 +266,7 @@ def _reference(
         return record, None
 
     def compute(out: Path) -> WorkerResult:
-        wanted = ReferenceRequest(
-            family=checkpoint.family.name,
-            loads={name: checkpoint.submodels[name].load for name in needed},
-            companions={name: path.absolute() for name, path in checkpoint.companions.items()},
-            options=checkpoint.options,
-            scheduler=checkpoint.said.get("scheduler"),
-            loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
-            selection=selection,
-            out=out.absolute(),
-        )
+        wanted = wanted_of(subject, selection, out)
         return _work(wanted, replace(request, reference=wanted.out), subject, progress, group)
 
     if not cache.writable:
@@ -290,7 +280,28 @@ def _reference(
             return record, None
         with cache.staging(action) as staging:
             worker = compute(staging.files)
-            return staging.publish(worker.value["reference"], _run_facts(worker)), worker
+            return staging.publish(worker.value["reference"], run_facts(worker)), worker
+
+
+def _needed(selection: Selection, subject: Subject) -> list[str]:
+    family = subject.checkpoint.family
+    nets = family.nets(subject.checkpoint.submodels).values()
+    return sorted({*selection.submodels, *family.drawing, *nets})
+
+
+def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:
+    """What PyTorch is to compute, into the folder `out`."""
+    checkpoint = subject.checkpoint
+    return ReferenceRequest(
+        family=checkpoint.family.name,
+        loads={name: checkpoint.submodels[name].load for name in _needed(selection, subject)},
+        companions={name: path.absolute() for name, path in checkpoint.companions.items()},
+        options=checkpoint.options,
+        scheduler=checkpoint.said.get("scheduler"),
+        loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
+        selection=selection,
+        out=out.absolute(),
+    )
 
 
 def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
@@ -307,26 +318,35 @@ def _work(
     progress: Progress,
     group: WorkerGroup | None,
 ) -> WorkerResult:
-    """Raises InputChanged when a file of the checkpoint or a LoRA is no longer the one whose digest is in a key."""
     whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
     content = {
         "reference": wanted.to_json() if wanted else None,
         "judge": request.to_json(),
         "folder": FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole).to_json(),
     }
+    return run_worker_on(content, subject.stamps, progress, group)
+
+
+def run_worker_on(
+    content: Mapping[str, Any], stamps: Sequence[Stamp], progress: Progress, group: WorkerGroup | None
+) -> WorkerResult:
+    """What the process that verifies answers. stamps: of what the PyTorch model is made of.
+
+    Raises InputChanged when one of these files is no longer the one whose digest is in a key.
+    """
     with scratch_folder("log") as folder:
         log = folder / "log.txt"
         run = group.run if group is not None else run_worker
         try:
             result = run(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
         except (PassError, CheckpointError):
-            check_stamps(subject.stamps)  # what it failed of may be just that
+            check_stamps(stamps)  # what it failed of may be just that
             raise
-    check_stamps(subject.stamps)
+    check_stamps(stamps)
     return result
 
 
-def _run_facts(worker: WorkerResult) -> dict[str, Any]:
+def run_facts(worker: WorkerResult) -> dict[str, Any]:
     return {
         "seconds": round(worker.seconds, 3),
         "peak_memory": worker.peak_memory,
@@ -334,7 +354,7 @@ def _run_facts(worker: WorkerResult) -> dict[str, Any]:
     }
 
 
-def _tree(folder: Path, cache: Cache) -> str:
+def tree_digest(folder: Path, cache: Cache) -> str:
     """The tree digest of what really lies in a folder, whatever a manifest says."""
     folder = folder.resolve()
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -343,18 +363,18 @@ def _tree(folder: Path, cache: Cache) -> str:
     )
 
 
-def _beside(folder: Path, built: _Built, cache: Cache) -> str:
-    """Everything in the folder but sdflow.json and the submodels that are verified, whatever it is: a verification is about the
+def beside_digest(folder: Path, submodels: Container[str], cache: Cache) -> str:
+    """Everything in the folder but sdflow.json and these submodels, whatever it is: a verification is about the
     folder as a whole."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.name != MANIFEST_FILE and path.name not in built.digests:
-            found[path.name] = cache.stat.digest(path) if path.is_file() else _tree(path, cache)
+        if path.name != MANIFEST_FILE and path.name not in submodels:
+            found[path.name] = cache.stat.digest(path) if path.is_file() else tree_digest(path, cache)
     return digest_json(found)
 
 
 def _source(subject: Subject, cache: Cache) -> str:
     """What the folder is held to, and how."""
     source = source_of(subject.checkpoint).to_json()
-    companions = {name: _tree(path, cache) for name, path in subject.checkpoint.companions.items()}
+    companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
     return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

@@ -12,11 +12,12 @@ from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
+from sdflow.verify.ensemble import PREFIX
 from sdflow.verify.finding import LEVELS
 from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.plot import plot_steps
-from sdflow.verify.result import SubmodelVerdict, Verification
+from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
@@ -68,7 +69,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
         _verdicts(result),
         _devices(result),
         *(_steps(part) for part in result.submodels.values()),
-        _image(result, images),
+        _images(result, images),
         _findings(result),
         _operators(result),
         "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_not_covered(result)]),
@@ -160,8 +161,16 @@ def _steps(part: SubmodelVerdict) -> str:
     return f"<h2>{escape(part.name)} along the denoising steps</h2>" + plot_steps(steps, limit)
 
 
-def _image(result: Verification, images: Mapping[str, bytes]) -> str:
-    verdict = result.image
+def _images(result: Verification, images: Mapping[str, bytes]) -> str:
+    meaning = ""
+    if result.meaning is not None:
+        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} images of the sample's "
+        meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
+    alone = _image("The image", result.image, images, "")
+    return alone + meaning + _image("The image of base and refiner", result.ensemble, images, PREFIX)
+
+
+def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes], prefix: str) -> str:
     if verdict is None:
         return ""
     captions = {
@@ -170,7 +179,7 @@ def _image(result: Verification, images: Mapping[str, bytes]) -> str:
         "difference": f"their difference, {AMPLIFIED} times amplified",
     }
     figures = "".join(
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(images[f"{name}.png"]).decode()}">'
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(images[f"{prefix}{name}.png"]).decode()}">'
         f"<figcaption>{caption}</figcaption></figure>"
         for name, caption in captions.items()
     )
@@ -183,12 +192,8 @@ def _image(result: Verification, images: Mapping[str, bytes]) -> str:
         row("plain fp16 PyTorch", verdict.float16_psnr, verdict.float16_ssim, verdict.float16_largest_difference),
     ]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
-    meaning = ""
-    if result.meaning is not None:
-        meaning = f"<p>Meaning: {result.meaning.artifact:.0%} of {result.meaning.cases} images of the sample's "
-        meaning += f"evaluation set show what was asked for, PyTorch's {result.meaning.reference:.0%}.</p>"
     table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
-    return f"<h2>The image: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}{meaning}"
+    return f"<h2>{title}: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}"
 
 
 def _findings(result: Verification) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family, Latents, Request, Tensors
@@ -52,7 +52,7 @@ def draw(run: Run, family: Family, folder: Path, selection: Selection, reference
 
     with np.load(reference / IMAGE_FILE) as stored:
         latents = stored["latents"]
-    image = _text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
+    image = text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
     sample = None
     if selection.sample_cases:
         from sdflow.samples.prompts import evaluation_set, first_latents
@@ -60,11 +60,11 @@ def draw(run: Run, family: Family, folder: Path, selection: Selection, reference
         cases = evaluation_set()[: selection.sample_cases]
         starts = np.stack([first_latents(case.seed) for case in cases])
         prompts = [case.prompt for case in cases]
-        sample = _text_to_image(run, family, folder, prompts, starts, selection.sample_steps, selection)
+        sample = text_to_image(run, family, folder, prompts, starts, selection.sample_steps, selection)
     return Drawn(image[0], sample)
 
 
-def _text_to_image(
+def text_to_image(
     run: Run,
     family: Family,
     folder: Path,
@@ -72,8 +72,14 @@ def _text_to_image(
     first: np.ndarray,
     steps: int,
     selection: Selection,
+    *,
+    begin: float | None = None,
+    end: float | None = None,
 ) -> np.ndarray:
     """Images, float32 (images, rows, columns, 3) in [0, 1]: the plain loop of diffusers' pipelines.
+
+    first: the noise. begin, end: diffusers' `denoising_start` and `denoising_end`: with an end, the latents there are given,
+    and with a beginning, `first` are those.
 
     One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder; with the denoiser
     the ControlNets.
@@ -103,15 +109,15 @@ def _text_to_image(
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {name: value for name, value in known.items() if name in accepted}
     noise, start = torch.from_numpy(first), canvas(task, height, width)
-    sample = noise * scheduler.init_noise_sigma
+    sample = noise * scheduler.init_noise_sigma if begin is None else noise
     beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
     if task == "inpaint":
         beside = _mask_and_masked(run_torch, family, latents, start["image"], start["mask_image"])
-    elif task == "image":
-        begin = image_reader(1).preprocess(start["image"])
-        encoded = run_torch(family.encoder, {"sample": begin})["latent_sample"].float() * latents.factor
+    elif task == "image" and begin is None:
+        pixels = image_reader(1).preprocess(start["image"])
+        encoded = run_torch(family.encoder, {"sample": pixels})["latent_sample"].float() * latents.factor
         sample = scheduler.add_noise(encoded, noise, scheduler.timesteps[:1])
-    for timestep in scheduler.timesteps:
+    for timestep in _part(scheduler, begin, end):
         scaled = torch.cat([scheduler.scale_model_input(sample, timestep), *beside], dim=1)
         fed = torch.cat([scaled] * conditions.halves)
         inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs}
@@ -126,9 +132,26 @@ def _text_to_image(
             output = unconditional + selection.guidance_scale * (conditional - unconditional)
         sample = scheduler.step(output, timestep, sample, **step_options).prev_sample
 
+    if end is not None:
+        reached: np.ndarray = sample.numpy()
+        return reached
     decoded = [run_torch(family.decoder, {"latent_sample": one[None] / latents.factor})["sample"] for one in sample]
-    pixels: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)
-    return pixels.transpose(0, 2, 3, 1)
+    drawn: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)
+    return drawn.transpose(0, 2, 3, 1)
+
+
+def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.Tensor]:
+    """The timesteps from one place of the way to another, as diffusers' pipelines of Stable Diffusion XL count them."""
+
+    def cutoff(place: float) -> int:
+        steps: int = scheduler.config.num_train_timesteps
+        return round(steps - place * steps)
+
+    found = list(scheduler.timesteps)
+    if begin is not None:
+        found = [timestep for timestep in found if timestep < cutoff(begin)]
+        scheduler.set_begin_index(len(scheduler.timesteps) - len(found))
+    return found if end is None else [timestep for timestep in found if timestep >= cutoff(end)]
 
 
 def _mask_and_masked(
@@ -149,8 +172,10 @@ def _to_pil(images: np.ndarray) -> list[Image]:
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype("uint8")]
 
 
-def judge_image(image: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path) -> ImageVerdict:
-    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`."""
+def judge_image(
+    image: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path, *, of: str = ""
+) -> ImageVerdict:
+    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`, their names begun with `of`."""
     import numpy as np
 
     with np.load(reference / IMAGE_FILE) as stored:
@@ -159,7 +184,7 @@ def judge_image(image: np.ndarray, selection: Selection, reference: Path, precis
     difference = np.clip(np.abs(shown - exact) * AMPLIFIED, 0, 1)
     names = ("pytorch", "artifact", "difference")
     for name, each in zip(names, _to_pil(np.stack([exact, shown, difference])), strict=True):
-        each.save(out / f"{name}.png")
+        each.save(out / f"{of}{name}.png")
     ours, plain = psnr(image, exact), psnr(half, exact)
     enough = IMAGE_DECIBELS[precision]
     if precision == "float16" and not np.isfinite(half).all():

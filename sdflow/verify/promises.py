@@ -16,7 +16,7 @@ from sdflow.errors import PassError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Part
 from sdflow.input_file import read_json
-from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import EXACT, Port
 from sdflow.targets import Target, find_target
@@ -76,6 +76,8 @@ def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Fi
             yield Finding("", "component", "error", name, f"{INDEX_FILE} names it and there is no such folder", REBUILD)
     for path in manifest.files:
         name = path.split("/")[0]
+        if name == REFINER and (folder / path).exists():  # its submodels are links, as ours are
+            continue
         if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
             yield Finding("", "component", "error", path, "is missing", REBUILD)
 

@@ -127,7 +127,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
     """Write the cases of every submodel, and the images, into `request.out`."""
     import torch
 
-    run, selection = _Run(request, progress), request.selection
+    run, selection = ReferenceRun(request, progress), request.selection
     family = run.family
     with torch.no_grad():
         results, texts = run.encode()
@@ -153,7 +153,7 @@ class _Texts:
     sample: Embeddings | None
 
 
-class _Run:
+class ReferenceRun:
     """The stages of a reference. Each loads what it needs and lets go of it."""
 
     def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
@@ -172,21 +172,17 @@ class _Run:
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""
         selection = self.request.selection
-        networks, pipeline = self._stage(self.family.text)
+        networks, pipeline = self.stage(self.family.text)
 
         def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
-            found = pipeline.encode_prompt(
-                list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
-            )
-            given = zip(self.family.embeddings, found, strict=True)
-            return {name: value for name, value in given if value is not None}
+            return self.encoded(pipeline, prompts, guided=guided)
 
         def recorded(prompts: Sequence[str]) -> Recorded:
             with recording(networks) as calls:
                 encoded(prompts, guided=False)
             return {name: fed for name, fed, _ in calls}
 
-        guided = self.family.guided(self._configs(), selection.guidance_scale)
+        guided = self.family.guided(self.configs(), selection.guidance_scale)
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], guided)
         sample = encoded([case.prompt for case in _sample_cases(selection)], guided) if selection.sample_cases else None
@@ -202,26 +198,39 @@ class _Run:
             half = encoded(selection.prompts[:1], guided)
         return results, _Texts(exact, half, sample)
 
+    @property
+    def nets(self) -> list[str]:
+        """The ControlNets, in order."""
+        return list(self.family.nets(self.request.loads).values())
+
+    def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
+        """The prompts as diffusers' pipeline encodes them."""
+        found = pipeline.encode_prompt(
+            list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
+        )
+        given = zip(self.family.embeddings, found, strict=True)
+        return {name: value for name, value in given if value is not None}
+
     def denoise(self, texts: _Texts) -> dict[str, Cases]:
         """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
         import numpy as np
         import torch
 
         family, selection = self.family, self.request.selection
-        nets = list(family.nets(self.request.loads).values())
-        networks, pipeline = self._stage((family.denoiser, family.decoder, *nets))
+        nets = self.nets
+        networks, pipeline = self.stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
         self.progress("reference: denoising in fp32")
-        latents = first_latents(selection, self._latents().channels)
-        controls = control_images(selection, len(nets), self._latents().scale)
-        start = {**self._start(pipeline, torch.from_numpy(latents)), **_told(controls)}
+        latents = first_latents(selection, self.latents().channels)
+        controls = control_images(selection, len(nets), self.latents().scale)
+        start = {**self._start(pipeline, torch.from_numpy(latents)), **told(controls)}
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
             image = _draw(pipeline, selection, texts.float32, start)
         stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
         denoiser_cases = stepped[family.denoiser]
-        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self._latents())
+        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self.latents())
         results = {**stepped, family.decoder: of_decoder}
         for name, network in networks.items():
             self.progress(f"reference: {name} in fp32")
@@ -242,12 +251,12 @@ class _Run:
 
     def encoder(self, submodel: str) -> Cases:
         """The cases of what turns images into latents."""
-        network = self._stage((submodel,))[0][submodel]
+        network = self.stage((submodel,))[0][submodel]
         return self._both(encoder_cases(self.request.selection, self._image(), network), submodel, network)
 
     def checker(self, submodel: str) -> Cases:
         """The cases of the filter of images."""
-        networks, pipeline = self._stage((submodel,))
+        networks, pipeline = self.stage((submodel,))
         with recording(networks) as calls:
             pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
         ((_, fed, _),) = calls
@@ -262,7 +271,7 @@ class _Run:
             run_cases(cases, "float16", network)
         return cases
 
-    def _stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
+    def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
         """These submodels, and diffusers' pipeline of them alone."""
         networks, modules = {}, {}
         for submodel in submodels:
@@ -280,16 +289,16 @@ class _Run:
     def _note_merged(self, lora: LoraMerge, layers: int) -> None:
         self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
 
-    def _configs(self) -> dict[str, Any]:
+    def configs(self) -> dict[str, Any]:
         return {name: load["config"] for name, load in self.request.loads.items()}
 
-    def _latents(self) -> Latents:
-        return self.family.latents(self._configs())
+    def latents(self) -> Latents:
+        return self.family.latents(self.configs())
 
     def _start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
         """What diffusers' pipeline is given besides the prompt."""
-        selection, scale = self.request.selection, self._latents().scale
-        given = canvas(self.family.task(self._configs()), selection.rows * scale, selection.columns * scale)
+        selection, scale = self.request.selection, self.latents().scale
+        given = canvas(self.family.task(self.configs()), selection.rows * scale, selection.columns * scale)
         return torch_start(pipeline, noise, selection.steps, **given)
 
     def _image(self) -> np.ndarray:
@@ -318,7 +327,7 @@ def _draw(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping
     return image.astype(np.float32)
 
 
-def _told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
+def told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
     """Arguments for the images of the ControlNets; none where there are none."""
     import torch
 
@@ -346,6 +355,6 @@ def _sample_images(
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",
-        **_told(controls),
+        **told(controls),
     ).images
     np.savez(out / SAMPLE_FILE, float32=images)

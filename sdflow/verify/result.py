@@ -121,7 +121,8 @@ class MeaningVerdict:
 class Verification:
     """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest.
 
-    overflowing: submodel -> the nodes that put out or read values that float16 does not hold.
+    overflowing: submodel -> the nodes that put out or read values that float16 does not hold. ensemble: the image of a base and
+    its refiner together, whose submodels are `refiner/SUBMODEL`.
     """
 
     name: str
@@ -137,12 +138,17 @@ class Verification:
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     cached: bool = False
+    ensemble: ImageVerdict | None = None
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
         """(where, what, what to do) of everything that does not pass; what is found in many places is one problem."""
         found = [(name, *problem) for name, part in self.submodels.items() for problem in part.problems]
-        for where, part in (("image", self.image), ("meaning", self.meaning)):
+        for where, part in (
+            ("image", self.image),
+            ("meaning", self.meaning),
+            ("image of base and refiner", self.ensemble),
+        ):
             found += [(where, *problem) for problem in (part.problems if part else ())]
         errors = [each for each in self.findings if each["level"] == "error"]
         found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
@@ -176,8 +182,8 @@ class Verification:
             raise ValueError("not a verification of a known format")
         content.pop("passed")
         content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
-        for name, kind in (("image", ImageVerdict), ("meaning", MeaningVerdict)):
-            if content[name] is not None:
+        for name, kind in (("image", ImageVerdict), ("meaning", MeaningVerdict), ("ensemble", ImageVerdict)):
+            if content.get(name) is not None:
                 content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
         content["overflowing"] = {name: tuple(nodes) for name, nodes in content["overflowing"].items()}
         for name in ("findings", "coverage"):

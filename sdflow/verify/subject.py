@@ -10,6 +10,7 @@ from sdflow.config.workflow import ImageSpec
 from sdflow.errors import UsageError
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.folder import refiner_of
 from sdflow.sources import Checkpoint, find_lora, lora_submodels, reopen_checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
@@ -20,7 +21,8 @@ from sdflow.targets import find_target
 class Subject:
     """What is verified: an assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
 
-    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider.
+    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider. refiner: of the
+    pipeline that refines its images.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Subject:
     loras: Sequence[LoraFile] = ()
     image: ImageSpec = field(default_factory=ImageSpec)
     allow_fallback: bool = False
+    refiner: Subject | None = None
 
     @property
     def stamps(self) -> list[Stamp]:
@@ -57,7 +60,9 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
                 remedy="Put back what it was built from, or run its workflow again.",
             )
         loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path), stamp))
-    return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)))
+    inside = refiner_of(folder)
+    refiner = None if inside is None else subject_of_folder(inside, cache, target=target)
+    return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)), refiner=refiner)
 
 
 def own_image(model: str) -> ImageSpec:

@@ -11,6 +11,7 @@ from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.units import spell_bytes
 from sdflow.verify.cases import read_description
+from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
 from sdflow.verify.judge import JudgeRequest, judge
@@ -22,10 +23,12 @@ from sdflow.workers import serve_request
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, Any]:
-    """Compute the reference, where the request has one, then hold the artifacts to it.
+    """Compute the reference, where the request has one, then hold the artifacts to it; or what a base and its refiner draw.
 
     Raises VerificationError where the memory does not suffice.
     """
+    if "ensemble" in request:
+        return {"image": asdict(judge_ensemble(EnsembleRequest.from_json(request["ensemble"]), phase))}
     wanted = ReferenceRequest.from_json(request["reference"]) if request["reference"] is not None else None
     judged = JudgeRequest.from_json(request["judge"])
     _require_memory(wanted, judged, phase)

@@ -12,7 +12,7 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.errors import CheckpointError
 from sdflow.input_file import is_regular, parse_json, read_input
-from sdflow.manifest import MANIFEST_FILE, Manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
 from sdflow.sources.companions import KNOWN
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.expected import ABSENT, Expected
@@ -34,7 +34,7 @@ def compare_folder(folder: Path, manifest: Manifest, source: Source) -> Iterator
     """
     expected = Expected(source, tuple(manifest.parts))
     yield from _submodels(manifest, source)
-    yield from _foreign(folder, expected)
+    yield from _foreign(folder, expected, {REFINER} if manifest.origin.refiner == REFINER else set())
     yield from _json_file(folder, INDEX_FILE, source.index, expected)
     for submodel in expected.submodels:
         if submodel in source.configs:
@@ -67,9 +67,9 @@ def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
             yield _error(MANIFEST_FILE, f"{name} stands under submodels, and the checkpoint has none")
 
 
-def _foreign(folder: Path, expected: Expected) -> Iterator[Finding]:
-    """What lies in the folder and is no part of it. A tokenizer may read any file that lies in its folder."""
-    known = {INDEX_FILE, MANIFEST_FILE, *expected.submodels, *expected.companions}
+def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Finding]:
+    """What lies in the folder and is no part of it. inside: pipelines of their own in it. A tokenizer may read any file that lies in its folder."""
+    known = {INDEX_FILE, MANIFEST_FILE, *expected.submodels, *expected.companions, *inside}
     for path in sorted(folder.iterdir()):
         if path.name not in known:
             yield Finding("", CHECK, "warning", path.name, "is no part of the pipeline", "move it away")

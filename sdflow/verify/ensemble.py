@@ -1,0 +1,173 @@
+"""The image that a base and its refiner draw together, against diffusers' two pipelines, one behind the other.
+
+diffusers' pipelines hand over the latents at a place on the way (`denoising_end`, `denoising_start`), in fp32 and in fp16, from
+the same noise; so do the artifacts, in the plain loop of `sdflow.verify.images`. One stage, or one graph, is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.families import FAMILIES
+from sdflow.verify.forwards import Network
+from sdflow.verify.graph import RunnableGraph, open_graph, run_graph
+from sdflow.verify.half import quick_halves
+from sdflow.verify.images import judge_image, text_to_image
+from sdflow.verify.inputs import control_images, first_latents
+from sdflow.verify.reference import IMAGE_FILE, Embeddings, ReferenceRequest, ReferenceRun, told
+from sdflow.verify.result import ImageVerdict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1
+"""Raise it whenever another verdict may come out: it is part of the key."""
+PREFIX = "ensemble_"
+"""Of its images' files."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EnsembleRequest:
+    """What to draw. base, refiner: what PyTorch loads; the base's selection and `out` are for both. folders: of the
+    two pipelines. hand_over: the place on the way, a part of 1."""
+
+    base: ReferenceRequest
+    refiner: ReferenceRequest
+    folders: tuple[Path, Path]
+    target: str
+    hand_over: float
+    threads: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"base": self.base.to_json(), "refiner": self.refiner.to_json()}
+        return {**vars(self), **parts, "folders": [str(folder) for folder in self.folders]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EnsembleRequest:
+        parts = {name: ReferenceRequest.from_json(value[name]) for name in ("base", "refiner")}
+        base, refiner = value["folders"]
+        return cls(**{**value, **parts, "folders": (Path(base), Path(refiner))})
+
+
+def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict:
+    """Draw with PyTorch and with the artifacts; the images go to PNG files, into the base's `out`."""
+    import numpy as np
+
+    selection, out = request.base.selection, request.base.out
+    base, refiner = (ReferenceRun(each, progress) for each in (request.base, request.refiner))
+    noise = first_latents(selection, base.latents().channels)
+    drawn = _by_torch(base, refiner, noise, request.hand_over)
+    np.savez(out / IMAGE_FILE, latents=noise, float32=drawn["float32"], float16=drawn["float16"])
+    image, precision = _by_artifacts(request, noise, progress)
+    verdict = judge_image(image, selection, out, precision, out, of=PREFIX)
+    (out / IMAGE_FILE).unlink()
+    return verdict
+
+
+def _by_torch(base: ReferenceRun, refiner: ReferenceRun, noise: np.ndarray, hand_over: float) -> dict[str, np.ndarray]:
+    """The image, float32 (rows, columns, 3) in [0, 1], by precision."""
+    import torch
+
+    with torch.no_grad():
+        first = dict.fromkeys(("float32", "float16"), torch.from_numpy(noise))
+        scale = base.latents().scale
+        height, width = (scale * size for size in noise.shape[2:])
+        controls = control_images(base.request.selection, len(base.nets), scale)
+        end = {"denoising_end": hand_over, "output_type": "latent", "height": height, "width": width, **told(controls)}
+        latents = _both(base, {kind: {"latents": each, **end} for kind, each in first.items()})
+        gc.collect()
+        begin = {"denoising_start": hand_over, "output_type": "np"}
+        drawn = _both(refiner, {kind: {"image": each, **begin} for kind, each in latents.items()})
+    return {kind: images[0].astype("float32") for kind, images in drawn.items()}
+
+
+def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What diffusers' pipeline gives for the first prompt, by precision. given: its arguments, by precision."""
+    import torch
+
+    family, selection, texts = run.family, run.request.selection, _texts(run)
+    gc.collect()
+    networks, pipeline = run.stage((family.denoiser, family.decoder, *run.nets))
+
+    def drawn(kind: str) -> Any:
+        dtype = next(iter(texts[kind].values())).dtype
+        first = {name: each.to(dtype) for name, each in given[kind].items() if name in ("latents", "image")}
+        return pipeline(
+            **texts[kind],
+            **{**given[kind], **first},
+            num_inference_steps=selection.steps,
+            guidance_scale=selection.guidance_scale,
+            generator=torch.Generator().manual_seed(selection.seed),
+        ).images
+
+    run.progress("base and refiner: in fp32")
+    found = {"float32": drawn("float32")}
+    with _halved(networks):
+        run.progress("base and refiner: in fp16")
+        found["float16"] = drawn("float16")
+    return found
+
+
+def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
+    """The prompt encoded, by precision."""
+    selection = run.request.selection
+    guided, prompts = run.family.guided(run.configs(), selection.guidance_scale), selection.prompts[:1]
+    networks, pipeline = run.stage(run.family.text)
+    exact = run.encoded(pipeline, prompts, guided=guided)
+    with _halved(networks):
+        return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=guided)}
+
+
+@contextmanager
+def _halved(networks: Mapping[str, Network]) -> Iterator[None]:
+    """With the modules in fp16, for good."""
+    for network in networks.values():
+        network.model.to_float16(network.module)
+    with quick_halves(*(network.module for network in networks.values())):
+        yield
+
+
+def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
+    """The image, float32 (rows, columns, 3) in [0, 1], and the precision of what drew it."""
+    selection, place = request.base.selection, request.hand_over
+    reached, halves = noise, set()
+    for part, folder, span in zip(
+        (request.base, request.refiner), request.folders, ({"end": place}, {"begin": place}), strict=True
+    ):
+        family = FAMILIES[part.family]
+        desk = _OneGraph(folder, request.target, request.threads, progress)
+        reached = text_to_image(
+            desk.run, family, folder, selection.prompts[:1], reached, selection.steps, selection, **span
+        )
+        halves |= desk.precisions
+        desk.close()
+    return reached[0], "float16" if "float16" in halves else "float32"
+
+
+class _OneGraph:
+    """Runs the submodels of a folder, one in memory at a time."""
+
+    def __init__(self, folder: Path, target: str, threads: int | None, progress: Progress) -> None:
+        self.folder, self.target, self.threads, self.progress = folder, target, threads, progress
+        self.precisions: set[str] = set()
+        self._open: tuple[str, RunnableGraph] | None = None
+
+    def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._open is None or self._open[0] != submodel:
+            self.close()
+            self.progress(f"base and refiner: {submodel}")
+            self._open = submodel, open_graph(self.folder / submodel, self.target, threads=self.threads)
+            self.precisions.add(self._open[1].precision)
+        return run_graph(self._open[1], inputs)
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        self._open = None
+        gc.collect()

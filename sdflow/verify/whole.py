@@ -1,0 +1,229 @@
+"""A pipeline with its refiner: each by itself, what the refiner has of its own, and the image that they draw together.
+
+    verification of the base           as of every pipeline
+    verification of the refiner        its submodels that are not the base's, down to the bytes
+    image of both                      key: artifacts, what lies beside them, checkpoints, LoRAs, target, selection
+
+Each is an entry of the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sdflow import stop
+from sdflow.artifact import Action
+from sdflow.config.workflow import VerifySpec
+from sdflow.file_stamp import check_stamps
+from sdflow.locked_folder import scratch_folder
+from sdflow.machine.packages import distribution_version
+from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.store import Cache
+from sdflow.verify import ensemble, judge, reference
+from sdflow.verify.check import (
+    ACTION_FORMAT,
+    Progress,
+    Verified,
+    beside_digest,
+    image_files,
+    run_facts,
+    run_worker_on,
+    stamps_of_folder,
+    tree_digest,
+    verify_alone,
+    wanted_of,
+)
+from sdflow.verify.ensemble import EnsembleRequest
+from sdflow.verify.result import ImageVerdict, Verification
+from sdflow.verify.selection import Selection, select
+from sdflow.verify.subject import Subject
+from sdflow.worker_group import WorkerGroup
+
+HAND_OVER = 0.5
+"""Where the refiner takes over: so that both have steps, few as they are."""
+LEAST_STEPS = 4
+RESULT_FILE = "ensemble.json"
+
+
+def verify(
+    subject: Subject,
+    spec: VerifySpec,
+    cache: Cache,
+    *,
+    submodels: Sequence[str] | None = None,
+    fresh: bool = False,
+    threads: int | None = None,
+    progress: Progress = lambda phrase: None,
+    group: WorkerGroup | None = None,
+    run_on: str | None = None,
+) -> Verified:
+    """Verify a pipeline and, where it has one, its refiner. All as of `verify_alone`; submodels: of the refiner
+    `refiner/SUBMODEL`.
+
+    Without all submodels there is no image of both.
+    """
+    if subject.refiner is None:
+        return verify_alone(
+            subject,
+            spec,
+            cache,
+            submodels=submodels,
+            fresh=fresh,
+            threads=threads,
+            progress=progress,
+            group=group,
+            run_on=run_on,
+        )
+    more: dict[str, Any] = {"fresh": fresh, "threads": threads, "progress": progress, "group": group}
+    alone = {**more, "run_on": run_on}
+    own = None if submodels is None else [name for name in submodels if not name.startswith(f"{REFINER}/")]
+    found: list[Verified] = []
+    if own is None or own:
+        found.append(verify_alone(subject, spec, cache, submodels=own, **alone))
+    refiners = _of_the_refiner(subject, submodels)
+    if refiners:
+        found.append(_named(verify_alone(subject.refiner, spec, cache, submodels=refiners, **alone)))
+    if submodels is None and all(each.result.passed for each in found):
+        image, images, cached = both(subject, subject.refiner, spec, cache, **more)
+        result = replace(_merged(subject, [each.result for each in found]), ensemble=image)
+        told = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the way"
+        result = replace(result, coverage=(*result.coverage, told), cached=result.cached and cached)
+        return Verified(result, {**found[0].images, **images})
+    return Verified(_merged(subject, [each.result for each in found]), found[0].images)
+
+
+def _of_the_refiner(subject: Subject, submodels: Sequence[str] | None) -> list[str]:
+    """What of the refiner is verified: what is asked for, else what the base has not."""
+    assert subject.refiner is not None
+    if submodels is not None:
+        begins = f"{REFINER}/"
+        return [name.removeprefix(begins) for name in submodels if name.startswith(begins)]
+    base, refiner = (read_manifest(each.folder).artifacts for each in (subject, subject.refiner))
+    return [name for name, digest in refiner.items() if base.get(name) != digest]
+
+
+def _named(verified: Verified) -> Verified:
+    """With its submodels spoken of as the refiner's, and without its image, which the base has one of too."""
+
+    def named(found: Any) -> dict[str, Any]:
+        return {f"{REFINER}/{name}": each for name, each in found.items()}
+
+    result = verified.result
+    findings = tuple(
+        {**each, "submodel": f"{REFINER}/{each['submodel']}" if each["submodel"] else REFINER}
+        for each in result.findings
+    )
+    submodels = {name: replace(each, name=name) for name, each in named(result.submodels).items()}
+    changed = replace(
+        result,
+        submodels=submodels,
+        findings=findings,
+        overflowing=named(result.overflowing),
+        artifacts=named(result.artifacts),
+        coverage=tuple(f"{REFINER}: {line}" for line in result.coverage),
+        image=None,
+        meaning=None,
+    )
+    return Verified(changed, {})
+
+
+def _merged(subject: Subject, results: Sequence[Verification]) -> Verification:
+    """One verification of several. The first has the image."""
+    first, *others = results
+    for each in others:
+        first = replace(
+            first,
+            submodels={**first.submodels, **each.submodels},
+            findings=(*first.findings, *each.findings),
+            overflowing={**first.overflowing, **each.overflowing},
+            artifacts={**first.artifacts, **each.artifacts},
+            coverage=(*first.coverage, *each.coverage),
+            seconds=round(first.seconds + each.seconds, 1),
+            cached=first.cached and each.cached,
+        )
+    return replace(first, name=subject.name)
+
+
+def _steps(spec: VerifySpec) -> int:
+    return max(LEAST_STEPS, spec.steps or LEAST_STEPS)
+
+
+def both(
+    subject: Subject,
+    refiner: Subject,
+    spec: VerifySpec,
+    cache: Cache,
+    *,
+    fresh: bool = False,
+    threads: int | None = None,
+    progress: Progress = lambda phrase: None,
+    group: WorkerGroup | None = None,
+) -> tuple[ImageVerdict, dict[str, bytes], bool]:
+    """The image of both; the files of it; whether the cache had them."""
+    folder_stamps = [stamp for each in (subject, refiner) for stamp in stamps_of_folder(each.folder)]
+    family = subject.checkpoint.family
+    selection = select(spec, subject.image, family.drawing, subject.checkpoint)
+    selection = replace(selection, steps=_steps(spec), sample_cases=0)
+    action = _action(subject, refiner, selection, cache)
+    known = None if fresh else cache.lookup(action)
+    if known is not None:
+        return _read(known.artifact.path), image_files(known.artifact.path), True
+    with scratch_folder("verify") as scratch, cache.lease():
+        request = EnsembleRequest(
+            wanted_of(subject, selection, scratch),
+            wanted_of(refiner, replace(selection, submodels=refiner.checkpoint.family.drawing), scratch),
+            (subject.folder.absolute(), refiner.folder.absolute()),
+            subject.target,
+            HAND_OVER,
+            threads,
+        )
+        stop.check()
+        worker = run_worker_on({"ensemble": request.to_json()}, [*subject.stamps, *refiner.stamps], progress, group)
+        check_stamps(folder_stamps, "its verification began")
+        (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
+        verdict, images = _read(scratch), image_files(scratch)
+        if cache.writable and not verdict.problems:
+            with cache.staging(action) as staging:
+                for path in scratch.iterdir():
+                    (staging.files / path.name).write_bytes(path.read_bytes())
+                cache.forget(action)
+                staging.publish({"passed": True}, run_facts(worker))
+        return verdict, images, False
+
+
+def _read(folder: Path) -> ImageVerdict:
+    value = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    return ImageVerdict(**{**value, "problems": tuple((what, remedy) for what, remedy in value["problems"])})
+
+
+def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cache) -> Action:
+    """The key of the image of both."""
+
+    def drawn_by(each: Subject) -> dict[str, Any]:
+        checkpoint = each.checkpoint
+        return {
+            "artifacts": {name: tree_digest(each.folder / name, cache) for name in checkpoint.family.drawing},
+            "beside": beside_digest(each.folder, checkpoint.submodels, cache),
+            "manifest": cache.stat.digest(each.folder / MANIFEST_FILE),
+            "checkpoint": {name: checkpoint.submodels[name].identity for name in sorted(checkpoint.submodels)},
+            "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
+            "said": dict(checkpoint.said),
+            "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in each.loras],
+        }
+
+    uses = {*judge.USES, *reference.USES}
+    return Action(
+        {
+            "format": ACTION_FORMAT,
+            "pass": {"name": "VerifyEnsemble", "version": ensemble.VERSION},
+            "submodel": "pipeline",
+            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": selection.to_json()},
+            "inputs": {"base": drawn_by(subject), "refiner": drawn_by(refiner)},
+            "uses": {name: distribution_version(name) for name in sorted(uses)},
+            "salt": cache.salt,
+        }
+    )
