@@ -68,7 +68,10 @@ def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
 
 
 def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Finding]:
-    """What lies in the folder and is no part of it. inside: pipelines of their own in it. A tokenizer may read any file that lies in its folder."""
+    """What lies in the folder and is no part of it. inside: pipelines of their own in it.
+
+    A tokenizer may read any file that lies in its folder.
+    """
     known = {INDEX_FILE, MANIFEST_FILE, *expected.submodels, *expected.companions, *inside}
     for path in sorted(folder.iterdir()):
         if path.name not in known:

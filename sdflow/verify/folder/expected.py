@@ -99,7 +99,12 @@ class Expected:
     @cached_property
     def _absent(self) -> list[str]:
         family = self.family
-        absent = [*family.lacks, *(part.name for part in family.parts if part.optional), *family.companions]
+        absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
+        absent += [
+            name
+            for name, companion in family.companions.items()
+            if any(part in family.submodels for part in companion.parts)  # what is beside an adapter is not spoken of
+        ]
         return [name for name in absent if name not in self.submodels and name not in self.companions]
 
     def _set(self, file: str) -> Mapping[str, Any]:
