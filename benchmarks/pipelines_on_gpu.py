@@ -193,11 +193,11 @@ def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argpa
     say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
     begun = time.perf_counter()
     exact = load_pipeline(checkpoint).to(options.target)
-    refiner = graphs.with_name(f"{name}_refiner")  # as `sdflow run` names it
+    refiner = graphs / "refiner"  # where `sdflow run` puts it
     if any("refiner_start" in call for call in calls):
         import diffusers
 
-        parts = load_pipeline(materialize(refiner, folder.with_name(refiner.name))).to(options.target).components
+        parts = load_pipeline(materialize(refiner, folder.with_name(f"{name}_refiner"))).to(options.target).components
         refining = diffusers.StableDiffusionXLImg2ImgPipeline(
             **parts, requires_aesthetics_score=True, force_zeros_for_empty_prompt=False
         )

@@ -224,11 +224,11 @@ def test_a_refiner_beside_its_base_as_earlier_folders_have_it(shell: Shell, buil
 
 @pytest.mark.slow
 def test_verify_holds_what_both_draw_together_to_diffusers(shell: Shell, built: list[Any]) -> None:
-    found = shell.json("verify", f"pipelines/{NAME}")["verifications"][0]
+    found = shell.json("verify", f"pipelines/{NAME}")["pipelines"][0]
     assert found["passed"] and found["ensemble"]["psnr"] > 90 and found["image"]["psnr"] > 90
     assert {name for name in found["submodels"] if name.startswith("refiner/")} == {"refiner/unet"}
-    assert shell.json("verify", f"pipelines/{NAME}")["verifications"][0]["cached"]
-    part = shell.json("verify", f"pipelines/{NAME}", "--submodel", "refiner/unet")["verifications"][0]
+    assert shell.json("verify", f"pipelines/{NAME}")["pipelines"][0]["cached"]
+    part = shell.json("verify", f"pipelines/{NAME}", "--submodel", "refiner/unet")["pipelines"][0]
     assert list(part["submodels"]) == ["refiner/unet"] and part["ensemble"] is None
 
 

@@ -19,9 +19,9 @@ WORKFLOW: Mapping[str, str] = {
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
-    "refiner": "A model that goes the last part of the way from noise to image: built by the same chains beside the model, as "
-    "NAME_refiner, without the counts of `expect` and without the LoRAs. Written like `model`, or a map of `model` and "
-    "`without`: passes that its chains leave out. null: none.",
+    "refiner": "A model that goes the last part of the way from noise to image: built by the same chains into the "
+    "folder `refiner` of the pipeline, without the counts of `expect` and without the LoRAs. Written like `model`, or a map of "
+    "`model` and `without`: passes that its chains leave out. null: none.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
