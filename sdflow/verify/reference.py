@@ -277,7 +277,7 @@ class ReferenceRun:
         for submodel in submodels:
             self.progress(f"reference: loading {submodel}")
             part, load = self.family.part(submodel), self.request.loads[submodel]
-            configs, told = self._configs(), self._note_merged
+            configs, told = self.configs(), self._note_merged
             modules[part.component] = load_reference(
                 submodel, load, self.request.loras, configs[self.family.denoiser], told
             )
