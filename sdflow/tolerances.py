@@ -14,7 +14,8 @@ FLOAT32_LIMIT = 1e-4
 
 EXACT_LIMIT = 2e-5
 """That a float16 artifact may be from it in each case by itself, once nothing is rounded (`sdflow.verify.exact`): what the order
-of float32 sums loses, 1e-7 to 6e-6. There is no allowance for float16 values of the graph itself: none was needed."""
+of float32 sums loses, 1e-7 to 6e-6. There is no allowance for float16 numbers of the graph itself: each is taken as what it was
+before it was rounded (`sdflow.verify.constants`)."""
 
 EXACT_SHARE = 1 / 50
 """The same where rounding does more than usual: so much of what fp16 PyTorch loses in that case, whose roundings are 8,192

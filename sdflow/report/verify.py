@@ -59,6 +59,10 @@ def print_verification(result: Verification) -> None:
     for kind in kinds(each for each in result.findings if each["level"] == "warning"):
         print(f"  {kind.where}: {kind.what}")
     for name, part in result.submodels.items():
+        if part.block and part.block.gone:
+            print(
+                f"  {name}: {len(part.block.gone)} blocks before the first that differs have no end in the graph: fused"
+            )
         if part.unproved:
             print(f"  {name}: not proved without its roundings: {part.unproved}")
         if part.left_out:

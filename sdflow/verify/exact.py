@@ -24,14 +24,15 @@ from sdflow.distance import relative_l2
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, EXACT_SHARE
+from sdflow.verify.blocks import first_block, watch
 from sdflow.verify.cases import Cases
 from sdflow.verify.constants import take_constants
 from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, read_graph, run_graph, scores_of, takes
 from sdflow.verify.lowering import lower, session_of
-from sdflow.verify.lowering.builder import FLOAT16
+from sdflow.verify.lowering.builder import FLOAT, FLOAT16
 from sdflow.verify.recipes import RecipeCheck, check_recipes
-from sdflow.verify.result import ExactOutput
+from sdflow.verify.result import BlockVerdict, ExactOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,13 +48,15 @@ OTHER_GRAPH += "not help, take passes and fusions out one by one (--set) until i
 @dataclass(frozen=True)
 class Proof:
     """findings: of recipes and stored weights. weights: how many were computed again. outputs: of the exact run; none for
-    a float32 artifact, whose own run is exact. problems: why the graph does not pass. missing: why it was not run."""
+    a float32 artifact, whose own run is exact. problems: why the graph does not pass. missing: why it was not run. block: where
+    it goes wrong."""
 
     findings: Sequence[Finding]
     weights: int
     outputs: tuple[ExactOutput, ...] = ()
     problems: tuple[tuple[str, str], ...] = ()
     missing: str = ""
+    block: BlockVerdict | None = None
 
 
 @dataclass
@@ -75,12 +78,41 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None) -> Pr
     if weights.exact is None:
         return Proof(weights.findings, weights.count, missing=DAMAGED)
     exact = {name: values for name, values in weights.exact.items() if name in float16}
+    findings, count = weights.findings, weights.count
+    del weights  # or it would hold what _first_block lets go
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads)
     outputs, problems = _compare(graph.graph, cases)
     del graph
     gc.collect()
-    return Proof(weights.findings, weights.count, tuple(outputs), tuple(problems))
+    block = None
+    if problems and outputs:
+        case = max(outputs, key=lambda each: each.distance / each.limit).case
+        block = _first_block(check, model, exact, cases, case, threads)
+        problems = [(f"{what}; {block.words()}", remedy) for what, remedy in problems]
+    return Proof(findings, count, tuple(outputs), tuple(problems), block=block)
+
+
+def _first_block(
+    check: RecipeCheck,
+    model: Any,
+    exact: dict[str, NDArray[Any]],
+    cases: Cases,
+    case: str,
+    threads: int | None,
+) -> BlockVerdict:
+    """Run a case once more, with every value of the graph and every block of the module in sight. Empties `exact`: the module
+    takes its place in memory."""
+    inputs = next(cases.get(index, "inputs") for index, each in cases if each.name == case)
+    kinds = lower(model, round_fp16=False, exact=exact.keys()).values
+    known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]
+    graph = open_exact(model, check.bound.folder, exact, threads=threads, expose=known)
+    values = [*run_graph(graph.graph, inputs).values()]
+    del graph
+    exact.clear()
+    gc.collect()
+    whole = watch(check.submodel, check.bound, inputs)
+    return first_block(whole, values, case)
 
 
 def open_exact(

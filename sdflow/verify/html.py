@@ -110,10 +110,17 @@ def _table(
 def _problems(result: Verification) -> str:
     if result.passed:
         return ""
-    return "<h2>What does not pass</h2>" + _list(
+    listed = _list(
         f'<b>{escape(where)}</b>: {escape(what)}<br><span class="remedy">{escape(remedy)}</span>'
         for where, what, remedy in result.problems
     )
+    gone = [
+        f"{escape(part.name)}: of {len(part.block.gone)} blocks before the first that differs, the graph does not have the end: "
+        f"they were fused<br><small>{escape(', '.join(part.block.gone))}</small>"
+        for part in result.submodels.values()
+        if part.block and part.block.gone
+    ]
+    return "<h2>What does not pass</h2>" + listed + (_list(gone) if gone else "")
 
 
 def _verdicts(result: Verification) -> str:

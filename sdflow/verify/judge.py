@@ -241,6 +241,7 @@ class Desk:
             exact=proof.outputs,
             weights=proof.weights,
             unproved=proof.missing,
+            block=proof.block,
             problems=(*proof.problems, *verdict.problems),
         )
 

@@ -50,6 +50,30 @@ class ExactOutput:
 
 
 @dataclass(frozen=True)
+class BlockVerdict:
+    """Where an artifact that is not exact goes wrong (`sdflow.verify.blocks`).
+
+    first: the first block that differs; "" when it is none of them, but what lies between. distance: of its output from the
+    value of the graph that is nearest. there, blocks: how many blocks' outputs are in the graph as PyTorch has them, of how
+    many. gone: blocks before it whose outputs are in no value of the graph, as they were fused.
+    """
+
+    case: str
+    first: str
+    distance: float
+    there: int
+    blocks: int
+    gone: tuple[str, ...]
+
+    def words(self) -> str:
+        found = f"{self.there} of {self.blocks} blocks give what PyTorch's give at {self.case}"
+        if not self.first:
+            return f"{found}; no block by itself is to blame, but what lies between them"
+        away = "" if math.isinf(self.distance) else f" (what comes nearest is {self.distance:.1e} away)"
+        return f"{found}; the first that does not, for what it is given, is {self.first}{away}"
+
+
+@dataclass(frozen=True)
 class DeviceVerdict:
     """One submodel on hardware that was there. problems: those of its outputs, or why it does not run."""
 
@@ -65,7 +89,7 @@ class SubmodelVerdict:
     problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
     exact: the first part of the proof (`sdflow.verify.exact`). weights: how many were computed again from the checkpoint.
     unproved: why there is no such part. device: what its provider's own kernels gave, where they were asked for; its
-    problems are among `problems`.
+    problems are among `problems`. block: where an exact run goes wrong.
     """
 
     name: str
@@ -81,6 +105,7 @@ class SubmodelVerdict:
     weights: int = 0
     unproved: str = ""
     device: DeviceVerdict | None = None
+    block: BlockVerdict | None = None
 
     @property
     def passed(self) -> bool:
@@ -200,6 +225,9 @@ def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
             "problems": _pairs(value["problems"]),
             "left_out": tuple(value["left_out"]),
             "exact": tuple(ExactOutput(**each) for each in value["exact"]),
+            "block": None
+            if value["block"] is None
+            else BlockVerdict(**value["block"] | {"gone": tuple(value["block"]["gone"])}),
             "device": None if value["device"] is None else _device(value["device"]),
         }
     )

@@ -205,3 +205,29 @@ def test_numbers_before_a_sine_stay_as_they_are() -> None:
     take_constants(model, taken)
     assert taken == {"factor": np.float32(0.01)}
     assert [node.op_type for node in model.graph.node] == ["Constant", "Mul", "Sin", "Mul"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "submodel", "expected"),
+    [
+        (attention_scale, "unet", "up_blocks."),
+        (quick_gelu, "text_encoder", "encoder.layers.0.mlp"),
+        (timestep_clipped, "unet", "time_proj"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_first_block_that_differs_is_named(
+    plant: Callable[[Graph], None],
+    submodel: str,
+    expected: str,
+    cuda: Sample,
+    sample_cases: dict[str, Cases],
+    tmp_path: Path,
+) -> None:
+    wrong = planted(cuda.artifact(submodel), tmp_path / submodel, plant)
+    found = proof(cuda, submodel, wrong, sample_cases)
+    print(found.block)
+    assert found.block is not None
+    assert expected in found.block.first
+    assert found.block.there > 0
+    assert found.block.first in found.problems[0][0]
