@@ -32,10 +32,17 @@ def contiguous(values: Array) -> Array:
 
 
 def joined(parts: Sequence[Array], axis: int) -> Array:
-    """The parts one after the other along an axis, as `numpy.concatenate` has them. Raises ValueError as it does."""
+    """The parts one after the other along an axis, from 0, as `numpy.concatenate` has them. Raises ValueError as it does."""
     if all(part.flags.c_contiguous for part in parts) or any(part.dtype != parts[0].dtype for part in parts):
         return np.concatenate(parts, axis)
-    return np.concatenate([contiguous(part) for part in parts], axis)
+    first = parts[0].shape
+    if any(part.shape[:axis] + part.shape[axis + 1 :] != first[:axis] + first[axis + 1 :] for part in parts):
+        raise ValueError(f"parts of shapes {[part.shape for part in parts]} do not fit along axis {axis}")
+    ends = np.cumsum([part.shape[axis] for part in parts])
+    whole = np.empty((*first[:axis], int(ends[-1]), *first[axis + 1 :]), parts[0].dtype)
+    for place, part in zip(np.split(whole, ends[:-1], axis), parts, strict=True):
+        copy_into(place, part)
+    return whole
 
 
 def copy_into(target: Array, values: Array) -> None:
