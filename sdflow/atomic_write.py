@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished"
@@ -34,6 +34,17 @@ def replacing(path: Path, *, staging: Path | None = None, durable: bool = False)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def require_makable(folder: Path) -> None:
+    """Raises OSError when a folder is not there and cannot be made. To know it, it is made, and removed again."""
+    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    finally:
+        for path in missing:
+            with suppress(OSError):  # somebody else is using it already
+                path.rmdir()
 
 
 def write_whole(path: Path, content: bytes, *, staging: Path | None = None, durable: bool = False) -> None:

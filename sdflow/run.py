@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.assemble import assemble
+from sdflow.atomic_write import require_makable
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
@@ -93,6 +94,12 @@ def run_workflow(
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
+        try:
+            require_makable(folder)
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be made: {error.strerror or error}", where=option, remedy="name another folder"
+            ) from error
     if options.require_target:  # what is known beforehand costs no build
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])

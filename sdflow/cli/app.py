@@ -246,19 +246,21 @@ def explain(
 
 
 @app.command()
-def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None) -> None:
+def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None, json: AsJson = False) -> None:
     """Check workflows and report every mistake with file, line and column."""
     from sdflow.errors import Problem, WorkflowError
+    from sdflow.report import print_validation
 
     problems: list[Problem] = []
+    valid: dict[str, list[str]] = {}
     for path in workflow:
         try:
             loaded = _load(path, overrides, target)
         except WorkflowError as error:
             problems.extend(error.problems)
         else:
-            names = ", ".join(pipeline.name for pipeline in loaded.pipelines)
-            print(f"{path}: valid ({names})")
+            valid[str(path)] = [pipeline.name for pipeline in loaded.pipelines]
+    print_validation(valid, problems, as_json=json)
     if problems:
         raise WorkflowError(problems)
 

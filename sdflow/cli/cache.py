@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -67,8 +68,15 @@ def clean(
     cache: CacheDir = Path("cache"),
 ) -> None:
     """Empty the cache. Pipelines that were built without --copy stop working."""
+    from sdflow.errors import UsageError
     from sdflow.store import Cache
 
+    if not yes and not sys.stdin.isatty():
+        raise UsageError(
+            f"removing everything in {cache.resolve()} wants a yes, and there is no terminal to ask",
+            where="sdflow cache clean",
+            remedy="Write it: --yes.",
+        )
     if not yes:
         typer.confirm(f"Remove everything in the cache {cache.resolve()}?", abort=True)
     Cache(cache).clean()

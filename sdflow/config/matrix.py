@@ -121,7 +121,7 @@ def model_label(reference: object) -> str:
         rest = rest.partition("@")[0].replace("?", "-").replace("=", "") if scheme != "hf" else rest.partition("@")[0]
         return slug(rest.rpartition("/")[2]) or "model"
     path = PurePosixPath(text.replace("\\", "/"))
-    return slug(path.stem if path.suffix in (".safetensors", *PICKLE_SUFFIXES) else path.name) or "model"
+    return slug(path.stem if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) else path.name) or "model"
 
 
 def loras_label(loras: object) -> str:

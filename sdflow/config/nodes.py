@@ -134,10 +134,12 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
     except yaml.MarkedYAMLError as error:
         mark = builder.mark(error.problem_mark or error.context_mark)
         last = _place(file, text.rstrip())
+        mark = mark if at or mark <= last else last
+        if _is_tab(text, error):
+            problems.add(mark, "a tab, where YAML takes only spaces", "indent with spaces")
+            return None
         context = f" ({error.context})" if error.context else ""
-        problems.add(
-            mark if at or mark <= last else last, f"not valid YAML: {error.problem or 'syntax error'}{context}"
-        )
+        problems.add(mark, f"not valid YAML: {error.problem or 'syntax error'}{context}")
         return None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The readers and PyYAML's scanner in Python, on escapes and directives that mean no character or number.
@@ -146,6 +148,15 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
     if builder.root is None:
         problems.add(builder.mark(None), "the file is empty")
     return builder.root
+
+
+def _is_tab(text: str, error: yaml.MarkedYAMLError) -> bool:
+    """Whether the parser stopped at a tab that indents, or stands where a word begins. It does not always say so."""
+    place = error.problem_mark
+    lines = text.splitlines()
+    if "tab character" in (error.problem or ""):
+        return True
+    return place is not None and place.line < len(lines) and lines[place.line][place.column : place.column + 1] == "\t"
 
 
 @dataclass

@@ -33,7 +33,7 @@ def inspect(path: Path) -> list[Finding]:
         return [inspect_pipeline(path)]
     if (path / CONFIG_FILE).is_file():
         return [inspect_component(path)]
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise CheckpointError(
             f"holds neither {INDEX_FILE} nor {CONFIG_FILE}, and no file of weights",

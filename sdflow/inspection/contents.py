@@ -48,7 +48,7 @@ def read_contents(path: Path) -> Contents:
     """
     if not path.is_file():
         raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path.")
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         header = read_header(path)
         return Contents(
             path,
@@ -56,7 +56,7 @@ def read_contents(path: Path) -> Contents:
             {name: _TITLES.get(entry.dtype, entry.dtype.lower()) for name, entry in header.items()},
             read_metadata(path),
         )
-    if path.suffix in PICKLE_SUFFIXES:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
         return _of_pickle(path)
     raise CheckpointError(
         f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=f"Known are {', '.join(SUFFIXES)}."

@@ -1,6 +1,6 @@
 """Prints results: tables for people, JSON with a `format_version` for programs. Standard output only."""
 
-from sdflow.report.build import print_bake, print_explanation, print_plan, print_run
+from sdflow.report.build import print_bake, print_explanation, print_plan, print_run, print_validation
 from sdflow.report.cache import print_cache_verification, print_collection, print_entries
 from sdflow.report.machine import print_diagnoses, print_passes, print_targets
 from sdflow.report.verify import print_verifications
@@ -18,5 +18,6 @@ __all__ = [
     "print_plan",
     "print_run",
     "print_targets",
+    "print_validation",
     "print_verifications",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from sdflow.report.verify import print_verification
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 if TYPE_CHECKING:
+    from sdflow.errors import Problem
     from sdflow.evaluate.statistics import Latency
     from sdflow.plan import Plan, PlannedStep
     from sdflow.run import PipelineResult, RunResult
@@ -31,6 +33,21 @@ FUSED = (
     "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm",
     "NhwcConv", "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
 )  # fmt: skip
+
+
+def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Problem], *, as_json: bool) -> None:
+    """The workflows that are valid, each with its pipelines; as JSON, also what is wrong with the others."""
+    if as_json:
+        print_json(
+            "validation",
+            {
+                "valid": [{"workflow": path, "pipelines": list(names)} for path, names in valid.items()],
+                "problems": [asdict(problem) for problem in sorted(set(problems))],
+            },
+        )
+        return
+    for path, names in valid.items():
+        print(f"{path}: valid ({', '.join(names)})")
 
 
 def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.atomic_write import require_makable
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.few_steps import spelled
@@ -262,6 +263,12 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
     if not os.access(there, os.W_OK):
         raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
+    try:
+        require_makable(request.out)  # under /proc it looks as if it could be
+    except OSError as error:
+        raise UsageError(
+            f"cannot be made: {error.strerror or error}", where=str(request.out), remedy="Name another with --out."
+        ) from error
 
 
 def _check_arguments(request: GenerateRequest) -> None:

@@ -51,9 +51,15 @@ def _first_word(text: str) -> str:
     return text.partition(" ")[0]
 
 
+MOST_PIXELS = 1 << 14
+"""Of a side."""
+
+
 def require_size(multiple: int, height: int | None, width: int | None) -> None:
-    """Raises UsageError for a size in pixels that is no multiple of this."""
+    """Raises UsageError for a size in pixels that is no multiple of this, or beyond what anything can draw."""
     for name, size in (("height", height), ("width", width)):
+        if size is not None and size > MOST_PIXELS:
+            raise UsageError(f"{name} is {size:,} pixels", remedy=f"At most {MOST_PIXELS:,} are drawn.")
         if size is not None and (size <= 0 or size % multiple):
             raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {multiple}.")
 

@@ -159,7 +159,7 @@ def _open(
             provenance=synthetic_provenance(parsed.architecture, parsed.seed),
         )
     path, origin = _file(adapter, download)
-    pickled = path.suffix in PICKLE_SUFFIXES
+    pickled = path.suffix.lower() in PICKLE_SUFFIXES
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
@@ -207,7 +207,7 @@ def _file(adapter: AdapterReference, download: bool) -> tuple[Path, dict[str, An
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
         raise CheckpointError("is no IP-Adapter", where=adapter.file, remedy="Name its file, or synthetic:ip-adapter.")
     path = parsed.path / adapter.weight_name if adapter.weight_name else parsed.path
-    if not path.is_file() or path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
+    if not path.is_file() or path.suffix.lower() not in (".safetensors", *PICKLE_SUFFIXES):
         raise CheckpointError(
             "no such file" if not path.exists() else "is no file of an IP-Adapter",
             where=str(path),

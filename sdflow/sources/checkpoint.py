@@ -183,7 +183,12 @@ def submodels_of(
     }
 
 
+LONGEST_NAME = 200
+"""Characters of a name that a message holds. A file may have any."""
+
+
 def listing(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, and how many more there are."""
+    """The first names, as far as anyone reads them, and how many more there are."""
     rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    told = (name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:limit])
+    return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")

@@ -127,7 +127,7 @@ class Source:
             )
         if path.is_dir():
             return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
-        if path.suffix in (".safetensors", *PICKLE_SUFFIXES) and path.is_file():
+        if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) and path.is_file():
             return self._file(path)
         raise CheckpointError(
             f"a file of the unknown kind {path.suffix!r}" if path.is_file() else "no such file or folder",
@@ -202,7 +202,7 @@ class Source:
         return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
 
     def _file(self, path: Path) -> Found:
-        pickled = path.suffix in PICKLE_SUFFIXES
+        pickled = path.suffix.lower() in PICKLE_SUFFIXES
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
         if pickled:
             refuse_pickle(path, self.allow_pickle)

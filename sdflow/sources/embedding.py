@@ -67,7 +67,7 @@ def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = 
     """
     if not path.is_file():
         raise CheckpointError("no such file", where=str(path), remedy="Check the path of the embedding.")
-    if path.suffix in PICKLE_SUFFIXES:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
         if not allow_pickle:
             raise CheckpointError(
                 "is pickled, and pickles can run any code when they are loaded",
@@ -76,7 +76,7 @@ def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = 
                 "with weights_only=True.",
             )
         tensors, said = _from_pickle(path)
-    elif path.suffix == ".safetensors":
+    elif path.suffix.lower() == ".safetensors":
         tensors, said = _named(path, {name: entry.shape for name, entry in read_header(path).items()})
         found = read_float_tensors(path, tensors.values())
         tensors = {name: found[stored] for name, stored in tensors.items()}

@@ -93,7 +93,11 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
             return local / weight_name
         if not download or _offline():
             names = [] if local is None else [path.relative_to(local).as_posix() for path in local.rglob("*.*")]
-            if local is None or weight_name is not None or not any(name.endswith(".safetensors") for name in names):
+            if (
+                local is None
+                or weight_name is not None
+                or not any(name.lower().endswith(".safetensors") for name in names)
+            ):
                 raise _not_local(hub)
             return local / wanted(names)[0]
     fetched: list[str] = []
@@ -109,7 +113,7 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
 def choose_file(names: Collection[str], weight_name: str | None, where: str) -> str:
     """The named file, or the only .safetensors file among those at the top."""
     remedy = "Say which: `weight_name` in a workflow, `--lora ...#NAME` for `sdflow bake`."
-    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    found = sorted(name for name in names if name.lower().endswith(".safetensors") and "/" not in name)
     if weight_name is not None:
         if weight_name not in names:
             raise CheckpointError(

@@ -67,7 +67,7 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
 
 
 def _refuse_pickle(name: str, where: str) -> None:
-    if name.endswith(PICKLE_SUFFIXES):
+    if name.lower().endswith(PICKLE_SUFFIXES):
         raise CheckpointError(
             "pickled LoRAs are not read: a pickle can run any code when it is loaded",
             where=where,

@@ -14,7 +14,7 @@ from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCH
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 # A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
 _WITH_ARCHITECTURE = re.compile(
-    rf"(.+(?:\.safetensors|{'|'.join(map(re.escape, PICKLE_SUFFIXES))}))#([^./\\#]*)", re.DOTALL
+    rf"(.+(?i:\.safetensors|{'|'.join(map(re.escape, PICKLE_SUFFIXES))}))#([^./\\#]*)", re.DOTALL
 )
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -64,12 +64,12 @@ def open_single_file(
     A pickle's first opening loads torch to read its shapes; what was found is remembered in `digests`.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
-    pickled = path.suffix in PICKLE_SUFFIXES
+    pickled = path.suffix.lower() in PICKLE_SUFFIXES
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
         known = _Description(*json.loads(digests.value(path, "single-file-architecture-4", _describe_pickle)))
-    elif path.suffix == ".safetensors":
+    elif path.suffix.lower() == ".safetensors":
         known, header = _describe(path), read_header(path)
     else:
         raise CheckpointError(

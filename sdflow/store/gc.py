@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ STRAY_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share."""
+    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share.
+    structure: a graph that was built without weights."""
 
     action: str
     object: str
@@ -43,6 +44,7 @@ class Entry:
     last_used: float
     bytes: int
     pinned_by: tuple[str, ...]
+    structure: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree
                 last_used=used,
                 bytes=sum(file.size for file in files),
                 pinned_by=tuple(pinned_by[stored.object]),
+                structure=content.get("weights") == "symbolic",
             ),
         )
 
@@ -133,7 +136,7 @@ def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> 
     doomed = list(orphans)
     kept = sum(sizes.values()) - sum(sizes[digest] for digest in orphans)
     if max_size is not None:
-        for digest in sorted(by_object, key=lambda digest: max(entry.last_used for entry in by_object[digest])):
+        for digest in sorted(by_object, key=lambda digest: _worth(by_object[digest])):
             if kept <= max_size:
                 break
             if digest not in protected:
@@ -153,6 +156,12 @@ def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> 
         bytes_kept=kept,
         over=max(0, kept - max_size) if max_size is not None else 0,
     )
+
+
+def _worth(entries: Sequence[Entry]) -> tuple[bool, float]:
+    """What goes first: models with weights, which a graph gives again in seconds, before the small graphs, which took
+    minutes; of each, what was used least recently."""
+    return any(entry.structure for entry in entries), max(entry.last_used for entry in entries)
 
 
 def _size(directory: Path) -> int:

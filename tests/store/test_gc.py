@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sdflow.artifact import Action
 from sdflow.errors import CacheError
 from sdflow.store import Cache
 
@@ -74,6 +75,17 @@ def test_an_object_goes_only_when_all_its_actions_are_old(cache: Cache) -> None:
     use_at(cache, "c", 500)
     assert [entry.action for entry in cache.gc(7000).removed] == [make_action("c").digest]
     assert {entry.action for entry in cache.gc(0).removed} == {make_action("a").digest, make_action("b").digest}
+
+
+def test_a_structure_stays_longer_than_the_models_made_from_it(cache: Cache) -> None:
+    structure = Action({**make_action("structure").content, "weights": "symbolic"})
+    publish(cache, structure, {"model.onnx": b"graph" * 100})
+    publish(cache, make_action("bound"), {"model.onnx": b"weights" * 1000})
+    old = time.time() - 1000
+    os.utime(cache.root / "v1/actions" / structure.digest[:2] / f"{structure.digest}.json", (old, old))
+    assert [entry.action for entry in cache.gc(7000).removed] == [make_action("bound").digest]
+    assert [(entry.action, entry.structure) for entry in cache.entries()] == [(structure.digest, True)]
+    assert [entry.action for entry in cache.gc(0).removed] == [structure.digest]
 
 
 def test_what_an_assembled_pipeline_uses_is_pinned(cache: Cache, tmp_path: Path) -> None:
