@@ -22,6 +22,7 @@ from sdflow.plan import Plan
 from sdflow.run import PipelineResult, RunOptions, run_workflow
 from sdflow.runtime.folder import refiner_of
 from sdflow.sources import require_same_checkpoint
+from sdflow.sources.reference import AdapterReference
 from sdflow.store import Cache
 from sdflow.targets import find_target
 
@@ -141,6 +142,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         model_mark=mark,
         components=origin.pinned_components(),
         controlnets=origin.pinned_nets(),
+        ip_adapters=tuple(AdapterReference(**each) for each in origin.pinned_adapters()),
         generate=origin.generate,
         target=find_target(origin.target, str(path)).name,
         loras=(*own, *loras),

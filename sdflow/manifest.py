@@ -80,12 +80,12 @@ class Origin:
     """What a pipeline was built from, and for what.
 
     model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
-    where they are from. controlnets: name -> where it is from. checkpoint: what identifies its content. chains: submodel
-    -> what made it. verified: the level at which it passed before it was put together; None: it was not verified;
-    NOT_SAID: nothing is known. family: which submodels there are, and how they draw. generate: what the workflow says of
-    how it draws (`families.defaults.SAID`). few_steps: what the names of the model and the LoRAs say, and `because`.
-    refiner: the folder, from this one, of the pipeline that refines its images. left_out: submodels of the checkpoint that the
-    workflow does not build; None: it is not said.
+    where they are from. controlnets: name -> where it is from. ip_adapters: what the workflow says of each. checkpoint:
+    what identifies its content. chains: submodel -> what made it. verified: the level at which it passed before it was put
+    together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
+    generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of the model and
+    the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images. left_out:
+    submodels of the checkpoint that the workflow does not build; None: it is not said.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Origin:
     family: str = DEFAULT
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
+    ip_adapters: tuple[Mapping[str, str], ...] = ()
     generate: Mapping[str, Any] = field(default_factory=dict)
     few_steps: Mapping[str, Any] = field(default_factory=dict)
     refiner: str | None = None
@@ -128,6 +129,17 @@ class Origin:
     def pinned_nets(self) -> dict[str, str]:
         """The ControlNets by name, those of the hub at the commit that was used."""
         return self._pinned(self.controlnets, "controlnets")
+
+    def pinned_adapters(self) -> list[dict[str, str]]:
+        """The IP-Adapters, those of the hub at the commit that was used, and so their image encoder."""
+        found = (self.checkpoint or {}).get("ip_adapters", {})
+        pinned = []
+        for index, each in enumerate(self.ip_adapters):
+            provenance = found.get(str(index), {})
+            encoder = provenance.get("encoder", {}) if "encoder" in each else {}
+            others = {"encoder": _pinned(each["encoder"], encoder)} if "encoder" in each else {}
+            pinned.append({**each, "file": _pinned(each["file"], provenance), **others})
+        return pinned
 
     def _pinned(self, references: Mapping[str, str], kind: str) -> dict[str, str]:
         found = (self.checkpoint or {}).get(kind, {})
@@ -190,6 +202,8 @@ class Manifest:
             content["about_refiner"] = NO_CLASS
         if origin.left_out is not None:
             content["left_out"] = sorted(origin.left_out)
+        if origin.ip_adapters:
+            content["ip_adapters"] = [dict(each) for each in origin.ip_adapters]
         for name in ("components", "controlnets", "generate", "few_steps"):
             if found := getattr(origin, name):
                 content[name] = dict(found)
@@ -293,6 +307,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         family=_family(value),
         components=_references(value, "components"),
         controlnets=_references(value, "controlnets"),
+        ip_adapters=_adapters(value),
         generate=_said(value, "generate"),
         few_steps=_said(value, "few_steps"),
         refiner=_get_or(value, "refiner", str, None),
@@ -327,6 +342,16 @@ def _family(value: Mapping[str, Any]) -> str:
 def _references(value: Mapping[str, Any], key: str) -> dict[str, str]:
     found = _get_or(value, key, dict, None) or {}
     return {name: _get(found, name, str) for name in found}
+
+
+def _adapters(value: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+    if value.get("ip_adapters") is None:
+        return ()
+    keys = ("file", "weight_name", "encoder", "encoder_folder")
+    return tuple(
+        {"file": _get(each, "file", str), **{key: _get(each, key, str) for key in keys if key in each}}
+        for each in _objects(value, "ip_adapters")
+    )
 
 
 def _said(value: Mapping[str, Any], key: str) -> dict[str, Any]:

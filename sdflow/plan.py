@@ -126,7 +126,13 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
 
     def planned(pipeline: PipelineSpec) -> PipelinePlan:
         key = digest_json(
-            [pipeline.model, pipeline.allow_pickle, dict(pipeline.components), dict(pipeline.controlnets)]
+            [
+                pipeline.model,
+                pipeline.allow_pickle,
+                dict(pipeline.components),
+                dict(pipeline.controlnets),
+                [adapter.to_json() for adapter in pipeline.ip_adapters],
+            ]
         )
         if key not in opened:
             opened[key] = _open(pipeline, cache, download)
@@ -153,6 +159,7 @@ def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Check
             allow_pickle=pipeline.allow_pickle,
             components=pipeline.components,
             nets=pipeline.controlnets,
+            adapters=pipeline.ip_adapters,
         )
     except sources.CheckpointNotLocal:
         if download:

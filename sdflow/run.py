@@ -281,6 +281,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
         },
         components=pipeline.components,
         controlnets=pipeline.controlnets,
+        ip_adapters=tuple(adapter.to_json() for adapter in pipeline.ip_adapters),
         generate=pipeline.generate,
         few_steps=plan.few_steps,
         refiner=None if pipeline.refiner is None else REFINER,

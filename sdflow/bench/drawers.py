@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, latents
+from sdflow.errors import UsageError
 from sdflow.families.base import Family
 from sdflow.families.torch_start import torch_start
 from sdflow.runtime.folder import (
+    folder_adapters,
     folder_defaults,
     folder_family,
     folder_latents,
@@ -22,7 +24,7 @@ from sdflow.runtime.folder import (
     read_options,
 )
 from sdflow.runtime.schedule import named_scheduler
-from sdflow.samples.canvas import canvas
+from sdflow.samples.canvas import canvas, shown
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         drawn = pipeline(
             [settings.prompt] * case.batch,
             **canvas(pipeline.task, case.height, case.width),
+            **shown(folder_adapters(folder)),
             negative_prompt=settings.negative_prompt,
             height=case.height,
             width=case.width,
@@ -109,6 +112,9 @@ def torch_drawer(
     companions["scheduler"].step = with_float32_noise(companions["scheduler"].step)
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
+    if adapters := folder_adapters(folder):
+        _require_adapters(engine)
+        pipeline.set_ip_adapter_scale([1.0] * adapters)
     _specialize(pipeline, family, engine)
     encode, marks = pipeline.encode_prompt, [ignore]
 
@@ -131,6 +137,7 @@ def torch_drawer(
         with _full_float32():
             drawn = pipeline(
                 [settings.prompt] * case.batch,
+                **shown(adapters),
                 **torch_start(pipeline, noise, case.steps, **canvas(task, case.height, case.width)),
                 negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
                 num_inference_steps=case.steps,
@@ -192,6 +199,14 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
 def _convolutional(family: Family) -> list[str]:
     """The components that work on images and latents: those of denoiser and decoder."""
     return [family.part(name).component for name in (family.denoiser, family.decoder)]
+
+
+def _require_adapters(engine: Engine) -> None:
+    """Raises UsageError for an engine that puts other attention in the place of what reads image prompts."""
+    if engine.attention != "sdpa" or engine.fused_qkv:
+        raise UsageError(
+            f"{engine.name} has no attention for IP-Adapters", remedy="Take torch-sdpa, or torch-compile: theirs has."
+        )
 
 
 def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:

@@ -82,6 +82,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    ip_image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An image prompt for the pipeline's IP-Adapter, and how much it counts. Repeatable: more images of one "
+            "adapter, or one for each of several.",
+            metavar="FILE[:SCALE]",
+            show_default=False,
+        ),
+    ] = None,
     guess_mode: Annotated[
         bool, typer.Option("--guess-mode", help="ControlNets guess what the image shows; the prompt may be empty.")
     ] = False,
@@ -177,6 +186,7 @@ def generate(
     from sdflow.runtime.control_files import parse_controls
     from sdflow.runtime.generate import GenerateRequest, read_prompts
     from sdflow.runtime.generate import generate as draw
+    from sdflow.runtime.image_prompt_files import parse_image_prompts
 
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
     more = {
@@ -205,6 +215,7 @@ def generate(
         mask=mask,
         controls=parse_controls(control or ()),
         guess_mode=guess_mode,
+        image_prompts=parse_image_prompts(ip_image or ()),
         scheduler=scheduler,
         checker=checker,
         target=target,
@@ -229,6 +240,8 @@ def generate(
 
 
 _TYPED = {
+    "ip_adapter_image": "--ip-image",
+    "ip_adapter_scale": "--ip-image",
     "prompt_2": "--prompt-2",
     "negative_prompt_2": "--negative-prompt-2",
     "original_size": "--original-size",

@@ -19,6 +19,7 @@ WORKFLOW: Mapping[str, str] = {
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
+    "ip_adapters": "IP-Adapters, for image prompts: a list of them. Each reads the image encoder of the first.",
     "refiner": "A model that goes the last part of the way from noise to image: built by the same chains into the "
     "folder `refiner` of the pipeline, without the counts of `expect` and without the LoRAs. Written like `model`, or a map of "
     "`model` and `without`: passes that its chains leave out. null: none.",
@@ -76,6 +77,31 @@ class LoraFields(_Fields):
     scale: Annotated[float, Field(allow_inf_nan=False, description="How strongly it is merged; 1.0 is in full.")] = 1.0
     weight_name: Annotated[
         str | None, Field(description="The .safetensors file within a folder or a repository of several.")
+    ] = None
+
+
+class AdapterFields(_Fields):
+    """An IP-Adapter."""
+
+    file: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="A .safetensors file, a folder or hf:owner/name[@revision] that holds it, or synthetic:ip-adapter.",
+        ),
+    ]
+    weight_name: Annotated[
+        str | None, Field(description="The file within a folder or a repository: models/ip-adapter_sd15.safetensors.")
+    ] = None
+    encoder: Annotated[
+        str | None, Field(description="The image encoder, where it lies elsewhere. Written like `model`.")
+    ] = None
+    encoder_folder: Annotated[
+        str | None,
+        Field(
+            description="The image encoder's folder: beside the file, or, with a slash, in the folder or repository. null: the "
+            "one that diffusers looks for, which is called as the submodel is."
+        ),
     ] = None
 
 

@@ -32,9 +32,10 @@ from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
 from sdflow.config.options import check
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
-from sdflow.config.reference import lora_spec, model_reference
+from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
-from sdflow.families import DRAWING, EXCHANGEABLE, NET, WITH_LORAS
+from sdflow.families import DRAWING, EXCHANGEABLE, NET, PROMPTER, WITH_LORAS
+from sdflow.sources.reference import AdapterReference
 
 
 def load_workflow(
@@ -89,6 +90,7 @@ class _Loader:
         self.carry_weights = self._flag("carry_weights")
         self.components = self._components(document.entries.get("components"))
         self.controlnets = self._controlnets(document.entries.get("controlnets"))
+        self.ip_adapters = self._ip_adapters(document.entries.get("ip_adapters"))
         self.generate = self._generate(document.entries.get("generate"))
         self._targets: dict[str, _ForTarget] = {}
         self._models: dict[int, str | None] = {}
@@ -127,7 +129,7 @@ class _Loader:
             # Without LoRAs there is nothing to merge.
             submodels={
                 name: tuple(spec for spec, info in chain if loras or not info.takes_loras)
-                for name, chain in self._with_nets(common.chains).items()
+                for name, chain in self._with_nets(self._with_prompter(common.chains)).items()
             },
             evaluate=common.evaluate,
             verify=common.verify,
@@ -135,6 +137,7 @@ class _Loader:
             carry_weights=self.carry_weights,
             components=self.components,
             controlnets=self.controlnets,
+            ip_adapters=self.ip_adapters,
             generate=self.generate,
         )
         return replace(pipeline, refiner=self._refiner(pipeline))
@@ -169,9 +172,10 @@ class _Loader:
                     if not info.takes_loras and spec.pass_name not in without
                 )
                 for name, chain in chains.items()
-                if name != NET
+                if name not in (NET, PROMPTER)
             },
             controlnets={},
+            ip_adapters=(),
         )
 
     def _names(self, node: Node | None, what: str) -> list[str]:
@@ -224,6 +228,24 @@ class _Loader:
                     each, self.files.folder(each.mark), self.allow_pickle, self.problems, f"`controlnets.{name}`"
                 )
         return {name: reference for name, reference in found.items() if reference is not None}
+
+    def _ip_adapters(self, node: Node | None) -> tuple[AdapterReference, ...]:
+        if node is None or is_null(node):
+            return ()
+        if not isinstance(node, YamlList):
+            expect_kind(node, "a list of IP-Adapters like {file: …}, or null", "`ip_adapters`", self.problems)
+            return ()
+        found = [adapter_reference(item, self.files.folder, self.allow_pickle, self.problems) for item in node.items]
+        return tuple(each for each in found if each is not None)
+
+    def _with_prompter(self, chains: Mapping[str, _Chain]) -> Mapping[str, _Chain]:
+        """The chains with that of what reads image prompts only where there are IP-Adapters."""
+        if not self.ip_adapters:
+            return {name: chain for name, chain in chains.items() if name != PROMPTER}
+        if PROMPTER not in chains:
+            text = f"no chain for what reads image prompts: `submodels` has no {PROMPTER}"
+            self.problems.add(self.document.mark, text, "extend a file that has it")
+        return chains
 
     def _with_nets(self, chains: Mapping[str, _Chain]) -> dict[str, _Chain]:
         """The chains with that of the ControlNets once for each of them."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from sdflow.config.fields import LoraFields
+from sdflow.config.fields import AdapterFields, LoraFields
 from sdflow.config.files import nearest_sibling
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES
-from sdflow.sources.reference import PICKLE_SUFFIXES, split_architecture
+from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
+from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
 
 SAMPLES = ("shapes",)
 _SCHEMES = ("hf", "synthetic", "sample")
@@ -56,8 +57,37 @@ def model_reference(
 
 def _synthetic_names(what: str) -> tuple[str, ...]:
     """The architectures that may stand at this key: of a component, also those that are that component alone."""
+    if what.startswith("`ip_adapters."):
+        return ADAPTER_ARCHITECTURES
     alone = (name for name, component in COMPONENT_ARCHITECTURES.items() if what == f"`components.{component}`")
     return (*ARCHITECTURES, *alone)
+
+
+def adapter_reference(
+    node: Node, folders: Callable[[Mark], Path], allow_pickle: bool, problems: Problems
+) -> AdapterReference | None:
+    """The checked IP-Adapter with its paths made absolute, or None and problems. folders: where the path at a mark starts."""
+    if not isinstance(node, YamlMap):
+        expect_kind(node, "a map like {file: …}", "an IP-Adapter", problems)
+        return None
+    fields = check(AdapterFields, node, "IP-Adapter", problems)
+    if fields is None:
+        return None
+    found: dict[str, str | None] = {}
+    for key in ("file", "encoder"):
+        if getattr(fields, key) is not None:
+            written = node.entries[key]
+            found[key] = model_reference(written, folders(written.mark), allow_pickle, problems, f"`ip_adapters.{key}`")
+            if found[key] is None:
+                return None
+    file, mark = found["file"], node.entries["file"].mark
+    assert file is not None
+    if fields.weight_name is None and (file.startswith("hf:") or Path(file).is_dir()):
+        problems.add(
+            mark, "which file of it is not said", "add weight_name: models/ip-adapter_sd15.safetensors, or another"
+        )
+        return None
+    return AdapterReference(file, fields.weight_name, found.get("encoder"), fields.encoder_folder)
 
 
 def lora_spec(node: Node, folder: Path, problems: Problems) -> LoraSpec | None:

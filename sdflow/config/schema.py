@@ -18,6 +18,7 @@ from sdflow.config.fields import (
     STEP,
     SUBMODEL,
     WORKFLOW,
+    AdapterFields,
     EvaluateFields,
     GenerateFields,
     LoraFields,
@@ -39,6 +40,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     """
     defs: Schema = {}
     lora = _model(LoraFields, "lora", defs, partial=False)
+    adapter = _model(AdapterFields, "ip_adapter", defs, partial=False)
     evaluate = {"anyOf": [_model(EvaluateFields, "evaluate", defs), {"type": "null"}]}
     level = {"enum": ["quick", "full", "off", True, False, None]}
     verify = {"anyOf": [_model(VerifyFields, "verify", defs), level]}
@@ -111,6 +113,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
                     {"type": "null"},
                 ]
             },
+            "ip_adapters": {"anyOf": [{"type": "array", "items": adapter}, {"type": "null"}]},
             "refiner": {
                 "anyOf": [
                     _TEXT,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sdflow.families.defaults import Defaults
+from sdflow.sources.reference import AdapterReference
 
 
 @dataclass(frozen=True, order=True)
@@ -108,6 +109,7 @@ class PipelineSpec:
     """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
 
     components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
+    ip_adapters: in the order of their inputs.
     refiner: what refines its images; it lies in the same folder. verify: None: the artifacts are not verified.
     generate: what is said of how it draws, of `families.defaults.SAID`.
     """
@@ -124,6 +126,7 @@ class PipelineSpec:
     carry_weights: bool = False
     components: Mapping[str, str] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
+    ip_adapters: tuple[AdapterReference, ...] = ()
     generate: Mapping[str, Any] = field(default_factory=dict)
     refiner: PipelineSpec | None = None
 

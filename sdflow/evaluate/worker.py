@@ -161,7 +161,8 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     stepped = (family.denoiser, *family.nets(configs).values())
-    batches = {**dict.fromkeys(family.text, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
+    pairs = (*family.text, *family.prompters(configs))  # which run two rows at a time
+    batches = {**dict.fromkeys(pairs, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
     sizes = Sizes(
         height=image.height or latents.image_size,
         width=image.width or latents.image_size,

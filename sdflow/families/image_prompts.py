@@ -72,6 +72,13 @@ def image_conditions(
     return found
 
 
+def reads_layers(projection: Any) -> bool:
+    """Whether a projection of diffusers reads what a layer gives, not the embedding of the whole image: as its pipelines ask."""
+    from diffusers.models.embeddings import ImageProjection
+
+    return not isinstance(projection, ImageProjection)
+
+
 def with_projections(pipeline: Any) -> Any:
     """diffusers' pipeline as `load_ip_adapter` leaves it, where it has an image encoder: the projections, which lie in that here,
     are the denoiser's."""

@@ -6,6 +6,7 @@ What is mended around it:
   errors, and a fusion that fused nothing is one too.
 - `FusionAttentionVae` writes zeros in place of the biases of q, k and v (onnxruntime 1.31, fusion_attention_vae.py,
   "No bias, use zeros"). The true biases are put in.
+- The attention of IP-Adapters is not looked for (`sdflow.passes.image_prompt_fusion`). It is made of what is there.
 - Without shape inference most fusions of the UNet silently do not happen, and BiasAdd needs two others: errors.
 - For CLIP, the number of heads and the hidden size are taken from config.json.
 """
@@ -26,6 +27,7 @@ from sdflow.models.base import EXACT
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
+from sdflow.passes.image_prompt_fusion import image_prompt_attention
 from sdflow.passes.olive import read_config, run_olive_pass
 
 FUSED = (
@@ -173,7 +175,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         inputs.progress("fusing")
         fused_dir = out / ".fused" if config.float16 else out
         fused_dir.mkdir(exist_ok=True)
-        with true_vae_biases():
+        with true_vae_biases(), image_prompt_attention():
             options = self.olive_options(config, inputs.model)
             run_olive_pass(self.name, options, inputs.model, fused_dir, keep_weights_on_disk=config.opt_level == 0)
         after = graph_facts(fused_dir / MODEL_FILE)

@@ -13,6 +13,7 @@ from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import ONNX_COMPONENT, Family, Latents
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import adapter_count
 from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
@@ -114,6 +115,11 @@ def folder_task(folder: Path) -> Task:
 def folder_needed(folder: Path) -> tuple[str, ...]:
     """The submodels that a pipeline folder cannot draw without. Raises UsageError when a config cannot be read."""
     return folder_family(folder).needed(_configs(folder))
+
+
+def folder_adapters(folder: Path) -> int:
+    """How many IP-Adapters a pipeline folder has. Raises UsageError when a config cannot be read."""
+    return adapter_count(submodel_config(folder, folder_family(folder).denoiser))
 
 
 def _configs(folder: Path) -> dict[str, Config]:

@@ -23,7 +23,15 @@ from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import Control, require_controls
 from sdflow.runtime.control_files import ControlFile
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.folder import folder_family, folder_latents, folder_task, onnx_submodels, refiner_of
+from sdflow.runtime.folder import (
+    folder_adapters,
+    folder_family,
+    folder_latents,
+    folder_task,
+    onnx_submodels,
+    refiner_of,
+)
+from sdflow.runtime.image_prompt_files import ImagePromptFile, for_adapters
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
@@ -52,8 +60,8 @@ class GenerateRequest:
     images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
     from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. check: whether the folder's files are held to their digests. controls: images for
-    ControlNets; guess_mode: as of the pipeline. more: what the pipeline's family takes besides. preview: write one after every
-    step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
+    ControlNets; guess_mode: as of the pipeline. image_prompts: images for IP-Adapters. more: what the pipeline's family takes
+    besides. preview: write one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
     folder: Path
@@ -72,6 +80,7 @@ class GenerateRequest:
     mask: Path | None = None
     controls: Sequence[ControlFile] = ()
     guess_mode: bool = False
+    image_prompts: Sequence[ImagePromptFile] = ()
     scheduler: str | None = None
     checker: bool = True
     target: str | None = None
@@ -147,6 +156,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     words = _words(request)
     image, mask = (None if path is None else _open(path) for path in (request.image, request.mask))
     controls = {each.name: _control(each, _open(each.path)) for each in request.controls}
+    shown = for_adapters(request.image_prompts, folder_adapters(request.folder), _open)
     if request.target is not None:
         target = find_target(request.target, "--target")
     else:
@@ -182,7 +192,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
-        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, callbacks)
+        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, shown, callbacks)
         for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{name}.png"
             _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
@@ -257,6 +267,7 @@ def _check(request: GenerateRequest) -> None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
     nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
     require_controls({each.name: _control(each, None) for each in request.controls}, list(nets))
+    for_adapters(request.image_prompts, folder_adapters(request.folder), lambda path: path)
     require_size(folder_latents(request.folder).granularity, request.height, request.width)
     there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -343,6 +354,7 @@ def _draw(
     seeds: list[int],
     images: tuple[Image | None, Image | None],
     controls: Mapping[str, Control],
+    shown: Mapping[str, Any],
     callbacks: Mapping[str, Any],
 ) -> tuple[list[Image], list[bool | None]]:
     import torch
@@ -365,6 +377,7 @@ def _draw(
         eta=request.eta,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         control=controls,
+        **shown,
         guess_mode=request.guess_mode,
         prompt_syntax=request.prompt_syntax,
         clip_skip=request.clip_skip,
@@ -417,6 +430,7 @@ def _settings(
         "guidance_scale": own.guidance_scale if request.guidance_scale is None else request.guidance_scale,
         "eta": own.eta if request.eta is None else request.eta,
         **({"controls": {each.name: each.settings() for each in request.controls}} if request.controls else {}),
+        **({"image_prompts": [each.settings() for each in request.image_prompts]} if request.image_prompts else {}),
         **({"guess_mode": True} if request.guess_mode else {}),
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),

@@ -20,6 +20,11 @@ def canvas(task: str, height: int, width: int) -> dict[str, Any]:
     return given if task == "image" else {**given, "mask_image": _middle(height, width)}
 
 
+def shown(adapters: int) -> dict[str, Any]:
+    """What a pipeline with so many IP-Adapters is shown, by the argument of its call; nothing without any. Always the same."""
+    return {"ip_adapter_image": [_waves(96, 144)] * adapters} if adapters else {}
+
+
 def _waves(height: int, width: int) -> Image:
     import numpy as np
     from PIL import Image

@@ -10,8 +10,9 @@ from sdflow.errors import UsageError
 from sdflow.manifest import Origin
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.opening import open_checkpoint
+from sdflow.sources.reference import AdapterReference
 
-_WITHIN = ("components", "controlnets")
+_WITHIN = ("components", "controlnets", "ip_adapters")
 """Entries of a provenance that hold provenances by name."""
 
 
@@ -29,6 +30,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, downl
         allow_pickle=origin.allow_pickle,
         components=origin.pinned_components(),
         nets=origin.pinned_nets(),
+        adapters=[AdapterReference(**each) for each in origin.pinned_adapters()],
     )
     require_same_checkpoint(checkpoint, origin, where)
     return replace(checkpoint, said=origin.said)
@@ -40,6 +42,7 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
         model = origin.pinned_model(where)
         also = {**origin.components, **origin.controlnets}
         others = "".join(f", {name} {reference}" for name, reference in also.items())
+        others += "".join(f", the IP-Adapter {each['file']}" for each in origin.ip_adapters)
         raise UsageError(
             f"the checkpoint {model}{others} is not the one that this pipeline was built from",
             where=where,

@@ -285,8 +285,7 @@ def _reference(
 
 def _needed(selection: Selection, subject: Subject) -> list[str]:
     family = subject.checkpoint.family
-    nets = family.nets(subject.checkpoint.submodels).values()
-    return sorted({*selection.submodels, *family.drawing, *nets})
+    return sorted({*selection.submodels, *family.drawing, *family.beside(subject.checkpoint.submodels)})
 
 
 def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:

@@ -94,14 +94,17 @@ def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str
 
     family, selection, texts = run.family, run.request.selection, _texts(run)
     gc.collect()
+    shown, _ = run.show()
+    gc.collect()
     networks, pipeline = run.stage((family.denoiser, family.decoder, *run.nets))
+    run.set_scales(pipeline, shown)
 
     def drawn(kind: str) -> Any:
         dtype = next(iter(texts[kind].values())).dtype
         first = {name: each.to(dtype) for name, each in given[kind].items() if name in ("latents", "image")}
         return pipeline(
             **texts[kind],
-            **{**given[kind], **first},
+            **{**given[kind], **first, **(shown.float32 if kind == "float32" else shown.float16)},
             num_inference_steps=selection.steps,
             guidance_scale=selection.guidance_scale,
             generator=torch.Generator().manual_seed(selection.seed),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,11 @@ class Network:
         """The input that has one value for the whole batch, if there is one: the timestep."""
         return next((port.name for port in self.ports.inputs if port.axes == (1,)), None)
 
+    @property
+    def constants(self) -> frozenset[str]:
+        """Further inputs that have one value for the whole batch, the same in every case: the scales of image prompts."""
+        return frozenset(port.name for port in self.ports.inputs if port.axes == (1,)) - {self.whole_batch}
+
 
 def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
     """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is.
@@ -49,9 +54,13 @@ def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
 
     dtype = torch.float16 if kind == "float16" else torch.float32
     exact = {port.name for port in network.ports.inputs if port.exact}
-    for chosen in _batches(cases, kind, network.whole_batch):
+    once = network.constants
+    for chosen in _batches(cases, kind, network.whole_batch, once):
         rows = [_rows(cases.get(index, "inputs"), network.whole_batch) for index in chosen]
-        joined = {name: torch.from_numpy(np.concatenate([each[name] for each in rows])) for name in rows[0]}
+        joined = {
+            name: torch.from_numpy(value if name in once else np.concatenate([each[name] for each in rows]))
+            for name, value in rows[0].items()
+        }
         inputs = {
             name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
             for name, value in joined.items()
@@ -64,13 +73,16 @@ def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
             start = end
 
 
-def _batches(cases: Cases, kind: Kind, whole_batch: str | None) -> Iterator[list[int]]:
+def _batches(cases: Cases, kind: Kind, whole_batch: str | None, constants: Container[str]) -> Iterator[list[int]]:
     """Indices of the cases without outputs of this kind, those that one run takes together."""
     alike: dict[Any, list[int]] = {}
     for index, _ in cases:
         if not cases.get(index, kind):  # else recorded while drawing
             inputs = _rows(cases.get(index, "inputs"), whole_batch)
-            alike.setdefault(tuple((name, value.shape[1:]) for name, value in inputs.items()), []).append(index)
+            shapes = (
+                (name, value.tobytes() if name in constants else value.shape[1:]) for name, value in inputs.items()
+            )
+            alike.setdefault(tuple(shapes), []).append(index)
     for indices in alike.values():
         chosen: list[int] = []
         numbers = 0

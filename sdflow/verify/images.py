@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family, Latents, Request, Tensors
+from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions
 from sdflow.models.vae import image_reader
 from sdflow.runtime.folder import (
     folder_latents,
@@ -22,7 +23,7 @@ from sdflow.runtime.folder import (
 )
 from sdflow.samples.canvas import canvas
 from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
-from sdflow.verify.inputs import control_images
+from sdflow.verify.inputs import IMAGE_SCALE, control_images, shown_images
 from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
@@ -99,6 +100,13 @@ def text_to_image(
 
     nets = list(family.nets(onnx_submodels(folder)).values())
     rows = len(prompts) * conditions.halves
+    denoiser = submodel_config(folder, family.denoiser)
+    inputs_of_images: Tensors = {}
+    if adapters := adapter_count(denoiser):
+        shown = [ImagePrompt((image,), IMAGE_SCALE) for image in shown_images(selection, adapters)]
+        (prompter,) = family.prompters(onnx_submodels(folder))
+        processor, guided = companions["feature_extractor"], conditions.halves == 2
+        inputs_of_images = image_conditions(run_torch, prompter, processor, denoiser, shown, rows, guided=guided)
     controls = [
         torch.from_numpy(image).repeat(rows, 1, 1, 1) for image in control_images(selection, len(nets), latents.scale)
     ]
@@ -120,7 +128,7 @@ def text_to_image(
     for timestep in _part(scheduler, begin, end):
         scaled = torch.cat([scheduler.scale_model_input(sample, timestep), *beside], dim=1)
         fed = torch.cat([scaled] * conditions.halves)
-        inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs}
+        inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs, **inputs_of_images}
         given = [
             run_torch(net, {**inputs, "controlnet_cond": image}) for net, image in zip(nets, controls, strict=True)
         ]

@@ -17,6 +17,10 @@ from sdflow.verify.selection import Selection
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
+
+IMAGE_SCALE = 0.6
+"""How much each IP-Adapter counts."""
 
 Recorded = Mapping[str, Mapping[str, "np.ndarray"]]
 """Submodel -> its inputs, in one run of diffusers' own."""
@@ -42,6 +46,32 @@ def control_images(selection: Selection, nets: int, scale: int) -> list[np.ndarr
     random = np.random.default_rng(selection.seed + 4)
     squares = random.integers(0, 2, (nets, 1, 1, selection.rows, selection.columns)).astype(np.float32)
     return list(squares.repeat(3, 2).repeat(scale, 3).repeat(scale, 4))
+
+
+def shown_images(selection: Selection, adapters: int) -> list[Image]:
+    """What IP-Adapters are shown, one image for each: colored squares, of no size that an image processor leaves as it is."""
+    import numpy as np
+    from PIL.Image import fromarray
+
+    random = np.random.default_rng(selection.seed + 5)
+    squares = random.integers(0, 256, (adapters, 6, 9, 3)).astype(np.uint8)
+    return [fromarray(each.repeat(16, 0).repeat(16, 1)) for each in squares]
+
+
+def prompter_cases(selection: Selection, pixels: Sequence[np.ndarray], prompter: Network) -> Cases:
+    """Each image that is shown, (1, 3, size, size) as the processor makes it; none; noise and none as one batch."""
+    import numpy as np
+
+    cases = Cases()
+    read, shown = (port.name for port in prompter.ports.inputs)
+    one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
+    for index, each in enumerate(pixels):
+        cases.add(Case(f"image {index + 1}", "prompt"), {read: each, shown: one})
+    cases.add(Case("no image", "edge"), {read: pixels[0], shown: none})
+    noise = np.random.default_rng(selection.seed + 6).standard_normal(pixels[0].shape, dtype=np.float32)
+    both = {read: np.concatenate([noise, pixels[0]]), shown: np.concatenate([one, none])}
+    cases.add(Case("a batch of 2", "shape"), both)
+    return cases
 
 
 def further_denoiser_cases(cases: Cases, selection: Selection, network: Network) -> None:
@@ -72,6 +102,8 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
                 inputs[name] = random.standard_normal((batch, value.shape[1], rows, columns), dtype=np.float32)
             elif "height" in ports[name].axes:  # an image in [0, 1]
                 inputs[name] = random.random(ports[name].shape(sizes), dtype=np.float32)
+            elif name in network.constants:
+                inputs[name] = value
             elif value.ndim == 4:  # what ControlNets give: values as large as those recorded
                 inputs[name] = random.standard_normal(ports[name].shape(sizes), dtype=np.float32) * value.std()
             elif name == time:

@@ -29,6 +29,7 @@ def reference_bytes(family: Family, parameters: Mapping[str, int], activations: 
     activations: bytes, of the decoder."""
     nets = family.nets(parameters).values()
     together = [family.text, (family.denoiser, family.decoder, *nets)]
+    together += [(name,) for name in family.prompters(parameters)]
     together += [(name,) for name in (family.encoder, family.checker) if name is not None]
     counts = [sum(parameters.get(name, 0) for name in stage) for stage in together]
     return LIBRARIES + activations + max(max(4 * count, 2 * count + min(4 * count, KEPT)) for count in counts)

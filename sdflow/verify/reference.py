@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family, Latents
+from sdflow.families.image_prompts import adapter_count, reads_layers
 from sdflow.families.torch_start import torch_start
 from sdflow.runtime.folder import SCHEDULER
 from sdflow.runtime.schedule import named_scheduler
@@ -29,6 +30,7 @@ from sdflow.verify.cases import Cases, write_cases
 from sdflow.verify.forwards import Network, run_cases
 from sdflow.verify.half import quick_halves
 from sdflow.verify.inputs import (
+    IMAGE_SCALE,
     Recorded,
     checker_cases,
     control_images,
@@ -36,6 +38,8 @@ from sdflow.verify.inputs import (
     encoder_cases,
     first_latents,
     further_denoiser_cases,
+    prompter_cases,
+    shown_images,
     text_cases,
 )
 from sdflow.verify.merged_loras import merge_lora
@@ -133,7 +137,10 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
         results, texts = run.encode()
         gc.collect()
         if not {*selection.submodels} <= {*family.text}:
-            results |= run.denoise(texts)
+            shown, cases = run.show()
+            results |= cases
+            gc.collect()
+            results |= run.denoise(texts, shown)
             gc.collect()
         for submodel, cases_of in ((family.encoder, run.encoder), (family.checker, run.checker)):
             if submodel is not None and submodel in selection.submodels:
@@ -151,6 +158,15 @@ class _Texts:
     float32: Embeddings
     float16: Embeddings
     sample: Embeddings | None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What diffusers makes of the images for IP-Adapters, as arguments of a call: projected, so that the denoiser's stage needs
+    no image encoder. Empty without adapters."""
+
+    float32: Mapping[str, Any]
+    float16: Mapping[str, Any]
 
 
 class ReferenceRun:
@@ -211,7 +227,46 @@ class ReferenceRun:
         given = zip(self.family.embeddings, found, strict=True)
         return {name: value for name, value in given if value is not None}
 
-    def denoise(self, texts: _Texts) -> dict[str, Cases]:
+    def show(self) -> tuple[Shown, dict[str, Cases]]:
+        """The image prompts as the denoiser takes them, and the cases of what reads them."""
+        import torch
+
+        family, selection = self.family, self.request.selection
+        count = adapter_count(self.configs()[family.denoiser])
+        if not count:
+            return Shown({}, {}), {}
+        (name,) = family.prompters(self.request.loads)
+        networks, pipeline = self.stage((name,))
+        network, guided = networks[name], family.guided(self.configs(), selection.guidance_scale)
+        images = shown_images(selection, count)
+
+        def tokens() -> dict[str, Any]:
+            embeds = []
+            for image, projection in zip(images, network.module.image_proj, strict=True):
+                found = pipeline.encode_image(image, "cpu", 1, reads_layers(projection))
+                positive, negative = (projection(each)[None] for each in found)
+                embeds.append(torch.cat([negative, positive]) if guided else positive)
+            return {"ip_adapter_image_embeds": embeds}
+
+        exact = tokens()
+        processor = self.companions["feature_extractor"]
+        pixels = [processor(image, return_tensors="pt").pixel_values.numpy() for image in images]
+        cases = prompter_cases(selection, pixels, network)
+        self.progress(f"reference: {name}")
+        run_cases(cases, "float32", network)
+        self.progress(f"reference: {name} in fp16")
+        network.model.to_float16(network.module)
+        with quick_halves(network.module):
+            run_cases(cases, "float16", network)
+            half = tokens()
+        return Shown(exact, half), {name: cases}
+
+    def set_scales(self, pipeline: Any, shown: Shown) -> None:
+        """How much each IP-Adapter counts, where there are any."""
+        if shown.float32:
+            pipeline.set_ip_adapter_scale([IMAGE_SCALE] * len(shown.float32["ip_adapter_image_embeds"]))
+
+    def denoise(self, texts: _Texts, shown: Shown) -> dict[str, Cases]:
         """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
         import numpy as np
         import torch
@@ -224,8 +279,9 @@ class ReferenceRun:
         latents = first_latents(selection, self.latents().channels)
         controls = control_images(selection, len(nets), self.latents().scale)
         start = {**self._start(pipeline, torch.from_numpy(latents)), **told(controls)}
+        self.set_scales(pipeline, shown)
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
-            image = _draw(pipeline, selection, texts.float32, start)
+            image = _draw(pipeline, selection, texts.float32, {**start, **shown.float32})
         stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
@@ -237,7 +293,7 @@ class ReferenceRun:
             run_cases(results[name], "float32", network)
         if texts.sample is not None:
             self.progress("reference: images of the sample")
-            _sample_images(pipeline, selection, texts.sample, controls, self.request.out)
+            _sample_images(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
         for network in networks.values():
             network.model.to_float16(network.module)
         with quick_halves(*(network.module for network in networks.values())):
@@ -245,7 +301,7 @@ class ReferenceRun:
                 self.progress(f"reference: {name} in fp16")
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
-            half_image = _draw(pipeline, selection, texts.float16, start)
+            half_image = _draw(pipeline, selection, texts.float16, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -340,9 +396,7 @@ def _sample_cases(selection: Selection) -> Any:
     return prompts.evaluation_set()[: selection.sample_cases]
 
 
-def _sample_images(
-    pipeline: Any, selection: Selection, texts: Embeddings, controls: Sequence[np.ndarray], out: Path
-) -> None:
+def _sample_images(pipeline: Any, selection: Selection, texts: Embeddings, given: Mapping[str, Any], out: Path) -> None:
     """Images of the sample's own evaluation set, for its measure of meaning."""
     import numpy as np
     import torch
@@ -355,6 +409,6 @@ def _sample_images(
         num_inference_steps=selection.sample_steps,
         guidance_scale=selection.guidance_scale,
         output_type="np",
-        **told(controls),
+        **given,
     ).images
     np.savez(out / SAMPLE_FILE, float32=images)

@@ -14,7 +14,7 @@ import yaml
 
 from sdflow.config import json_schema, load_workflow
 from sdflow.errors import WorkflowError
-from sdflow.families import NET, SUBMODELS
+from sdflow.families import NET, PROMPTER, SUBMODELS
 from sdflow.passes.registry import catalog
 from sdflow.targets import TARGETS
 
@@ -59,7 +59,8 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
         assert pipeline.name.startswith(Path(name).stem)
         assert Path(name).stem.endswith(pipeline.target)
         nets = [f"{NET}_{each}" for each in sorted(pipeline.controlnets)]
-        assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in (*lacks, NET)] + nets
+        lacks = (*lacks, NET) if pipeline.ip_adapters else (*lacks, NET, PROMPTER)
+        assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in lacks] + nets
 
 
 UPON_OTHERS = ("workflows/base/taesd.yaml",)
@@ -114,6 +115,8 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
             overrides = [] if "shapes" in current else [model]
             if "controlnet" in current:  # of the model's own size, and here
                 overrides.append("controlnets={canny: '%s'}" % model.partition("=")[2])
+            if "ip_adapter" in current:
+                overrides.append("ip_adapters=[{file: 'synthetic:ip-adapter'}]")
             workflow = load_workflow(current, catalog=catalog(), overrides=overrides)
             assert sorted(map(str, workflow.files)) == sorted(opened[current]), current
             steps[current] = sum(len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines)

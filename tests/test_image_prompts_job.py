@@ -1,0 +1,107 @@
+"""The commands on a pipeline with an IP-Adapter, from the shell, from one build."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ip_adapter_files import save_adapter, save_encoder, tensors
+from PIL import Image
+from shell import ROOT, Shell
+from small_lora import write_lora
+
+from sdflow.manifest import read_manifest
+
+pytestmark = pytest.mark.slow
+WORKFLOW = str(ROOT / "workflows/tiny_ip_adapter_cpu.yaml")
+FOLDER, READS = "pipelines/tiny_ip_adapter_cpu", "image_encoder"
+DRAW = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    shell = Shell(tmp_path_factory.mktemp("ip_adapter_job"))
+    for name, mode in (("one", "L"), ("other", "RGB")):
+        Image.radial_gradient("L").resize((72, 96)).convert(mode).rotate(len(name) * 20).save(
+            shell.folder / f"{name}.png"
+        )
+    return shell
+
+
+@pytest.fixture(scope="module")
+def first(shell: Shell) -> Any:
+    (pipeline,) = shell.json("run", WORKFLOW, "--no-verify")["pipelines"]
+    return pipeline
+
+
+def drawn(shell: Shell, name: str, *more: str, folder: str = FOLDER) -> bytes:
+    shell.json("generate", folder, *DRAW, *more, "--out", name)
+    with Image.open(shell.folder / name / "001-1.png") as image:
+        assert image.size == (64, 64)
+        return image.tobytes()
+
+
+def test_generate_follows_the_image_that_it_is_shown(shell: Shell, first: Any) -> None:
+    plain = drawn(shell, "plain")
+    shown = drawn(shell, "shown", "--ip-image", "one.png:0.8")
+    both = drawn(shell, "both", "--ip-image", "one.png", "--ip-image", "other.png:0.8")
+    assert len({plain, shown, both}) == 3
+    assert drawn(shell, "none", "--ip-image", "one.png:0") == plain
+    with Image.open(shell.folder / "shown/001-1.png") as image:
+        (told,) = json.loads(image.info["sdflow"])["image_prompts"]
+    assert (told["name"], told["scale"]) == ("one.png", 0.8)
+    assert READS in first["evaluation"]["submodels"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--ip-image", "one.png:0.5", "--ip-image", "other.png:0.6"), "have one scale"),
+        (("--ip-image", "nowhere.png"), "nowhere.png"),
+        (("--ip-image", "one.png:1e999"), "inf is no scale"),
+    ],
+)
+def test_what_means_nothing_is_told_in_a_line(shell: Shell, first: Any, given: tuple[str, ...], told: str) -> None:
+    done = shell.run("generate", FOLDER, *DRAW, *given)
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_it_is_verified_with_the_image_that_it_changes(shell: Shell, first: Any) -> None:
+    (verified,) = shell.json("verify", FOLDER, "--quick", "--fresh")["pipelines"]
+    assert verified["passed"] and verified["image"]["psnr"] > 60
+    assert [output["name"] for output in verified["submodels"][READS]["outputs"]] == ["ip_hidden_states_0"]
+
+
+def test_another_adapter_of_the_same_shape_builds_no_graph_again(shell: Shell, first: Any) -> None:
+    save_encoder(shell.folder / "image_encoder")
+    save_adapter(shell.folder / "own.safetensors", tensors("sd15-tiny"))
+    own = shell.folder / "own.yaml"
+    own.write_text(f"extends: {WORKFLOW}\nname: own\nip_adapters: [{{file: own.safetensors}}]\n", encoding="utf-8")
+    (pipeline,) = shell.json("run", str(own), "--no-verify", "--no-evaluate")["pipelines"]
+    built = {step["pass"] for step in pipeline["steps"] if step["outcome"] == "built"}
+    assert built == {"BindWeights"}
+    assert drawn(shell, "own", "--ip-image", "one.png", folder="pipelines/own") != drawn(
+        shell, "random", "--ip-image", "one.png"
+    )
+    assert read_manifest(shell.folder / "pipelines/own").origin.ip_adapters == (
+        {"file": str(shell.folder / "own.safetensors")},
+    )
+
+
+def test_bake_keeps_the_adapter_and_builds_only_what_the_lora_changes(shell: Shell, first: Any) -> None:
+    write_lora(shell.folder / "ink.safetensors")
+    shell.json("bake", "--base", FOLDER, "--lora", "ink.safetensors", "--out", "baked/ink")
+    before, after = (read_manifest(shell.folder / folder).artifacts for folder in (FOLDER, "baked/ink"))
+    assert {name for name in before if before[name] != after[name]} == {"unet", "text_encoder"}
+    shown = ("--ip-image", "one.png")
+    assert drawn(shell, "inked", *shown, folder="baked/ink") != drawn(shell, "uninked", *shown)
+
+
+def test_bench_and_tune_run_on_it(shell: Shell, first: Any) -> None:
+    settings = ("--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1")
+    measured = shell.json("bench", FOLDER, *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
+    verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
+    assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
+    tuned = shell.json("tune", FOLDER, "--size", "64", "--steps", "1", "--rounds", "1", "--option", "memory_pattern")
+    assert tuned["kind"] == "tune"
