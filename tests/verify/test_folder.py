@@ -202,6 +202,14 @@ def test_a_fault_is_named_with_file_and_key(fault: str, folder: Path, checkpoint
         assert "sdflow run" in finding.remedy
 
 
+def test_a_tokenizer_that_lost_its_config_is_told_without_being_tried(folder: Path, checkpoint: Checkpoint) -> None:
+    """It says no length then, and transformers cannot count as far as what it puts in its place."""
+    (folder / "tokenizer/tokenizer_config.json").unlink()
+    told = [str(finding) for finding in found_in(folder, checkpoint)]
+    assert any(each.startswith("tokenizer/tokenizer_config.json: is missing") for each in told)
+    assert any("model_max_length is" in each for each in told)
+
+
 def test_many_differences_are_a_few_and_their_number(folder: Path, checkpoint: Checkpoint) -> None:
     edit(folder / WORDS, lambda words: words.update({word: index + 1 for word, index in words.items()}))
     found = found_in(folder, checkpoint, whole=False)
