@@ -114,11 +114,11 @@ def assemble(
 def _fill(staging: Path, out: Path, layout: Layout, check: Callable[[], None]) -> None:
     for name, folder in layout.companions.items():
         for file in companion_files(folder):
-            _copy_file(folder / file, staging / name / file, check)
+            copy_file(folder / file, staging / name / file, check)
     for name, artifact in layout.parts.items():
         if layout.manifest.copied:
             for entry in artifact.files:
-                _copy_file(artifact.path / entry.path, staging / name / entry.path, check)
+                copy_file(artifact.path / entry.path, staging / name / entry.path, check)
         else:
             _link(staging / name, link_target(out / PurePosixPath(name).parent, artifact.path))
     for name, target in layout.links.items():
@@ -149,7 +149,7 @@ def link_target(out: Path, artifact: Path) -> Path:
     return Path(os.path.relpath(target, place))
 
 
-def _copy_file(source: Path, destination: Path, check: Callable[[], None]) -> None:
+def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambda: None) -> None:
     """Copy the content; share the blocks where the file system can (btrfs, XFS, NFS 4.2, APFS)."""
     check()
     destination.parent.mkdir(parents=True, exist_ok=True)

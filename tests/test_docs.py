@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INSTALL = "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[cpu,test]' && "
 
-RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache", "generate", "bench")
+RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache", "generate", "bench", "export")
 """These are run as they are written, in a folder where `pipelines/shapes_cpu` is a small pipeline."""
 PARSED_ONLY = {
     "run": "tests/samples/test_onnx_pipeline.py, tests/test_main_job.py",

@@ -24,7 +24,7 @@ FLOORS = {
             "passes weights",
             "step plan inspection compared_base execute assemble pipeline_folder disk_space",
             "runtime",
-            "evaluate verify bench doctor",
+            "evaluate verify bench export doctor",
             "run bake init fix serve",
             "report cli __main__",
         )

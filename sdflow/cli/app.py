@@ -11,6 +11,7 @@ import typer
 from sdflow import __version__
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
+from sdflow.cli.export import export
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.serve import serve
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
+app.command()(export)
 app.command()(bench)
 app.command()(tune)
 app.command()(inspect)

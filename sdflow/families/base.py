@@ -399,7 +399,8 @@ def guidance_embedding(scale: float, width: int) -> torch.Tensor:
     half = width // 2
     step = torch.log(torch.tensor(10000.0)) / (half - 1)  # in float32 throughout: angles are in the thousands
     frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -step)
-    angles = (torch.tensor([scale - 1.0], dtype=torch.float32) * 1000.0)[:, None] * frequencies[None]
+    excess = torch.as_tensor(scale - 1.0, dtype=torch.float32).reshape(1)  # a scale that is traced stays an input
+    angles = (excess * 1000.0)[:, None] * frequencies[None]
     embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
     return torch.nn.functional.pad(embedding, (0, width - 2 * half))
 

@@ -182,8 +182,11 @@ class StableDiffusionXL(Family):
         height, width = more.get("original_size") or (request.height, request.width)
         top, left = more.get("crops_coords_top_left") or (0, 0)
         target = more.get("target_size") or (request.height, request.width)
-        sizes = torch.tensor([[height, width, top, left, *target]], dtype=torch.float32)
-        time_ids = sizes.to(hidden.device).repeat(len(hidden), 1)
+        # Tensors by themselves, and `shape`, not `len`: so a trace keeps sizes that are its inputs, and the number of rows.
+        sizes = torch.stack(
+            [torch.as_tensor(size, dtype=torch.float32) for size in (height, width, top, left, *target)]
+        )
+        time_ids = sizes[None].to(hidden.device).repeat(hidden.shape[0], 1)
         inputs = {"encoder_hidden_states": hidden, "text_embeds": pooled, "time_ids": time_ids}
         inputs |= request.guidance_inputs()
         return Conditions(inputs, halves=2 if request.guided else 1)

@@ -1,0 +1,75 @@
+"""`sdflow export`: a built pipeline for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    pipeline: Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")],
+    one_file: Annotated[
+        Path | None,
+        typer.Option("--one-file", help="Write the whole pipeline as one ONNX graph.", metavar="OUT.onnx"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="The scheduler and its steps: ddim,50. Default: the pipeline's.",
+            metavar="NAME[,STEPS]",
+            show_default=False,
+        ),
+    ] = None,
+    schedule_file: Annotated[
+        Path | None,
+        typer.Option(help="Write the scheduler's table, for graphs with --open-schedule.", metavar="FILE.json"),
+    ] = None,
+    open_schedule: Annotated[
+        bool, typer.Option("--open-schedule", help="The scheduler's table is an input of the graph, not baked in.")
+    ] = False,
+    guidance_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Up to 1: a graph without guidance, twice as fast. Above, it is an input anyway. Default: the model's.",
+            show_default=False,
+        ),
+    ] = None,
+    negative: Annotated[
+        bool,
+        typer.Option(
+            "--negative/--no-negative", help="Whether negative prompts are an input, where there is guidance."
+        ),
+    ] = True,
+    checker: Annotated[
+        bool, typer.Option("--checker/--no-checker", help="Whether the safety checker goes in, where there is one.")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
+    from sdflow.errors import UsageError
+    from sdflow.export.one_file import Wanted, export_one_file, folder_schedule
+    from sdflow.export.schedule import parse_schedule
+    from sdflow.report.export import print_export, print_schedule
+
+    if one_file is None and schedule_file is None:
+        raise UsageError("there is nothing to write", where="export", remedy="Add --one-file OUT.onnx.")
+    if one_file is not None and one_file.suffix != ".onnx":
+        raise UsageError(f"{one_file} does not end in .onnx", where="--one-file", remedy=f"Write {one_file}.onnx.")
+    name, steps = parse_schedule(schedule) if schedule else (None, None)
+    wanted = Wanted(
+        scheduler=name,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        negative=negative,
+        open_schedule=open_schedule,
+        checker=checker,
+    )
+    if schedule_file is not None:
+        table = folder_schedule(pipeline, wanted)
+        table.write(schedule_file)
+        if one_file is None:
+            print_schedule(table, schedule_file, as_json=json)
+    if one_file is not None:
+        print_export(export_one_file(pipeline, one_file, wanted), as_json=json)

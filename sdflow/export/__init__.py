@@ -1,0 +1,1 @@
+"""A built pipeline for other programs: as one ONNX file."""

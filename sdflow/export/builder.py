@@ -1,0 +1,62 @@
+"""Nodes of a graph that is put together: each is given a name, and gives the name of what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Builder:
+    """Collects nodes and initializers. prefix: of all names that it makes up."""
+
+    def __init__(self, prefix: str) -> None:
+        self.nodes: list[Any] = []
+        self.initializers: list[Any] = []
+        self._prefix = prefix
+        self._count = 0
+
+    def add(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
+        """A node of ONNX's own operators with one output, which is named `to`; its output's name."""
+        from onnx import helper
+
+        made = self._name(kind) if to is None else to
+        self.nodes.append(helper.make_node(kind, list(inputs), [made], name=f"{made}/node", **attributes))
+        return made
+
+    def constant(self, value: Any, dtype: str) -> str:
+        """An initializer of these values; its name."""
+        import numpy as np
+        from onnx import numpy_helper
+
+        name = self._name("constant")
+        self.initializers.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def whole(self, *values: int) -> str:
+        """A vector of whole numbers."""
+        return self.constant(values, "int64")
+
+    def cast(self, value: str, element: int, to: str | None = None) -> str:
+        """The same values as elements of this type (TensorProto's number)."""
+        from onnx import helper
+
+        made = self._name("Cast") if to is None else to
+        self.nodes.append(helper.make_node("Cast", [value], [made], name=f"{made}/node", to=element))
+        return made
+
+    def size(self, value: str, axis: int) -> str:
+        """How long a value is along an axis: a vector of one number."""
+        return self.add("Shape", value, start=axis, end=axis + 1)
+
+    def joined(self, *values: str, axis: int = 0, to: str | None = None) -> str:
+        """Values one behind the other."""
+        return self.add("Concat", *values, to=to, axis=axis)
+
+    def part(self, value: str, begin: Sequence[int] | str, end: Sequence[int] | str, axes: Sequence[int]) -> str:
+        """From `begin` up to `end` along these axes."""
+        bounds = [each if isinstance(each, str) else self.whole(*each) for each in (begin, end)]
+        return self.add("Slice", value, *bounds, self.whole(*axes))
+
+    def _name(self, kind: str) -> str:
+        self._count += 1
+        return f"{self._prefix}/{kind}_{self._count}"

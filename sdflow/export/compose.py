@@ -1,0 +1,225 @@
+"""A pipeline folder as one graph: token ids, latents and guidance scale to pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.errors import PassError
+from sdflow.export.builder import Builder
+from sdflow.export.conditions import HEIGHT, PART, RUN, WIDTH, Traced, condition_names, read_outputs, trace_conditions
+from sdflow.export.inline import inlined
+from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, TIMESTEPS, Loop, add_loop
+from sdflow.export.pixels import add_checker, add_decoder
+from sdflow.export.schedule import Coefficients
+from sdflow.families.base import Family
+from sdflow.onnx_model.files import is_external, set_external
+from sdflow.runtime.sessions import read_graph
+
+if TYPE_CHECKING:
+    import onnx
+
+IMAGES, FLAGS = "images", "nsfw_content_detected"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a pipeline folder holds. submodels: those that are wanted, in order. configs: of these. options: of
+    model_index.json, as the family reads them. companions: loaded."""
+
+    folder: Path
+    family: Family
+    submodels: tuple[str, ...]
+    configs: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any]
+    companions: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the graph takes. guided: the guidance scale, and negative prompts. negative: token ids of these; else they are what
+    the family takes where none are given. schedule: baked in; where it is `open`, its table and the noises are inputs."""
+
+    guided: bool
+    negative: bool
+    schedule: Coefficients
+    open_schedule: bool
+
+    @property
+    def draws(self) -> bool:
+        """Whether noises are an input."""
+        return self.open_schedule or self.schedule.draws > 0
+
+
+@dataclass(frozen=True)
+class Composed:
+    """model: a ModelProto. ids: its inputs of token ids -> the companion that makes them, and whether they are the negative
+    prompts'."""
+
+    model: onnx.ModelProto
+    ids: Mapping[str, tuple[str, bool]]
+
+
+def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
+    """The whole pipeline as one graph. data_files: submodel -> how the file with its weights is called beside the graph.
+
+    Inputs, as far as the form has them: token ids (images, tokens) int32, latents (images, channels, rows, columns) and noises
+    (draws, images, channels, rows, columns), standard normal, guidance_scale (1), timesteps (runs) and coefficients
+    (runs + 1, terms), float32. Outputs: images (images, height, width, 3) in [0, 1]; with a checker, flags (images).
+    Raises PassError for submodels of different versions of ONNX's operators.
+    """
+    from onnx import helper
+
+    family = source.family
+    models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
+    opsets = _opsets(models)
+    traced = trace_conditions(
+        family,
+        source.configs,
+        source.companions,
+        source.options,
+        guided=form.guided,
+        negative=form.negative,
+        opset=opsets[""],
+    )
+    latents = family.latents(source.configs)
+    graph = Builder("pipeline")
+    if not form.open_schedule:
+        graph.initializers += _baked(form.schedule)
+    conditions = _conditions(graph, source, models, traced, latents.scale)
+    denoiser = models[family.denoiser]
+    (output,) = (item.name for item in denoiser.graph.output)
+    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws))
+    images = add_decoder(graph, models[family.decoder], family.decoder, result, latents)
+    outputs = {IMAGES: images}
+    if (checker := family.checker) is not None and checker in source.submodels:
+        reader = source.companions["feature_extractor"].to_dict()
+        outputs[IMAGES], outputs[FLAGS] = add_checker(graph, models[checker], checker, images, reader)
+    for name, value in outputs.items():
+        graph.add("Identity", value, to=name)
+    made = helper.make_graph(
+        graph.nodes,
+        "pipeline",
+        _inputs(traced, form, latents.channels),
+        _outputs(outputs),
+        graph.initializers,
+    )
+    model = helper.make_model(
+        made,
+        opset_imports=[helper.make_opsetid(domain, version) for domain, version in sorted(opsets.items())],
+        ir_version=max(model.ir_version for model in models.values()),
+        producer_name="sdflow",
+    )
+    return Composed(model, traced.ids)
+
+
+def _read(path: Path, data_file: str | None) -> onnx.ModelProto:
+    model = read_graph(path)
+    for tensor in model.graph.initializer:
+        if is_external(tensor):
+            assert data_file is not None, path
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            set_external(tensor, data_file, int(entries.get("offset", 0)), int(entries["length"]))
+    return model
+
+
+def _opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    of: dict[str, str] = {}
+    for name, model in models.items():
+        for entry in model.opset_import:
+            domain = "" if entry.domain == "ai.onnx" else entry.domain
+            if found.setdefault(domain, entry.version) != entry.version:
+                raise PassError(
+                    f"it has version {entry.version} of the operators {domain or 'of ONNX'}, {of[domain]} has {found[domain]}: "
+                    "one graph has one version",
+                    where=name,
+                    remedy="Set one target_opset for all submodels in the workflow.",
+                )
+            of.setdefault(domain, name)
+    return found
+
+
+def _conditions(
+    graph: Builder, source: Source, models: Mapping[str, onnx.ModelProto], traced: Traced, scale: int
+) -> dict[str, str]:
+    """What the denoiser reads beside latents and timestep: its inputs -> values."""
+    sizes = {}
+    for axis, name in ((2, HEIGHT), (3, WIDTH)):
+        pixels = graph.add("Mul", graph.size(LATENTS, axis), graph.whole(scale))
+        sizes[name] = graph.add("Squeeze", pixels, graph.whole(0))
+    given = {**sizes, SCALE: SCALE, **{name: name for name in traced.ids}}
+    names = condition_names(traced)
+    if SCALE not in _read_inputs(traced.model):
+        del given[SCALE]
+        _drop_input(traced.model, SCALE)
+    part = inlined(traced.model, "conditions", given, names.values())
+    graph.initializers.extend(part.initializers)
+    for node in part.nodes:
+        if node.op_type != RUN:
+            graph.nodes.append(node)
+            continue
+        name = next(attribute.s.decode() for attribute in node.attribute if attribute.name == PART)
+        outputs = read_outputs(source.family, name, source.configs[name])
+        (port,) = (item.name for item in models[name].graph.input)
+        text = inlined(models[name], name, {port: node.input[0]}, outputs)
+        graph.nodes.extend(text.nodes)
+        graph.initializers.extend(text.initializers)
+        for output, value in zip(outputs, node.output, strict=True):
+            if value:
+                graph.add("Identity", text.outputs[output], to=value)
+    return {name: part.outputs[output] for name, output in names.items()}
+
+
+def _read_inputs(model: onnx.ModelProto) -> set[str]:
+    return {name for node in model.graph.node for name in node.input}
+
+
+def _drop_input(model: onnx.ModelProto, name: str) -> None:
+    kept = [item for item in model.graph.input if item.name != name]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+
+
+def _baked(schedule: Coefficients) -> list[Any]:
+    from onnx import numpy_helper
+
+    return [
+        numpy_helper.from_array(schedule.timesteps, TIMESTEPS),
+        numpy_helper.from_array(schedule.table, COEFFICIENTS),
+    ]
+
+
+def _inputs(traced: Traced, form: Form, channels: int) -> list[Any]:
+    from onnx import TensorProto, helper
+
+    def tensor(name: str, *axes: int | str, kind: int = TensorProto.FLOAT) -> Any:
+        return helper.make_tensor_value_info(name, kind, axes)
+
+    shape = ("images", channels, "rows", "columns")
+    found = []
+    for item in traced.model.graph.input:
+        if item.name in traced.ids:
+            tokens = item.type.tensor_type.shape.dim[1].dim_value
+            found.append(tensor(item.name, "images", tokens, kind=TensorProto.INT32))
+    found.append(tensor(LATENTS, *shape))
+    if form.draws:
+        found.append(tensor(NOISES, "draws" if form.open_schedule else form.schedule.draws, *shape))
+    if form.guided or SCALE in _read_inputs(traced.model):
+        found.append(tensor(SCALE, 1))
+    if form.open_schedule:
+        found += [tensor(TIMESTEPS, "runs"), tensor(COEFFICIENTS, "runs_and_result", "terms")]
+    return found
+
+
+def _outputs(names: Iterable[str]) -> list[Any]:
+    from onnx import TensorProto, helper
+
+    kinds = {
+        IMAGES: (TensorProto.FLOAT, ["images", "height", "width", 3]),
+        FLAGS: (TensorProto.BOOL, ["images"]),
+    }
+    return [helper.make_tensor_value_info(name, *kinds[name]) for name in names]

@@ -1,0 +1,106 @@
+"""The steps as one ONNX `Loop`: a scheduler's step is a product with a row of its table (`sdflow.export.schedule`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.export.builder import Builder
+from sdflow.export.inline import inlined, parted
+from sdflow.runtime.split import SAMPLE, TIMESTEP
+
+LATENTS, NOISES, SCALE = "latents", "noises", "guidance_scale"
+TIMESTEPS, COEFFICIENTS = "timesteps", "coefficients"
+BODY = "denoising"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """model: the denoiser's ModelProto; output: of it. conditions: its inputs beside latents and timestep -> values, a row for
+    each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises."""
+
+    model: Any
+    name: str
+    output: str
+    conditions: Mapping[str, str]
+    guided: bool
+    draws: bool
+
+
+def add_loop(graph: Builder, loop: Loop) -> str:
+    """The finished latents, of the shape of `latents`. It reads `latents`, `timesteps`, `coefficients`, and as the loop is
+    made, `noises` and `guidance_scale`."""
+    from onnx import TensorProto, helper
+
+    shape = graph.add("Shape", LATENTS)
+    images = graph.size(LATENTS, 0)
+    count = graph.size(TIMESTEPS, 0)
+    one_row = graph.whole(1, -1)
+    values = graph.add("Reshape", LATENTS, one_row)
+    columns = graph.size(values, 1)
+    terms = [values]
+    if loop.draws:
+        draws = graph.size(NOISES, 0)
+        terms.append(graph.add("Reshape", NOISES, graph.joined(draws, columns)))
+        first = graph.add("Add", draws, graph.whole(1))
+    else:
+        first = graph.whole(1)
+    zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
+    terms.append(graph.add("ConstantOfShape", graph.joined(count, columns), value=zero))
+    known = graph.joined(*terms)
+    if loop.guided:
+        scale = graph.add("Max", SCALE, graph.constant(1.0, "float32"))  # up to 1 there is no guidance
+        rows = graph.add("Mul", images, graph.whole(2))
+    else:
+        scale, rows = "", images
+    conditions = {name: _for_rows(graph, value, rows) for name, value in loop.conditions.items()}
+
+    body = Builder(BODY)
+    row = body.add("Gather", COEFFICIENTS, "round", axis=0)
+    row = body.add("Reshape", row, body.whole(1, -1))
+    sample = body.add("Reshape", body.add("MatMul", row, "terms"), shape)
+    both = body.joined(sample, sample) if loop.guided else sample
+    timestep = body.add("Reshape", body.add("Gather", TIMESTEPS, "round", axis=0), body.whole(1))
+    denoiser = inlined(loop.model, loop.name, {SAMPLE: both, TIMESTEP: timestep, **conditions}, [loop.output])
+    parts = parted(denoiser, {both, timestep}, conditions.values())
+    graph.nodes.extend(parts.before)
+    graph.initializers.extend(parts.before_initializers)
+    body.nodes.extend(parts.body)
+    body.initializers.extend(parts.body_initializers)
+    output = denoiser.outputs[loop.output]
+    if loop.guided:
+        axis = [0]
+        negative = body.part(output, [0], images, axis)
+        positive = body.part(output, images, [1 << 62], axis)
+        output = body.add("Add", negative, body.add("Mul", scale, body.add("Sub", positive, negative)))
+    place = body.add("Add", body.add("Reshape", "round", body.whole(1)), first)
+    output = body.add("Reshape", output, one_row)
+    place = body.add("Reshape", place, body.whole(1, 1))
+    body.add("ScatterND", "terms", place, output, to="more_terms")
+    body.add("Identity", "go_on", to="still_going_on")
+
+    rounds = graph.add("Squeeze", count, graph.whole(0))
+    inner = helper.make_graph(
+        body.nodes,
+        BODY,
+        [
+            helper.make_tensor_value_info("round", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("terms", TensorProto.FLOAT, ["term", "value"]),
+        ],
+        [
+            helper.make_tensor_value_info("still_going_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("more_terms", TensorProto.FLOAT, ["term", "value"]),
+        ],
+        body.initializers,
+    )
+    all_terms = graph.add("Loop", rounds, graph.constant(True, "bool"), known, body=inner)
+    last = graph.add("Gather", COEFFICIENTS, count, axis=0)
+    return graph.add("Reshape", graph.add("MatMul", last, all_terms), shape)
+
+
+def _for_rows(graph: Builder, value: str, rows: str) -> str:
+    """A value with so many rows, where it has one."""
+    rest = graph.add("Shape", value, start=1)
+    return graph.add("Expand", value, graph.joined(rows, rest))

@@ -1,0 +1,133 @@
+"""`sdflow export --one-file`: the graph, and beside it the weights of each submodel in a file of its own.
+
+Nothing is computed with the weights: the files are those of the artifacts, copied (a file system that can shares the blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import WEIGHTS_FILE
+from sdflow.assemble import copy_file
+from sdflow.atomic_write import replacing, write_whole
+from sdflow.errors import CacheError, UsageError
+from sdflow.export.compose import Form, Source, compose
+from sdflow.export.loop import SCALE
+from sdflow.export.schedule import Coefficients, coefficients
+from sdflow.export.told import FORMAT_VERSION, compact, names, tokenizer_tables
+from sdflow.families.base import Latents
+from sdflow.runtime.folder import (
+    SCHEDULER,
+    folder_defaults,
+    folder_family,
+    folder_task,
+    load_companions,
+    onnx_submodels,
+    read_options,
+    submodel_config,
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
+    without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
+    put the safety checker in, where the pipeline has one."""
+
+    scheduler: str | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    negative: bool = True
+    open_schedule: bool = False
+    checker: bool = True
+
+
+@dataclass(frozen=True)
+class Exported:
+    """files: the graph, those with weights, and the JSON that tells of it. bytes: of all of them. inputs, outputs: of the
+    graph, with their types and shapes."""
+
+    files: tuple[Path, ...]
+    bytes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    schedule: Coefficients
+
+
+def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
+    """The table of a pipeline folder's scheduler. Raises UsageError as `coefficients`."""
+    scheduler = load_companions(folder)[SCHEDULER]
+    own = folder_defaults(folder)["text"]
+    steps = own.steps if wanted.steps is None else wanted.steps
+    return coefficients(folder_family(folder), scheduler, wanted.scheduler, steps, own.eta, scheduler.config)
+
+
+def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
+    """Write the pipeline of a folder as one graph.
+
+    Raises UsageError for a pipeline that does not draw from text alone, CacheError when it cannot be written.
+    """
+    family, there = folder_family(folder), onnx_submodels(folder)
+    if (task := folder_task(folder)) != "text" or not set(family.drawing) <= set(there):
+        raise UsageError(
+            "this pipeline goes on from an image" if task != "text" else "the pipeline is not complete",
+            where=str(folder),
+            remedy="One file draws from text alone: give a pipeline for text to image.",
+        )
+    if family.nets(there):
+        raise UsageError(
+            "the pipeline has ControlNets, which need an image",
+            where=str(folder),
+            remedy="Export one that was built without them.",
+        )
+    there = [name for name in there if name in family.drawing or (wanted.checker and name == family.checker)]
+    configs = {name: submodel_config(folder, name) for name in there}
+    scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
+    schedule = folder_schedule(folder, wanted)
+    form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule)
+    data = {
+        name: out.with_name(f"{out.stem}.{name}.data") for name in there if (folder / name / WEIGHTS_FILE).is_file()
+    }
+    source = Source(folder, family, tuple(there), configs, read_options(folder), load_companions(folder))
+    composed = compose(source, form, {name: path.name for name, path in data.items()})
+    model, beside = composed.model, out.with_name(f"{out.name}.json")
+    inputs, outputs = (tuple(map(_described, items)) for items in (model.graph.input, model.graph.output))
+    told = {
+        "format_version": FORMAT_VERSION,
+        "graph": out.name,
+        "data": [path.name for path in data.values()],
+        "latents": _latents(family.latents(configs)),
+        "guidance_scale": scale if SCALE in names(model.graph.input) else None,
+        "schedule": schedule.to_json(),
+        "tokenizers": tokenizer_tables(source.companions, composed.ids),
+    }
+    try:
+        for name, path in data.items():
+            with replacing(path) as temporary:
+                copy_file(folder / name / WEIGHTS_FILE, temporary)
+        write_whole(beside, compact(told))
+        write_whole(out, model.SerializeToString(deterministic=True))
+    except OSError as error:
+        raise CacheError(
+            f"the file cannot be written: {error.strerror or error}",
+            where=str(error.filename or out),
+            remedy="Free space or fix the permissions, then run again.",
+        ) from error
+    files = (out, *data.values(), beside)
+    return Exported(files, sum(path.stat().st_size for path in files), inputs, outputs, schedule)
+
+
+def _latents(what: Latents) -> dict[str, int]:
+    """Of the model's own size; pixels: of an image for one of the latents, along each axis; multiple: as of `Latents`."""
+    sizes = {"rows": what.size, "columns": what.size, "multiple": what.multiple}
+    return {"channels": what.channels, **sizes, "pixels": what.scale}
+
+
+def _described(value: Any) -> str:
+    from onnx import TensorProto
+
+    kind = value.type.tensor_type
+    axes = ", ".join(axis.dim_param or str(axis.dim_value) for axis in kind.shape.dim)
+    return f"{value.name} {TensorProto.DataType.Name(kind.elem_type).lower()} ({axes})"

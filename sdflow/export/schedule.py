@@ -1,0 +1,86 @@
+"""A scheduler as a small table: with it the loop needs no scheduler.
+
+The latents in front of each run of the denoiser, and behind the last one, are a sum of the first noise, the noises that the
+scheduler draws on the way, and what the denoiser gave so far, each times a number (`sdflow.runtime.schedule`). The table holds
+these numbers. It is computed by running diffusers' own scheduler on unit vectors; one that is not linear is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.atomic_write import write_whole
+from sdflow.errors import UsageError
+from sdflow.families.base import Family
+from sdflow.runtime.schedule import IMAGE, named_scheduler, trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """timesteps: of each run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): a row for what
+    goes into each run, and one for the result; a column for the first noise, for each noise that the scheduler draws, and for
+    each output of the denoiser. scheduler, steps, eta: what it is made of."""
+
+    scheduler: str
+    steps: int
+    eta: float
+    draws: int
+    timesteps: np.ndarray
+    table: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs: as it is, in lists."""
+        return {
+            "scheduler": self.scheduler,
+            "steps": self.steps,
+            "eta": self.eta,
+            "draws": self.draws,
+            "timesteps": self.timesteps.tolist(),
+            "coefficients": self.table.tolist(),
+        }
+
+    def write(self, path: Path) -> None:
+        """As a JSON file, in one step."""
+        content = {"format_version": FORMAT_VERSION, **self.to_json()}
+        try:
+            write_whole(path, (json.dumps(content) + "\n").encode())
+        except OSError as error:
+            raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+
+
+def parse_schedule(text: str) -> tuple[str, int | None]:
+    """`NAME` or `NAME,STEPS`. Raises UsageError for steps that are none."""
+    name, comma, steps = text.partition(",")
+    if not comma:
+        return name, None
+    if not steps.isascii() or not steps.isdigit() or not 0 < int(steps) <= 1000:
+        raise UsageError(
+            f"the steps are {steps!r:.40}", where="--schedule", remedy="Write a name and 1 to 1000 steps: ddim,50."
+        )
+    return name, int(steps)
+
+
+def coefficients(
+    family: Family, scheduler: Any, name: str | None, steps: int, eta: float, given: Mapping[str, Any]
+) -> Coefficients:
+    """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. given: the scheduler's config.
+
+    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps.
+    """
+    import numpy as np
+
+    if name is not None:
+        scheduler = named_scheduler(name, given)
+    found = trace(scheduler, steps, family.scheduler_config, eta=eta, spread=family.strength_spreads)
+    table = np.delete(found.inputs.numpy(), IMAGE, axis=1)
+    timesteps = found.timesteps.numpy().reshape(-1)
+    return Coefficients(type(scheduler).__name__, steps, eta, found.draws, timesteps, table)

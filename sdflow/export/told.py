@@ -1,0 +1,54 @@
+"""What a program needs to know beside the graph, as one JSON file: sizes, the schedule, and how texts become token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sdflow.errors import UsageError
+
+FORMAT_VERSION = 1
+
+
+def tokenizer_table(tokenizer: Any, name: str) -> dict[str, Any]:
+    """A CLIP tokenizer as plain data: byte-pair encoding over words.
+
+    Raises UsageError for a tokenizer of another kind.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if backend.get("type") != "BPE" or backend.get("end_of_word_suffix") != "</w>":
+        raise UsageError(
+            "it is no tokenizer of CLIP's kind, so programs cannot be told how to read texts",
+            where=name,
+            remedy="Export the pipeline of another model.",
+        )
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in backend["merges"]]
+    return {
+        "length": tokenizer.model_max_length,
+        "start": tokenizer.bos_token_id,
+        "end": tokenizer.eos_token_id,
+        "pad": tokenizer.pad_token_id,
+        "unknown": tokenizer.unk_token_id,
+        "vocabulary": backend["vocab"],
+        "merges": merges,
+    }
+
+
+def tokenizer_tables(companions: Mapping[str, Any], ids: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
+    """Input of the graph -> the table of its tokenizer; the negative prompts' inputs take that of the prompts'."""
+    return {
+        name: tokenizer_table(companions[companion], companion)
+        for name, (companion, negative) in ids.items()
+        if not negative
+    }
+
+
+def compact(content: Mapping[str, Any]) -> bytes:
+    """As JSON on few bytes."""
+    return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+
+
+def names(items: Iterable[Any]) -> list[str]:
+    """Of a graph's inputs or outputs."""
+    return [item.name for item in items]

@@ -1,0 +1,46 @@
+"""What `sdflow export` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdflow.export.one_file import Exported
+from sdflow.export.schedule import Coefficients
+from sdflow.report.output import print_json, print_table
+from sdflow.units import spell_bytes
+
+
+def print_export(exported: Exported, *, as_json: bool = False) -> None:
+    """The files, and what goes in and out of the graph."""
+    if as_json:
+        content = {
+            "files": [str(path) for path in exported.files],
+            "bytes": exported.bytes,
+            "inputs": list(exported.inputs),
+            "outputs": list(exported.outputs),
+            "scheduler": exported.schedule.scheduler,
+            "steps": exported.schedule.steps,
+        }
+        print_json("export", content)
+        return
+    print_table(
+        "", ("file", "bytes"), [(str(path), spell_bytes(path.stat().st_size)) for path in exported.files], ("bytes",)
+    )
+    for value in exported.inputs:
+        print(f"  in   {value}")
+    for value in exported.outputs:
+        print(f"  out  {value}")
+    print(f"{_words(exported.schedule)}. The files belong together: move them as one.")
+
+
+def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) -> None:
+    """Where the table is, and of what."""
+    if as_json:
+        print_json("schedule", {"file": str(path), "scheduler": table.scheduler, "steps": table.steps})
+        return
+    print(f"{path}: {_words(table)}")
+
+
+def _words(table: Coefficients) -> str:
+    noises = f", draws {table.draws} noises" if table.draws else ""
+    return f"{table.scheduler}, {table.steps} steps, {len(table.timesteps)} runs of the denoiser{noises}"

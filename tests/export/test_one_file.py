@@ -1,0 +1,229 @@
+"""A pipeline as one graph draws what `Pipeline` draws (fp32 on the CPU), whatever the family and the scheduler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from tiny_pipeline import artifact_of
+
+from sdflow.assemble import assemble
+from sdflow.errors import PassError, UsageError
+from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
+from sdflow.manifest import Origin
+from sdflow.passes.base import PassInputs
+from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.sources import PlainDigests, open_checkpoint
+
+TOLERANCE = 1e-4  # of pixel values in [0, 1]
+PROMPTS, NEGATIVES = ["a horse", "two cats"], ["blurry", "grey"]
+ROWS, COLUMNS = 8, 16
+STEPS = 3
+
+
+def build(architecture: str, root: Path) -> Path:
+    """The folder of a small pipeline of an architecture, converted and not fused."""
+    checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+    for name, submodel in checkpoint.submodels.items():
+        (root / "parts" / name).mkdir(parents=True)
+        inputs = PassInputs(name, None, submodel.load, checkpoint.family.name)
+        OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
+    assemble(
+        root / "pipeline",
+        parts={name: artifact_of(root / "parts" / name) for name in checkpoint.submodels},
+        companions=checkpoint.companions,
+        origin=Origin(architecture, "cpu", family=checkpoint.family.name),
+        options=checkpoint.options,
+    )
+    return root / "pipeline"
+
+
+class Drawing:
+    """The same image by both: `pipeline` as it is, and `graph`, what the one file gives."""
+
+    def __init__(self, ours: Pipeline, graph: Path, scale: float | None = None, *, optimized: bool = False) -> None:
+        self.told = json.loads(Path(f"{graph}.json").read_bytes())
+        self.ours = ours
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        if not optimized:  # to optimize takes longer than to run
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        self.inputs = {each.name for each in self.session.get_inputs()}
+        self.scale = self.ours.defaults["text"].guidance_scale if scale is None else scale
+        shape = (len(PROMPTS), self.ours.latents.channels, ROWS, COLUMNS)
+        self.latents = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+    def ids(self, texts: Sequence[str], name: str) -> np.ndarray:
+        tokenizer = self.ours.companions[f"tokenizer{name.rpartition('input_ids')[2]}"]
+        options = {"padding": "max_length", "max_length": 77, "truncation": True, "return_tensors": "np"}
+        return np.asarray(tokenizer(list(texts), **options).input_ids, np.int32)
+
+    def graph(self, **more: np.ndarray) -> list[np.ndarray]:
+        feeds = {"latents": self.latents.numpy()}
+        for name in self.inputs:
+            if name.endswith(("input_ids", "input_ids_2")):
+                feeds[name] = self.ids(NEGATIVES if name.startswith("negative") else PROMPTS, name)
+        if "guidance_scale" in self.inputs:
+            feeds["guidance_scale"] = np.array([self.scale], np.float32)
+        if "noises" in self.inputs and "noises" not in more:
+            generator = torch.Generator().manual_seed(2)
+            drawn = [
+                torch.randn(self.latents.shape, generator=generator) for _ in range(self.told["schedule"]["draws"])
+            ]
+            feeds["noises"] = torch.stack(drawn).numpy()
+        return self.session.run(None, {**feeds, **more})
+
+    def pipeline(self, steps: int, *, negative: bool = True) -> np.ndarray:
+        images = self.ours(
+            PROMPTS,
+            negative_prompt=NEGATIVES if negative else None,
+            num_inference_steps=steps,
+            guidance_scale=self.scale,
+            height=ROWS * self.ours.latents.scale,
+            width=COLUMNS * self.ours.latents.scale,
+            latents=self.latents,
+            generator=torch.Generator().manual_seed(2),
+            output_type="np",
+        ).images
+        return np.asarray(images)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_pipeline: Path) -> Pipeline:
+    return Pipeline.load(tiny_pipeline, "cpu", threads=1)
+
+
+@pytest.fixture
+def scheduled(tiny: Pipeline) -> Iterator[Callable[[str], Pipeline]]:
+    """The pipeline with the scheduler of this name."""
+    own = tiny.scheduler
+
+    def with_scheduler(name: str) -> Pipeline:
+        tiny.scheduler = named_scheduler(name, own.config)
+        return tiny
+
+    yield with_scheduler
+    tiny.scheduler = own
+
+
+def exported(folder: Path, out: Path, **wanted: Any) -> Exported:
+    return export_one_file(folder, out, Wanted(**{"steps": STEPS, **wanted}))
+
+
+def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.std() > 0.1, "an image, not a grey plane"
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_the_graph_draws_what_the_pipeline_draws(tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path) -> None:
+    made = exported(tiny_pipeline, tmp_path / "tiny.onnx")
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx", optimized=True)
+    assert drawing.inputs == {"input_ids", "negative_input_ids", "latents", "guidance_scale"}
+    images, flags = drawing.graph()
+    assert_same(images, drawing.pipeline(STEPS))
+    assert flags.tolist() == [False, False]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in made.files}
+    onnx.checker.check_model(str(tmp_path / "tiny.onnx"))
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "euler", "euler_a", "dpm++_2m", "unipc", "lcm", "tcd", "pndm"])
+def test_an_open_schedule_takes_every_scheduler(
+    scheduler: str, open_graph: Path, tiny_pipeline: Path, scheduled: Callable[[str], Pipeline]
+) -> None:
+    table = folder_schedule(tiny_pipeline, Wanted(scheduler=scheduler, steps=4))
+    drawing = Drawing(scheduled(scheduler), open_graph)
+    generator = torch.Generator().manual_seed(2)
+    noises = torch.zeros(table.draws, *drawing.latents.shape)
+    for index in range(table.draws):
+        noises[index] = torch.randn(drawing.latents.shape, generator=generator)
+    more = {"timesteps": table.timesteps, "coefficients": table.table, "noises": noises.numpy()}
+    assert_same(drawing.graph(**more)[0], drawing.pipeline(4))
+
+
+@pytest.fixture(scope="module")
+def open_graph(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("open") / "open.onnx"
+    exported(tiny_pipeline, out, open_schedule=True, checker=False)
+    return out
+
+
+def test_noises_of_a_baked_schedule_are_an_input(
+    tiny_pipeline: Path, scheduled: Callable[[str], Pipeline], tmp_path: Path
+) -> None:
+    made = exported(tiny_pipeline, tmp_path / "tiny.onnx", scheduler="euler_a")
+    assert f"noises float ({made.schedule.draws}, images, 4, rows, columns)" in made.inputs
+    drawing = Drawing(scheduled("euler_a"), tmp_path / "tiny.onnx")
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
+
+
+def test_without_guidance_there_is_neither_scale_nor_negative_prompt(
+    tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path
+) -> None:
+    exported(tiny_pipeline, tmp_path / "tiny.onnx", guidance_scale=1.0)
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx", scale=1.0)
+    assert drawing.inputs == {"input_ids", "latents"}
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=False))
+
+
+def test_a_guidance_scale_up_to_1_is_none(tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path) -> None:
+    exported(tiny_pipeline, tmp_path / "tiny.onnx", checker=False)
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx", scale=0.3)
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=False))
+
+
+@pytest.mark.parametrize("architecture", ["sd21-tiny", "sdxl-tiny", "lcm-tiny"])
+def test_every_family_is_one_graph(architecture: str, tmp_path: Path) -> None:
+    folder = build(architecture, tmp_path)
+    exported(folder, tmp_path / "one.onnx")
+    ours = Pipeline.load(folder, "cpu", threads=1)
+    drawing = Drawing(ours, tmp_path / "one.onnx")
+    guided = any(name.startswith("negative") for name in drawing.inputs)
+    assert guided == (architecture != "lcm-tiny")
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=guided))
+    if guided:  # for SDXL zeros, for others the embeddings of an empty text
+        exported(folder, tmp_path / "one.onnx", negative=False)
+        drawing = Drawing(ours, tmp_path / "one.onnx")
+        assert not any(name.startswith("negative") for name in drawing.inputs)
+        assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=False))
+
+
+def test_a_scheduler_that_is_not_linear_is_refused(tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "clipping"
+    folder.mkdir()
+    for path in tiny_pipeline.iterdir():
+        if path.name != "scheduler":
+            (folder / path.name).symlink_to(path)
+    (folder / "scheduler").mkdir()
+    config = json.loads((tiny_pipeline / "scheduler/scheduler_config.json").read_bytes())
+    changed = {**config, "thresholding": True}
+    (folder / "scheduler/scheduler_config.json").write_text(json.dumps(changed))
+    with pytest.raises(UsageError, match="linear"):
+        exported(folder, tmp_path / "one.onnx", scheduler="ddim")
+    assert not (tmp_path / "one.onnx").exists()
+
+
+def test_submodels_of_two_versions_of_operators_are_refused(tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for path in tiny_pipeline.iterdir():
+        if path.name != "vae_decoder":
+            (folder / path.name).symlink_to(path)
+    (folder / "vae_decoder").mkdir()
+    for path in (tiny_pipeline / "vae_decoder").iterdir():
+        (folder / "vae_decoder" / path.name).write_bytes(path.read_bytes())
+    model = onnx.load(folder / "vae_decoder/model.onnx", load_external_data=False)
+    model.opset_import[0].version += 1
+    (folder / "vae_decoder/model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(PassError, match="one graph has one version"):
+        exported(folder, tmp_path / "one.onnx")
