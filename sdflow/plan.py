@@ -300,13 +300,14 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
         path = sources.find_lora(spec.reference, spec.weight_name, download=download)
         stamp = file_stamp(path)  # before the digest: a file that changes in between is then refused when it is read
         submodels = sources.lora_submodels(path)
+        digest = sources.lora_digest(path, cache.stat)
     except sources.CheckpointNotLocal:
         if download:
             raise
         return None
     except CheckpointError as error:
         raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
-    return LoraFile(spec.reference, path, cache.stat.digest(path), spec.scale, submodels, stamp)
+    return LoraFile(spec.reference, path, digest, spec.scale, submodels, stamp)
 
 
 def _step(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
 from sdflow.file_stamp import Stamp, check_stamps, file_stamp
@@ -42,11 +41,11 @@ def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Modu
     """W + scale x delta in float32, in place. Returns the stamp of the file that was read."""
     import torch
 
-    from sdflow.sources import find_lora, lora_delta, lora_submodels, read_lora
+    from sdflow.sources import PlainDigests, find_lora, lora_delta, lora_digest, lora_submodels, read_lora
 
     path = find_lora(lora.reference, lora.weight_name, download=False)
     stamp = file_stamp(path)  # before the digest
-    if digest_file(path) != lora.sha256:
+    if lora_digest(path, PlainDigests()) != lora.sha256:
         raise UsageError(
             f"the LoRA {lora.reference} is not the one that this pipeline was built with",
             where=where,

@@ -10,7 +10,15 @@ from sdflow.sources.checkpoint import (
 )
 from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
-from sdflow.sources.lora import LoraLayer, find_lora, lora_delta, lora_submodels, read_lora, require_made_for
+from sdflow.sources.lora import (
+    LoraLayer,
+    find_lora,
+    lora_delta,
+    lora_digest,
+    lora_submodels,
+    read_lora,
+    require_made_for,
+)
 from sdflow.sources.opening import open_checkpoint
 from sdflow.sources.reopening import reopen_checkpoint, require_same_checkpoint
 
@@ -26,6 +34,7 @@ __all__ = [
     "load_module",
     "load_pipeline",
     "lora_delta",
+    "lora_digest",
     "lora_submodels",
     "open_checkpoint",
     "read_lora",

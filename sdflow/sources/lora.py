@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
 from sdflow.input_file import is_regular, is_there
-from sdflow.sources.checkpoint import Checkpoint, listing
+from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_family import made_for, misfit
-from sdflow.sources.lora_names import LoraName, Role, other_kind, parse_name, peft_module, spellings
-from sdflow.sources.peft_metadata import METADATA_KEY, read_peft_configs
+from sdflow.sources.lora_names import PEFT_PREFIX, LoraName, Role, other_kind, parse_name, peft_module, spellings
+from sdflow.sources.peft_metadata import METADATA_KEY, peft_config_file, read_peft_configs
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
-from sdflow.sources.safetensors_file import read_float_tensors, read_header
+from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,12 +77,27 @@ def _refuse_pickle(name: str, where: str) -> None:
 
 
 def lora_submodels(path: Path) -> tuple[str, ...]:
-    """The submodels that a LoRA file changes, from its header alone.
+    """The submodels that a LoRA file changes, from its header and its configuration alone.
 
     Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
     """
     names = _parse(path)
+    read_peft_configs(path, WITH_LORAS, _alone(names))
     return tuple(name for name in WITH_LORAS if any(parsed.submodel == name for parsed in names.values()))
+
+
+def lora_digest(path: Path, digests: FileDigests) -> str:
+    """What identifies the content of a LoRA: of its file, and of PEFT's configuration where that lies beside it."""
+    whole = digests.digest(path)
+    if _alone(_parse(path)) is None or METADATA_KEY in read_metadata(path):
+        return whole
+    return digest_json({"file": whole, "config": digests.digest(peft_config_file(path))})
+
+
+def _alone(names: Mapping[str, LoraName]) -> str | None:
+    """The submodel that a file of PEFT's save_pretrained is for; None for a file of others, which say it in their names."""
+    submodels = {parsed.submodel for parsed in names.values()}
+    return submodels.pop() if len(submodels) == 1 and all(name.startswith(PEFT_PREFIX) for name in names) else None
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
@@ -130,7 +146,7 @@ def read_lora(
         elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
             problems.append(f"{name}: {other} is for the same weight")
     tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
-    configs = read_peft_configs(path, WITH_LORAS)
+    configs = read_peft_configs(path, WITH_LORAS, _alone(names))
     ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
     for (submodel, key), group in groups.items():

@@ -33,6 +33,11 @@ _ROLES: tuple[tuple[str, Role], ...] = (
     ("_lora.alpha", "alpha"),
     (".alpha", "alpha"),
 )
+PEFT_PREFIX = "base_model.model."
+"""How PEFT's save_pretrained begins every name."""
+_OLDER = "text_model."
+"""What transformers before 5 had in front of a text encoder's modules: a part of the module's name, though it tells the
+submodel too."""
 _PREFIXES = sorted(
     {(prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora},
     key=lambda entry: -len(entry[0]),
@@ -74,7 +79,8 @@ def parse_name(name: str) -> LoraName | None:
             stem = name[: -len(suffix)]
             for prefix, submodel in _PREFIXES:
                 if stem.startswith(prefix):
-                    return LoraName(submodel, stem[len(prefix) :].replace(".processor.", "."), role)
+                    module = _OLDER * prefix.endswith(_OLDER) + stem[len(prefix) :]
+                    return LoraName(submodel, module.replace(".processor.", "."), role)
     return None
 
 
@@ -85,7 +91,7 @@ def peft_module(model: Model, key: str, name: LoraName) -> str:
     file from there has it in its tensors' names too.
     """
     module = model.current_name(key.removesuffix(".weight"))
-    return f"text_model.{module}" if name.module.startswith("text_model.") else module
+    return f"{_OLDER}{module}" if name.module.startswith(_OLDER) else module
 
 
 def spellings(model: Model, shapes: Shapes) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""peft's configuration in the header of a LoRA file, where diffusers' save_lora_weights keeps it.
+"""peft's configuration in the header of a LoRA file, where diffusers' save_lora_weights keeps it, or beside the file, where
+peft's own save_pretrained does.
 
 It says what the tensors do not: the alpha of each layer. It is read as peft and diffusers read it back.
 """
@@ -14,31 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
+from sdflow.input_file import read_input
+from sdflow.sources.peft_fields import LORA_CONFIG
 from sdflow.sources.safetensors_file import read_metadata
 
 METADATA_KEY = "lora_adapter_metadata"
+BESIDE = "adapter_config.json"
 _DEFAULT = 8  # of r and of lora_alpha, in peft
 _LARGEST = 1e30  # of an alpha: what is larger leaves float32
-# Fields that make of the tensors something else than scale * up @ down, by their values that do not.
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": ([],),
-    "layer_replication": ([],),
-    "trainable_token_indices": ([], {}),
-    "target_parameters": ([],),
-    "alora_invocation_tokens": (),
-    "arrow_config": (),
-    "kasa_config": (),
-    "monteclora_config": (),
-    "use_bdlora": (False,),
-    "use_qalora": (False,),
-    # The others (pissa, olora, corda, loftq, ...) also change the weights that the LoRA is added to.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
-}
-
+_UNSET: tuple[Any, ...] = (False, [], {}, "")  # of a field that is not known: PEFT's defaults of most
 _Pattern = tuple[re.Pattern[str], float]
 
 
@@ -65,59 +50,113 @@ class PeftConfig:
         return self.alpha(module) / (sqrt(rank) if self.rslora else rank)
 
 
-def read_peft_configs(path: Path, submodels: tuple[str, ...]) -> dict[str, PeftConfig]:
-    """The configurations in a file's header, for those of the submodels that have one.
+def read_peft_configs(path: Path, submodels: tuple[str, ...], alone: str | None = None) -> dict[str, PeftConfig]:
+    """The configurations of a file, for those of the submodels that have one: in its header, or beside it.
 
+    alone: the submodel that the file is for, where its names are those of PEFT's save_pretrained, which writes the configuration
+        beside the tensors.
     Raises CheckpointError for what is no configuration, and for an adapter that is no plain LoRA.
     """
     text = read_metadata(path).get(METADATA_KEY)
     if text is None:
-        return {}
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"its {METADATA_KEY} is not JSON", where=str(path)) from error
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"its {METADATA_KEY} is not a JSON object", where=str(path))
+        return {} if alone is None else {alone: _beside(path)}
+    metadata = _parsed(text, METADATA_KEY, str(path))
     configs = {}
     for submodel in submodels:
         prefix = f"{submodel}."
         fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         if fields:
-            configs[submodel] = _config(fields, submodel, str(path))
+            configs[submodel] = _config(fields, _Place(METADATA_KEY, prefix, str(path)))
     return configs
 
 
-def _config(fields: Mapping[str, Any], submodel: str, where: str) -> PeftConfig:
-    for field, plain in _PLAIN.items():
-        value = fields.get(field)
-        # 0 and 1 are no booleans here, although Python holds them for equal.
-        if value is not None and not any(type(value) is type(one) and value == one for one in plain):
-            kind = "DoRA" if field == "use_dora" else f"{submodel}.{field} = {json.dumps(value)[:100]}"
-            raise CheckpointError(
-                f"{kind} is not supported (in its {METADATA_KEY})", where=where, remedy="Use a plain LoRA."
-            )
+def peft_config_file(path: Path) -> Path:
+    """What PEFT's save_pretrained writes beside a file of tensors."""
+    return path.with_name(BESIDE)
+
+
+def _beside(path: Path) -> PeftConfig:
+    file = peft_config_file(path)
+    try:
+        text = read_input(file).decode("utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"PEFT wrote it, and there is no {BESIDE} beside it, which says its alpha",
+            where=str(path),
+            remedy="Put that file beside it, and name the folder or the file on disk.",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+    return _config(_parsed(text, BESIDE, str(path)), _Place(BESIDE, "", str(path)))
+
+
+def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"its {name} is not JSON", where=where) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"its {name} is not a JSON object", where=where)
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a configuration stands: under which name in which file, and how its fields begin there."""
+
+    name: str
+    prefix: str
+    where: str
+
+    def bad(self, field: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"its {self.name} has a {self.prefix}{field} that is {what}",
+            where=self.where,
+            remedy="Correct it there, or write the file again with diffusers.",
+        )
+
+
+def _config(fields: Mapping[str, Any], place: _Place) -> PeftConfig:
+    for field, value in fields.items():
+        _require_plain(field, value, place)
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):
-        raise _bad(f"{submodel}.use_rslora", "neither true nor false", where)
+        raise place.bad("use_rslora", "neither true nor false")
     return PeftConfig(
-        _rank(fields.get("r", _DEFAULT), f"{submodel}.r", where),
-        _alpha(fields.get("lora_alpha", _DEFAULT), f"{submodel}.lora_alpha", where),
-        _patterns(fields.get("rank_pattern"), f"{submodel}.rank_pattern", _rank, where),
-        _patterns(fields.get("alpha_pattern"), f"{submodel}.alpha_pattern", _alpha, where),
+        _rank(fields.get("r", _DEFAULT), "r", place),
+        _alpha(fields.get("lora_alpha", _DEFAULT), "lora_alpha", place),
+        _patterns(fields.get("rank_pattern"), "rank_pattern", _rank, place),
+        _patterns(fields.get("alpha_pattern"), "alpha_pattern", _alpha, place),
         rslora,
     )
 
 
-def _patterns(value: Any, field: str, number: Callable[[Any, str, str], float], where: str) -> tuple[_Pattern, ...]:
+def _require_plain(field: str, value: Any, place: _Place) -> None:
+    """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set."""
+    known = LORA_CONFIG.get(field)
+    plain = _UNSET if known is None else known.plain
+    if value is None or (known is not None and known.decision != "refused"):
+        return
+    # 0 and 1 are no booleans here, although Python holds them for equal.
+    if not any(type(value) is type(one) and value == one for one in plain):
+        kind = "DoRA" if field == "use_dora" else f"{place.prefix}{field} = {json.dumps(value)[:100]}"
+        why = "a field that this version of sdflow does not know" if known is None else known.why
+        raise CheckpointError(
+            f"{kind} is not supported (in its {place.name}): {why}", where=place.where, remedy="Use a plain LoRA."
+        )
+
+
+def _patterns(
+    value: Any, field: str, number: Callable[[Any, str, _Place], float], place: _Place
+) -> tuple[_Pattern, ...]:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise _bad(field, "not a JSON object", where)
-    return tuple((_compiled(key, field, where), number(one, f"{field}[{key!r}]", where)) for key, one in value.items())
+        raise place.bad(field, "not a JSON object")
+    return tuple((_compiled(key, field, place), number(one, f"{field}[{key!r}]", place)) for key, one in value.items())
 
 
-def _compiled(pattern: str, field: str, where: str) -> re.Pattern[str]:
+def _compiled(pattern: str, field: str, place: _Place) -> re.Pattern[str]:
     """peft's own expression around a pattern, from peft.utils.other.get_pattern_key.
 
     Nothing bounds the time of a match: a hostile pattern holds peft up just as long, no bound on its length would
@@ -126,7 +165,7 @@ def _compiled(pattern: str, field: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise _bad(f"{field}[{pattern[:100]!r}]", f"no valid regular expression ({error})", where) from error
+        raise place.bad(f"{field}[{pattern[:100]!r}]", f"no valid regular expression ({error})") from error
 
 
 def _first(patterns: tuple[_Pattern, ...], module: str, default: float) -> float:
@@ -134,21 +173,13 @@ def _first(patterns: tuple[_Pattern, ...], module: str, default: float) -> float
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _rank(value: Any, field: str, where: str) -> int:
+def _rank(value: Any, field: str, place: _Place) -> int:
     if type(value) is not int or not 0 < value < _LARGEST:
-        raise _bad(field, "no whole number above 0", where)
+        raise place.bad(field, "no whole number above 0")
     return value
 
 
-def _alpha(value: Any, field: str, where: str) -> float:
+def _alpha(value: Any, field: str, place: _Place) -> float:
     if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise _bad(field, "no number that can be an alpha", where)
+        raise place.bad(field, "no number that can be an alpha")
     return float(value)
-
-
-def _bad(field: str, what: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"its {METADATA_KEY} has a {field} that is {what}",
-        where=where,
-        remedy="Correct it there, or write the file again with diffusers.",
-    )

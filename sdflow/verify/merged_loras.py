@@ -41,6 +41,7 @@ _FACTORS = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
+_WHICH = ("exclude_modules", "layers_to_transform", "layers_pattern")
 _ALPHAS = (".lora_linear_layer.alpha", ".lora.alpha", "_lora.alpha", ".alpha")
 
 
@@ -61,7 +62,8 @@ def merge_lora(
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     metadata = None if said is None else json.loads(said)
     if all(name.startswith(PEFT_PREFIX) for name in tensors):
-        tensors, metadata = _from_peft(tensors, path, family)
+        tensors, beside = _from_peft(tensors, path, family)
+        metadata = beside if metadata is None else metadata
     tensors, folded = _without_alphas(tensors, path)
     if folded and metadata is not None:
         if folded < _count(tensors):
@@ -86,13 +88,19 @@ def merge_lora(
     whole = {f"{component}.{name}": each for name, each in own.items()}
     said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
     configured = (_current(said_of_it) if older else said_of_it) or None
-    if is_denoiser:
-        loader.load_lora_into_unet(whole, None, module, ADAPTER, metadata=configured, low_cpu_mem_usage=True)
-    else:
-        loader.load_lora_into_text_encoder(
-            whole, None, module, component, 1.0, ADAPTER, metadata=configured, low_cpu_mem_usage=True
-        )
-    _fuse(module, _count(own), scale, path)
+    if configured is not None:  # which modules are meant, the tensors say
+        modules = {name.rpartition(".lora_")[0] for name in own}
+        which = {"target_modules": sorted(modules), **dict.fromkeys(_WHICH)}
+        configured |= {f"{component}.{field}": value for field, value in which.items()}
+    options = {"metadata": configured, "low_cpu_mem_usage": True}
+    try:
+        if is_denoiser:
+            loader.load_lora_into_unet(whole, None, module, ADAPTER, **options)
+        else:
+            loader.load_lora_into_text_encoder(whole, None, module, component, 1.0, ADAPTER, **options)
+        _fuse(module, _count(own), scale, path)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise VerificationError(f"diffusers and PEFT cannot merge it: {error}", where=str(path)) from error
     return _count(own)
 
 

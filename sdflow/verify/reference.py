@@ -112,14 +112,16 @@ def load_reference(
     submodel: str,
     load: Mapping[str, Any],
     loras: Sequence[LoraMerge],
-    denoiser: Mapping[str, Any],
+    denoiser: Mapping[str, Any] | None = None,
     merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None,
 ) -> Any:
     """The submodel's module in fp32 with the LoRAs merged by diffusers and PEFT.
 
-    denoiser: its config. merged: is told how many layers of each LoRA.
+    denoiser: its config; not needed for itself. merged: is told how many layers of each LoRA.
     """
     module, family = load_module(submodel, load), FAMILIES[load["family"]]
+    if denoiser is None:  # its names are then another's business, and any numbers of blocks keep them apart
+        denoiser = load["config"] if submodel == family.denoiser else {"layers_per_block": 2}
     if submodel in family.with_loras:
         for lora in loras:
             layers = merge_lora(module, family.part(submodel).component, family, denoiser, lora.path, lora.scale)

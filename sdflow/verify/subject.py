@@ -11,7 +11,7 @@ from sdflow.errors import UsageError
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import refiner_of
-from sdflow.sources import Checkpoint, find_lora, lora_submodels, reopen_checkpoint
+from sdflow.sources import Checkpoint, find_lora, lora_digest, lora_submodels, reopen_checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.targets import find_target
@@ -53,7 +53,7 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
     for lora in origin.loras:
         path = find_lora(lora.reference, lora.weight_name, download=False)
         stamp = file_stamp(path)  # before the digest
-        if cache.stat.digest(path) != lora.sha256:
+        if lora_digest(path, cache.stat) != lora.sha256:
             raise UsageError(
                 f"the LoRA {path} is not the one it was built with",
                 where=where,
