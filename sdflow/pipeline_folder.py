@@ -20,7 +20,7 @@ from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.families.defaults import Task
 from sdflow.input_file import read_json
 from sdflow.machine.packages import distribution_version
-from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, Origin, Part
+from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, Origin, Part, as_bytes
 from sdflow.sources.companions import companion_files
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def _one(
         files=tuple(sorted(files)),
         copied=copy,
     )
-    described = {INDEX_FILE: _index(FAMILIES[content.origin.family], content), MANIFEST_FILE: manifest.to_bytes()}
+    described = {INDEX_FILE: _index(FAMILIES[content.origin.family], content), MANIFEST_FILE: as_bytes(manifest)}
     described |= {name: _json(each) for name, each in content.changed.items()}
     return Layout(manifest, parts, links, content.companions, described)
 

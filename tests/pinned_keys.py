@@ -21,7 +21,7 @@ from sdflow.artifact import INDEX_FILE, Action, Artifact, Record
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
-from sdflow.manifest import MANIFEST_FILE, Chain, Manifest, Origin, Part
+from sdflow.manifest import MANIFEST_FILE, Chain, Manifest, Origin, Part, as_bytes
 from sdflow.passes import registry
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.store import Cache
@@ -125,7 +125,7 @@ def _verification(plan: PipelinePlan, folder: Path) -> dict[str, Any]:
         (pipeline / name / "model.onnx").write_text(name)
     origin = Origin("tiny", plan.pipeline.target, chains=chains)
     manifest = Manifest(origin, {name: Part(digest_json(name), ()) for name in chains}, ())
-    (pipeline / MANIFEST_FILE).write_bytes(manifest.to_bytes())
+    (pipeline / MANIFEST_FILE).write_bytes(as_bytes(manifest))
     (pipeline / INDEX_FILE).write_text("{}")
     image = plan.pipeline.evaluate.image or own_image(plan.pipeline.model)
     subject = Subject("tiny", plan.pipeline.target, pipeline, plan.checkpoint, plan.loras, image=image)

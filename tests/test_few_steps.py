@@ -20,7 +20,7 @@ from sdflow.bake import bake
 from sdflow.config import load_workflow
 from sdflow.errors import UsageError, WorkflowError
 from sdflow.families.schedulers import renamed
-from sdflow.manifest import Manifest, Origin, read_manifest
+from sdflow.manifest import Manifest, Origin, as_json, from_json, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import make_plan
 from sdflow.run import RunOptions, run_workflow
@@ -152,16 +152,16 @@ def test_what_is_wrong_in_a_workflow_is_told(bench: Bench, generate: Any, says: 
     ],
 )
 def test_a_damaged_manifest_is_told(key: str, value: Any) -> None:
-    content = {**Manifest(Origin("tiny", "cpu"), {}, ()).to_json(), key: value}
+    content = {**as_json(Manifest(Origin("tiny", "cpu"), {}, ())), key: value}
     with pytest.raises(UsageError, match="does not say how the pipeline was built"):
-        Manifest.from_json(content, "sdflow.json")
+        from_json(content, "sdflow.json")
 
 
 def test_the_manifest_keeps_both_words_apart() -> None:
     origin = Origin(
         "tiny", "cpu", generate={"steps": 6}, few_steps={"steps": 4, "scheduler": "lcm", "because": "its name"}
     )
-    kept = Manifest.from_json(Manifest(origin, {}, ()).to_json(), "sdflow.json").origin
+    kept = from_json(as_json(Manifest(origin, {}, ())), "sdflow.json").origin
     assert (kept.generate, kept.few_steps) == (origin.generate, origin.few_steps)
     assert kept.said == {"steps": 6, "scheduler": "lcm", "because": "its name"}
 

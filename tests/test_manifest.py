@@ -15,7 +15,7 @@ from sdflow import __version__
 from sdflow.config import load_workflow
 from sdflow.digest import digest_tree
 from sdflow.errors import UsageError
-from sdflow.manifest import MANIFEST_FILE, NOT_SAID, Manifest, read_manifest
+from sdflow.manifest import MANIFEST_FILE, NOT_SAID, as_bytes, as_json, from_json, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 
@@ -109,33 +109,33 @@ def test_what_sdflow_wrote_is_read_in_full(folder: Path) -> None:
     assert unet.steps[-1].name == "BindWeights"
     assert "model_index.json" in manifest.files
     assert manifest.copied is False
-    assert manifest.to_bytes() == EXAMPLE.read_bytes()
+    assert as_bytes(manifest) == EXAMPLE.read_bytes()
 
 
 @pytest.mark.parametrize("verified", ["quick", None, NOT_SAID])
 def test_what_is_written_is_read_again(folder: Path, verified: str | None) -> None:
     manifest = read_manifest(folder)
     changed = replace(manifest, origin=replace(manifest.origin, verified=verified))
-    assert Manifest.from_json(json.loads(changed.to_bytes()), "here") == changed
-    assert ("verified" in changed.to_json()) == (verified != NOT_SAID)
+    assert from_json(json.loads(as_bytes(changed)), "here") == changed
+    assert ("verified" in as_json(changed)) == (verified != NOT_SAID)
 
 
 def test_a_family_is_written_when_it_is_another_than_stable_diffusion(folder: Path) -> None:
     manifest = read_manifest(folder)
-    assert "family" not in manifest.to_json()
+    assert "family" not in as_json(manifest)
     other = replace(manifest, origin=replace(manifest.origin, family="stable_diffusion_xl"))
-    (folder / MANIFEST_FILE).write_bytes(other.to_bytes())
-    assert json.loads(other.to_bytes())["family"] == "stable_diffusion_xl"
+    (folder / MANIFEST_FILE).write_bytes(as_bytes(other))
+    assert json.loads(as_bytes(other))["family"] == "stable_diffusion_xl"
     assert read_manifest(folder) == other
 
 
 def test_components_are_written_where_there_are_any(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest.origin.components == {}
-    assert "components" not in manifest.to_json()
+    assert "components" not in as_json(manifest)
     other = replace(manifest, origin=replace(manifest.origin, components={"vae": "hf:a/b@main"}))
-    (folder / MANIFEST_FILE).write_bytes(other.to_bytes())
-    assert json.loads(other.to_bytes())["components"] == {"vae": "hf:a/b@main"}
+    (folder / MANIFEST_FILE).write_bytes(as_bytes(other))
+    assert json.loads(as_bytes(other))["components"] == {"vae": "hf:a/b@main"}
     assert read_manifest(folder) == other
 
 

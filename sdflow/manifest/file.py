@@ -1,10 +1,5 @@
-"""`sdflow.json`, which lies in every pipeline folder: what the pipeline was built from, and what files it has.
-
-    Origin     what a build knows beforehand and finds out: the model, the LoRAs, the target, each submodel's chain
-    Part       a submodel's artifact: its digest, its files, and the chain that made it
-    Manifest   an Origin, its Parts, and every file of the folder
-
-It is written and read here alone. It holds no date and no path of the folder: equal pipelines have equal bytes.
+"""`sdflow.json`, as it is written and read: here alone. It holds no date and no path of the folder: equal pipelines have equal
+bytes.
 """
 
 from __future__ import annotations
@@ -12,221 +7,88 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdflow import __version__
 from sdflow.digest import FileEntry
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
 from sdflow.families.defaults import SAID
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.input_file import read_json
+from sdflow.manifest.content import (
+    NOT_SAID,
+    REBUILD,
+    Chain,
+    FinishedPass,
+    Manifest,
+    MergedLora,
+    Origin,
+    Part,
+    WrittenPass,
+)
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
-REFINER = "refiner"
-"""The folder within a base's, and what its submodels' names begin with where both are spoken of: refiner/SUBMODEL."""
 NO_CLASS = (
     "diffusers and optimum have no class for a base with its refiner: each of the two folders is a pipeline, and the latents of "
     "the base (denoising_end) go on in the refiner (denoising_start)"
 )
-NOT_SAID = ""
-"""`Origin.verified` of a manifest that says nothing of it."""
-
-_REBUILD = "Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again."
 
 
-@dataclass(frozen=True)
-class WrittenPass:
-    """A pass as the workflow has it, without defaults. name: of a user's pass, the absolute path and the class."""
+def as_json(manifest: Manifest) -> dict[str, Any]:
+    """Plain JSON with its `format_version`."""
+    origin = manifest.origin
+    content = {
+        "format_version": FORMAT_VERSION,
+        "sdflow_version": manifest.sdflow_version,
+        "copied": manifest.copied,
+        "name": origin.name,
+        "target": origin.target,
+        "model": origin.model,
+        "checkpoint": origin.checkpoint,
+        "allow_pickle": origin.allow_pickle,
+        "carry_weights": origin.carry_weights,
+        "loras": [asdict(lora) for lora in origin.loras],
+        "submodels": {
+            name: {**_chain_json(origin.chains.get(name)), **_part_json(part)} for name, part in manifest.parts.items()
+        },
+        "files": sorted(manifest.files),
+    }
+    if origin.verified != NOT_SAID:
+        content["verified"] = origin.verified
+    if origin.family != DEFAULT:
+        content["family"] = origin.family
+    if origin.refiner is not None:
+        content["refiner"] = origin.refiner
+        content["about_refiner"] = NO_CLASS
+    if origin.left_out is not None:
+        content["left_out"] = sorted(origin.left_out)
+    if origin.ip_adapters:
+        content["ip_adapters"] = [dict(each) for each in origin.ip_adapters]
+    for name in ("components", "controlnets", "generate", "few_steps"):
+        if found := getattr(origin, name):
+            content[name] = dict(found)
+    return content
 
-    name: str
-    options: Mapping[str, Any]
+
+def as_bytes(manifest: Manifest) -> bytes:
+    """The content of the file."""
+    text = json.dumps(as_json(manifest), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode()
 
 
-@dataclass(frozen=True)
-class FinishedPass:
-    """A pass as it ran. action: the digest of its cache key. uses: distribution -> version. facts: what it measured."""
+def from_json(value: Mapping[str, Any], where: str) -> Manifest:
+    """The manifest that `as_json` made, in this version or an earlier one. where: of the file, for messages.
 
-    name: str
-    action: str
-    config: Mapping[str, Any]
-    uses: Mapping[str, str]
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Chain:
-    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it."""
-
-    written: tuple[WrittenPass, ...] | None
-    steps: tuple[FinishedPass, ...]
-
-
-@dataclass(frozen=True)
-class MergedLora:
-    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged."""
-
-    reference: str
-    weight_name: str | None
-    sha256: str
-    scale: float
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a pipeline was built from, and for what.
-
-    model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
-    where they are from. controlnets: name -> where it is from. ip_adapters: what the workflow says of each. checkpoint:
-    what identifies its content. chains: submodel -> what made it. verified: the level at which it passed before it was put
-    together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
-    generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of the model and
-    the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images. left_out:
-    submodels of the checkpoint that the workflow does not build; None: it is not said.
+    Raises UsageError when it is of another format or lacks something.
     """
-
-    name: str
-    target: str
-    model: str | None = None
-    checkpoint: Mapping[str, Any] | None = None
-    allow_pickle: bool = False
-    carry_weights: bool = False
-    loras: tuple[MergedLora, ...] = ()
-    chains: Mapping[str, Chain] = field(default_factory=dict)
-    verified: str | None = NOT_SAID
-    family: str = DEFAULT
-    components: Mapping[str, str] = field(default_factory=dict)
-    controlnets: Mapping[str, str] = field(default_factory=dict)
-    ip_adapters: tuple[Mapping[str, str], ...] = ()
-    generate: Mapping[str, Any] = field(default_factory=dict)
-    few_steps: Mapping[str, Any] = field(default_factory=dict)
-    refiner: str | None = None
-    left_out: tuple[str, ...] | None = None
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What is said of how it draws besides what its configs tell: the workflow's word is the last."""
-        return {**self.few_steps, **self.generate}
-
-    def pinned_model(self, where: str) -> str:
-        """The model, a checkpoint of the hub at the commit that was used.
-
-        where: of the manifest, for the message. Raises UsageError when it is not said.
-        """
-        if self.model is None:
-            raise UsageError(
-                "does not say what the pipeline was built from: 'model' is missing", where=where, remedy=_REBUILD
-            )
-        return _pinned(self.model, self.checkpoint or {})
-
-    def pinned_components(self) -> dict[str, str]:
-        """The components that are not the checkpoint's own, those of the hub at the commit that was used."""
-        return self._pinned(self.components, "components")
-
-    def pinned_nets(self) -> dict[str, str]:
-        """The ControlNets by name, those of the hub at the commit that was used."""
-        return self._pinned(self.controlnets, "controlnets")
-
-    def pinned_adapters(self) -> list[dict[str, str]]:
-        """The IP-Adapters, those of the hub at the commit that was used, and so their image encoder."""
-        found = (self.checkpoint or {}).get("ip_adapters", {})
-        pinned = []
-        for index, each in enumerate(self.ip_adapters):
-            provenance = found.get(str(index), {})
-            encoder = provenance.get("encoder", {}) if "encoder" in each else {}
-            others = {"encoder": _pinned(each["encoder"], encoder)} if "encoder" in each else {}
-            pinned.append({**each, "file": _pinned(each["file"], provenance), **others})
-        return pinned
-
-    def _pinned(self, references: Mapping[str, str], kind: str) -> dict[str, str]:
-        found = (self.checkpoint or {}).get(kind, {})
-        return {name: _pinned(reference, found.get(name, {})) for name, reference in references.items()}
-
-
-def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:
-    commit = provenance.get("commit")
-    return f"{reference.partition('@')[0]}@{commit}" if commit else reference
-
-
-@dataclass(frozen=True)
-class Part:
-    """A submodel as it lies in the folder. artifact: the tree digest of its files."""
-
-    artifact: str
-    files: tuple[FileEntry, ...]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A pipeline folder. copied: its submodels are copies, no links. files: all, as POSIX paths; a link is one."""
-
-    origin: Origin
-    parts: Mapping[str, Part]
-    files: tuple[str, ...]
-    copied: bool = False
-    sdflow_version: str = __version__
-
-    @property
-    def artifacts(self) -> dict[str, str]:
-        """Submodel -> the digest of its artifact."""
-        return {name: part.artifact for name, part in self.parts.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON with its `format_version`."""
-        origin = self.origin
-        content = {
-            "format_version": FORMAT_VERSION,
-            "sdflow_version": self.sdflow_version,
-            "copied": self.copied,
-            "name": origin.name,
-            "target": origin.target,
-            "model": origin.model,
-            "checkpoint": origin.checkpoint,
-            "allow_pickle": origin.allow_pickle,
-            "carry_weights": origin.carry_weights,
-            "loras": [asdict(lora) for lora in origin.loras],
-            "submodels": {
-                name: {**_chain_json(origin.chains.get(name)), **_part_json(part)} for name, part in self.parts.items()
-            },
-            "files": sorted(self.files),
-        }
-        if origin.verified != NOT_SAID:
-            content["verified"] = origin.verified
-        if origin.family != DEFAULT:
-            content["family"] = origin.family
-        if origin.refiner is not None:
-            content["refiner"] = origin.refiner
-            content["about_refiner"] = NO_CLASS
-        if origin.left_out is not None:
-            content["left_out"] = sorted(origin.left_out)
-        if origin.ip_adapters:
-            content["ip_adapters"] = [dict(each) for each in origin.ip_adapters]
-        for name in ("components", "controlnets", "generate", "few_steps"):
-            if found := getattr(origin, name):
-                content[name] = dict(found)
-        return content
-
-    def to_bytes(self) -> bytes:
-        """The content of the file."""
-        text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        return f"{text}\n".encode()
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str) -> Manifest:
-        """The manifest that `to_json` made, in this version or an earlier one. where: of the file, for messages.
-
-        Raises UsageError when it is of another format or lacks something.
-        """
-        _require_format(value.get("format_version"), where)
-        try:
-            return _manifest(value)
-        except ValueError as error:
-            raise UsageError(
-                f"does not say how the pipeline was built: {error}", where=where, remedy=_REBUILD
-            ) from error
+    _require_format(value.get("format_version"), where)
+    try:
+        return _manifest(value)
+    except ValueError as error:
+        raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=REBUILD) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -247,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError(
             "this is no pipeline of sdflow: no format_version", where=str(path), remedy="Build one: sdflow run."
         )
-    return Manifest.from_json(value, str(path))
+    return from_json(value, str(path))
 
 
 def _require_format(found: object, where: str) -> None:

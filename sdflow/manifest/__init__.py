@@ -1,0 +1,31 @@
+"""`sdflow.json`, which lies in every pipeline folder: what it says, and how it is written and read."""
+
+from sdflow.manifest.content import (
+    NOT_SAID,
+    REFINER,
+    Chain,
+    FinishedPass,
+    Manifest,
+    MergedLora,
+    Origin,
+    Part,
+    WrittenPass,
+)
+from sdflow.manifest.file import MANIFEST_FILE, as_bytes, as_json, from_json, read_manifest
+
+__all__ = [
+    "MANIFEST_FILE",
+    "NOT_SAID",
+    "REFINER",
+    "Chain",
+    "FinishedPass",
+    "Manifest",
+    "MergedLora",
+    "Origin",
+    "Part",
+    "WrittenPass",
+    "as_bytes",
+    "as_json",
+    "from_json",
+    "read_manifest",
+]

@@ -1,0 +1,160 @@
+"""What `sdflow.json` says: what a pipeline was built from, and what files it has.
+
+Origin     what a build knows beforehand and finds out: the model, the LoRAs, the target, each submodel's chain
+Part       a submodel's artifact: its digest, its files, and the chain that made it
+Manifest   an Origin, its Parts, and every file of the folder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sdflow import __version__
+from sdflow.digest import FileEntry
+from sdflow.errors import UsageError
+from sdflow.families import DEFAULT
+
+REFINER = "refiner"
+"""The folder within a base's, and what its submodels' names begin with where both are spoken of: refiner/SUBMODEL."""
+NOT_SAID = ""
+"""`Origin.verified` of a manifest that says nothing of it."""
+REBUILD = "Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again."
+
+
+@dataclass(frozen=True)
+class WrittenPass:
+    """A pass as the workflow has it, without defaults. name: of a user's pass, the absolute path and the class."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FinishedPass:
+    """A pass as it ran. action: the digest of its cache key. uses: distribution -> version. facts: what it measured."""
+
+    name: str
+    action: str
+    config: Mapping[str, Any]
+    uses: Mapping[str, str]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it."""
+
+    written: tuple[WrittenPass, ...] | None
+    steps: tuple[FinishedPass, ...]
+
+
+@dataclass(frozen=True)
+class MergedLora:
+    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged."""
+
+    reference: str
+    weight_name: str | None
+    sha256: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a pipeline was built from, and for what.
+
+    model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
+    where they are from. controlnets: name -> where it is from. ip_adapters: what the workflow says of each. checkpoint:
+    what identifies its content. chains: submodel -> what made it. verified: the level at which it passed before it was put
+    together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
+    generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of the model and
+    the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images. left_out:
+    submodels of the checkpoint that the workflow does not build; None: it is not said.
+    """
+
+    name: str
+    target: str
+    model: str | None = None
+    checkpoint: Mapping[str, Any] | None = None
+    allow_pickle: bool = False
+    carry_weights: bool = False
+    loras: tuple[MergedLora, ...] = ()
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+    verified: str | None = NOT_SAID
+    family: str = DEFAULT
+    components: Mapping[str, str] = field(default_factory=dict)
+    controlnets: Mapping[str, str] = field(default_factory=dict)
+    ip_adapters: tuple[Mapping[str, str], ...] = ()
+    generate: Mapping[str, Any] = field(default_factory=dict)
+    few_steps: Mapping[str, Any] = field(default_factory=dict)
+    refiner: str | None = None
+    left_out: tuple[str, ...] | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is said of how it draws besides what its configs tell: the workflow's word is the last."""
+        return {**self.few_steps, **self.generate}
+
+    def pinned_model(self, where: str) -> str:
+        """The model, a checkpoint of the hub at the commit that was used.
+
+        where: of the manifest, for the message. Raises UsageError when it is not said.
+        """
+        if self.model is None:
+            raise UsageError(
+                "does not say what the pipeline was built from: 'model' is missing", where=where, remedy=REBUILD
+            )
+        return _pinned(self.model, self.checkpoint or {})
+
+    def pinned_components(self) -> dict[str, str]:
+        """The components that are not the checkpoint's own, those of the hub at the commit that was used."""
+        return self._pinned(self.components, "components")
+
+    def pinned_nets(self) -> dict[str, str]:
+        """The ControlNets by name, those of the hub at the commit that was used."""
+        return self._pinned(self.controlnets, "controlnets")
+
+    def pinned_adapters(self) -> list[dict[str, str]]:
+        """The IP-Adapters, those of the hub at the commit that was used, and so their image encoder."""
+        found = (self.checkpoint or {}).get("ip_adapters", {})
+        pinned = []
+        for index, each in enumerate(self.ip_adapters):
+            provenance = found.get(str(index), {})
+            encoder = provenance.get("encoder", {}) if "encoder" in each else {}
+            others = {"encoder": _pinned(each["encoder"], encoder)} if "encoder" in each else {}
+            pinned.append({**each, "file": _pinned(each["file"], provenance), **others})
+        return pinned
+
+    def _pinned(self, references: Mapping[str, str], kind: str) -> dict[str, str]:
+        found = (self.checkpoint or {}).get(kind, {})
+        return {name: _pinned(reference, found.get(name, {})) for name, reference in references.items()}
+
+
+def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:
+    commit = provenance.get("commit")
+    return f"{reference.partition('@')[0]}@{commit}" if commit else reference
+
+
+@dataclass(frozen=True)
+class Part:
+    """A submodel as it lies in the folder. artifact: the tree digest of its files."""
+
+    artifact: str
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A pipeline folder. copied: its submodels are copies, no links. files: all, as POSIX paths; a link is one."""
+
+    origin: Origin
+    parts: Mapping[str, Part]
+    files: tuple[str, ...]
+    copied: bool = False
+    sdflow_version: str = __version__
+
+    @property
+    def artifacts(self) -> dict[str, str]:
+        """Submodel -> the digest of its artifact."""
+        return {name: part.artifact for name, part in self.parts.items()}
