@@ -253,3 +253,23 @@ def test_an_image_that_they_do_not_draw_as_diffusers_does_not_pass(
     verdict, images, _ = whole.both(subject, subject.refiner, VerifySpec(), Cache(tmp_path / "cache"), threads=1)
     assert "the image has a PSNR of" in verdict.problems[0][0]
     assert set(images) == {f"ensemble_{name}.png" for name in ("artifact", "difference", "pytorch")}
+
+
+@pytest.mark.slow
+def test_evaluate_bench_and_tune_take_both_as_one(shell: Shell, built: list[Any]) -> None:
+    folder = f"pipelines/{NAME}"
+    (run,) = shell.json("run", str(WORKFLOW), "--no-verify")["pipelines"]
+    measured = run["evaluation"]
+    timed = [name for name in measured["submodels"] if name.startswith("refiner/")]
+    assert timed == ["refiner/unet"], "what both have is timed once"
+    assert measured["artifacts"].keys() >= {"unet", "refiner/unet"} and measured["pipeline"]["runs"] == 3
+    both = ("--engine", "ort-cpu", "--engine", "torch-sdpa")
+    shell.json("bench", folder, "--size", "64", "--steps", "4", "--rounds", "1", *both, "--out", "report")
+    report = json.loads((shell.folder / "report/bench.json").read_text())
+    found = {engine["name"]: engine for engine in report["engines"] if engine["status"] == "measured"}
+    assert found.keys() == {"ort-cpu", "torch-sdpa"}
+    assert all(engine["cases"][0]["verdict"] == "right" for engine in found.values()), report["engines"]
+    assert "refiner/unet" in report["pipeline"]["artifacts"]
+    tuned = shell.json("tune", folder, "--size", "64", "--rounds", "1", "--option", "memory_pattern")
+    assert [trial["option"] for trial in tuned["trials"]] == ["memory_pattern"]
+    assert tuned["trials"][0]["verdict"] in ("taken", "no gain")

@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
 from sdflow.file_stamp import Stamp, check_stamps, file_stamp
-from sdflow.manifest import MANIFEST_FILE, MergedLora, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, MergedLora, read_manifest
+from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
 
 if TYPE_CHECKING:
     import torch
+
+
+def every_torch_module(folder: Path, read: list[Stamp] | None = None) -> dict[str, torch.nn.Module]:
+    """As `torch_modules`, and of its refiner, where it has one, `refiner/COMPONENT`; what is equal is one module."""
+    modules, refiner = torch_modules(folder, read), refiner_of(folder)
+    if refiner is None:
+        return modules
+    artifacts, family = every_artifact(folder), folder_family(refiner)
+    found = torch_modules(refiner, read)
+    for name in family.drawing:
+        component = family.part(name).component
+        if component in modules and artifacts[f"{REFINER}/{name}"] == artifacts.get(name):
+            found[component] = modules[component]
+    return modules | {f"{REFINER}/{component}": module for component, module in found.items()}
 
 
 def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, torch.nn.Module]:

@@ -14,6 +14,7 @@ from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
 from sdflow.families.torch_start import torch_start
+from sdflow.manifest import REFINER
 from sdflow.runtime.folder import (
     folder_adapters,
     folder_defaults,
@@ -22,6 +23,7 @@ from sdflow.runtime.folder import (
     folder_task,
     load_companions,
     read_options,
+    refiner_of,
 )
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas, shown
@@ -46,14 +48,14 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
     import torch
 
+    from sdflow.runtime.ensemble import Ensemble, hand_over
     from sdflow.runtime.kernels.library import kernel_library
-    from sdflow.runtime.pipeline import Pipeline
     from sdflow.runtime.recorded_tuning import Recorded, recorded_tuning
     from sdflow.runtime.tuning import UNTUNED
 
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
-    pipeline = Pipeline.load(
+    pipeline = Ensemble.of_folder(
         folder,
         target,
         scheduler=settings.scheduler,
@@ -62,11 +64,17 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         tuning=recorded.tuning,
     )
 
+    base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
+
+    def place(steps: int) -> dict[str, Any]:
+        return {} if base is pipeline else {"refiner_start": hand_over(steps)}
+
     def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
-        noise = latents(case, settings.seed, pipeline.latents)
+        noise = latents(case, settings.seed, base.latents)
         drawn = pipeline(
             [settings.prompt] * case.batch,
-            **canvas(pipeline.task, case.height, case.width),
+            **place(case.steps),
+            **canvas(base.task, case.height, case.width),
             **shown(folder_adapters(folder)),
             negative_prompt=settings.negative_prompt,
             height=case.height,
@@ -92,31 +100,33 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
 def torch_drawer(
     folder: Path, modules: Mapping[str, torch.nn.Module], engine: Engine, settings: Settings, device: str, dtype: str
 ) -> Draw:
-    """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder.
+    """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder; and that of its
+    refiner, whose modules are `refiner/COMPONENT`.
 
     On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
     """
     import torch
 
-    element, family = getattr(torch, dtype), folder_family(folder)
+    from sdflow.runtime.ensemble import hand_over
+
+    element = getattr(torch, dtype)
     # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
-    parts: dict[str, Any] = {
-        name: torch.nn.Module.to(_own(module), device, element) for name, module in modules.items()
-    }
-    if engine.compile_mode or (device == "cuda" and engine.attention != "plain"):
-        for component in _convolutional(family):
-            parts[component].to(memory_format=torch.channels_last)
-    companions = load_companions(folder)
-    if settings.scheduler is not None:
-        companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
-    companions["scheduler"].step = with_float32_noise(companions["scheduler"].step)
-    pipeline = family.torch_pipeline(parts, companions, read_options(folder))
-    pipeline.set_progress_bar_config(disable=True)
-    if adapters := folder_adapters(folder):
-        _require_adapters(engine)
-        pipeline.set_ip_adapter_scale([1.0] * adapters)
-    _specialize(pipeline, family, engine)
-    encode, marks = pipeline.encode_prompt, [ignore]
+    moved: dict[Any, Any] = {}
+    parts: dict[str, Any] = {}
+    convolutional, begins = _convolutional(folder_family(folder)), f"{REFINER}/"
+    for name, module in modules.items():
+        # What both have is one, but for what engines change: each pipeline its own.
+        key = id(module), name.removeprefix(begins) in convolutional and name.startswith(begins)
+        if key not in moved:
+            moved[key] = torch.nn.Module.to(_own(module), device, element)
+        parts[name] = moved[key]
+    own = {name: part for name, part in parts.items() if not name.startswith(begins)}
+    pipeline, marks = _torch_pipeline(folder, own, engine, settings, device), [ignore]
+    refiner, encode = refiner_of(folder), pipeline.encode_prompt
+    refining = None
+    if refiner is not None:
+        theirs = {name.removeprefix(begins): part for name, part in parts.items() if name.startswith(begins)}
+        refining = _torch_pipeline(refiner, theirs, engine, settings, device)
 
     def encode_and_mark(*arguments: Any, **options: Any) -> Any:
         encoded = encode(*arguments, **options)
@@ -134,23 +144,47 @@ def torch_drawer(
             return tensors
 
         noise = latents(case, settings.seed, what).to(device, element)
+        prompts = [settings.prompt] * case.batch
+        both: dict[str, Any] = {
+            "negative_prompt": None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
+            "num_inference_steps": case.steps,
+            "guidance_scale": settings.guidance_scale,
+            "generator": torch.Generator().manual_seed(settings.seed),
+            **({"eta": eta} if eta else {}),
+            "callback_on_step_end": on_step if mark else None,
+        }
+        place = hand_over(case.steps)
+        ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
         with _full_float32():
-            drawn = pipeline(
-                [settings.prompt] * case.batch,
-                **shown(adapters),
-                **torch_start(pipeline, noise, case.steps, **canvas(task, case.height, case.width)),
-                negative_prompt=None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
-                num_inference_steps=case.steps,
-                guidance_scale=settings.guidance_scale,
-                generator=torch.Generator().manual_seed(settings.seed),
-                **({"eta": eta} if eta else {}),
-                output_type="np",
-                callback_on_step_end=on_step if mark else None,
-            )
-        images: np.ndarray = drawn.images
+            start = torch_start(pipeline, noise, case.steps, **canvas(task, case.height, case.width))
+            drawn = pipeline(prompts, **shown(folder_adapters(folder)), **start, **both, **ends).images
+            if refining is not None:
+                drawn = refining(prompts, image=drawn, denoising_start=place, output_type="np", **both).images
+        images: np.ndarray = drawn
         return images
 
     return draw
+
+
+def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, settings: Settings, device: str) -> Any:
+    """One of diffusers' pipelines. parts: its modules, by component."""
+    import torch
+
+    family = folder_family(folder)
+    if engine.compile_mode or (device == "cuda" and engine.attention != "plain"):
+        for component in _convolutional(family):
+            parts[component].to(memory_format=torch.channels_last)
+    companions = load_companions(folder)
+    if settings.scheduler is not None:
+        companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
+    companions["scheduler"].step = with_float32_noise(companions["scheduler"].step)
+    pipeline = family.torch_pipeline(parts, companions, read_options(folder))
+    pipeline.set_progress_bar_config(disable=True)
+    if adapters := folder_adapters(folder):
+        _require_adapters(engine)
+        pipeline.set_ip_adapter_scale([1.0] * adapters)
+    _specialize(pipeline, family, engine)
+    return pipeline
 
 
 def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:

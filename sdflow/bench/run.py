@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.bench.checkpoint import torch_modules
+from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
@@ -31,7 +31,7 @@ from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.folder import folder_family
+from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
 from sdflow.targets import TARGETS, find_target
 from sdflow.tolerances import BENCH_FLOAT32, FLOAT16_RATIO
 from sdflow.units import spell_bytes
@@ -99,7 +99,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
             **{key: getattr(origin, key) for key in ("name", "model", "target")},
             "loras": [asdict(lora) for lora in origin.loras],
             "folder": request.folder.name,
-            "artifacts": manifest.artifacts,
+            "artifacts": every_artifact(request.folder),
         },
         machine={**describe_device(built_for), **_accelerator(device)},
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
@@ -146,7 +146,7 @@ class _Runner:
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
-        self.modules = torch_modules(self.request.folder, self.read)
+        self.modules = every_torch_module(self.request.folder, self.read)
         if not self.request.check:
             return
         self.say("drawing the reference: PyTorch, float32")
@@ -264,11 +264,15 @@ class _Runner:
 
     def _weights(self, running: _Running) -> int:
         if running.engine.target:
-            folders = [self.request.folder / name for name in folder_family(self.request.folder).drawing]
-            return sum(path.stat().st_size for folder in folders for path in folder.resolve().rglob("*"))
+            whole, refiner = self.request.folder, refiner_of(self.request.folder)
+            folders = {(whole / name).resolve() for name in folder_family(whole).drawing}
+            if refiner is not None:
+                folders |= {(refiner / name).resolve() for name in folder_family(refiner).drawing}
+            return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
         if self.device.kind == "cpu":
             return 0  # the modules' own memory is used
-        return sum(2 * parameter.numel() for module in self.modules.values() for parameter in module.parameters())
+        different = {id(module): module for module in self.modules.values()}
+        return sum(2 * parameter.numel() for module in different.values() for parameter in module.parameters())
 
 
 def _skipped(chosen: Chosen) -> EngineResult:

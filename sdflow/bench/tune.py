@@ -25,7 +25,8 @@ from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
-from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.runtime.ensemble import hand_over
 from sdflow.runtime.folder import folder_defaults
 from sdflow.runtime.recorded_tuning import record_tuning
 from sdflow.runtime.tuning import UNTUNED, Tuning
@@ -36,6 +37,7 @@ from sdflow.tolerances import SESSIONS_APART
 if TYPE_CHECKING:
     import torch
 
+    from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
 
 GAIN = 0.98
@@ -188,6 +190,15 @@ def tune(
     return TuneResult(wanted.name, chosen, str(chosen), tuple(trials), ratio, tuner.tolerance, str(file))
 
 
+def _parts(pipeline: Pipeline | Ensemble) -> dict[str, Pipeline]:
+    """The pipelines that draw, by what the names of their submodels begin with."""
+    from sdflow.runtime.ensemble import Ensemble
+
+    if isinstance(pipeline, Ensemble):
+        return {"": pipeline.base, f"{REFINER}/": pipeline.refiner}
+    return {"": pipeline}
+
+
 class _Tuner:
     """Loads, measures and checks pipelines of one folder on one target."""
 
@@ -203,37 +214,41 @@ class _Tuner:
         assert self._case is not None, "set when the first pipeline is loaded"
         return self._case
 
-    def load(self, tuning: Tuning) -> Pipeline:
-        from sdflow.runtime.pipeline import Pipeline
+    def load(self, tuning: Tuning) -> Pipeline | Ensemble:
+        """The pipeline, with its refiner where it has one: they are tuned together."""
+        from sdflow.runtime.ensemble import Ensemble
 
-        pipeline = Pipeline.load(self.folder, self.target, checker=False, tuning=tuning)
+        pipeline = Ensemble.of_folder(self.folder, self.target, checker=False, tuning=tuning)
         if self._case is None:
-            own = pipeline.latents.image_size
+            own = _parts(pipeline)[""].latents.image_size
             self._case = SweepPoint(1, own, own, 4)
         self.draw(pipeline)
         return pipeline
 
-    def draw(self, pipeline: Pipeline) -> float:
+    def draw(self, pipeline: Pipeline | Ensemble) -> float:
         """Seconds for the case's images."""
         case, settings = self.case, self.settings
         if self.device.kind == "cpu":
             time.sleep(SETTLE_SECONDS)
         self.device.wait()
         begun = time.perf_counter()
+        base, alone = _parts(pipeline)[""], len(_parts(pipeline)) == 1
+        more: dict[str, Any] = {} if alone else {"refiner_start": hand_over(case.steps)}
         pipeline(
             [settings.prompt] * case.batch,
-            **canvas(pipeline.task, case.height, case.width),
+            **canvas(base.task, case.height, case.width),
             height=case.height,
             width=case.width,
             num_inference_steps=case.steps,
             guidance_scale=settings.guidance_scale,
-            latents=latents(case, settings.seed, pipeline.latents),
+            latents=latents(case, settings.seed, base.latents),
             output_type="np",
+            **more,
         )
         self.device.wait()
         return time.perf_counter() - begun
 
-    def ratio(self, one: Pipeline, other: Pipeline) -> tuple[float, bool]:
+    def ratio(self, one: Pipeline | Ensemble, other: Pipeline | Ensemble) -> tuple[float, bool]:
         """Time of the one over that of the other, the median over rounds in which both draw; whether that is no chance:
         the one is the faster in three quarters of the rounds."""
         for pipeline in (one, other):
@@ -247,7 +262,12 @@ class _Tuner:
             found.append(first / second)
         return statistics.median(found), percentile(found, 75) < 1
 
-    def outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    def outputs(self, pipeline: Pipeline | Ensemble) -> dict[str, torch.Tensor]:
+        """As `_outputs`, of the pipeline and of its refiner."""
+        parts = _parts(pipeline)
+        return {f"{name}{of}": each for name, part in parts.items() for of, each in self._outputs(part).items()}
+
+    def _outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
 
@@ -274,8 +294,8 @@ class _Tuner:
         return found
 
     def attempt(
-        self, candidate: Candidate, chosen: Tuning, best: Pipeline, expected: Mapping[str, torch.Tensor]
-    ) -> tuple[Trial, Pipeline | None]:
+        self, candidate: Candidate, chosen: Tuning, best: Pipeline | Ensemble, expected: Mapping[str, torch.Tensor]
+    ) -> tuple[Trial, Pipeline | Ensemble | None]:
         """Try one; the pipeline with it, if it is taken."""
         about, tuning = (candidate.option, candidate.value), candidate.change(chosen)
         errors: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(self.target)))

@@ -22,10 +22,12 @@ from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
-from sdflow.manifest import read_manifest
+from sdflow.manifest import REFINER
 from sdflow.models.base import Sizes
 from sdflow.runtime.availability import try_target
+from sdflow.runtime.ensemble import Ensemble, hand_over
 from sdflow.runtime.folder import (
+    every_artifact,
     folder_defaults,
     folder_family,
     folder_latents,
@@ -34,6 +36,7 @@ from sdflow.runtime.folder import (
     load_submodel,
     onnx_submodels,
     read_options,
+    refiner_of,
     submodel_config,
 )
 from sdflow.runtime.images import write_png
@@ -110,7 +113,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]
-    artifacts = read_manifest(request.folder).artifacts
+    artifacts = every_artifact(request.folder)
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
     family = folder_family(request.folder)
@@ -124,11 +127,20 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     loaded: dict[str, Submodel] = {}
     parts: dict[str, SubmodelResult] = {}
     for name, inputs in pipeline_inputs(request.folder, image).items():
-        parts[name], loaded[name] = _evaluate_submodel(request, target, name, inputs, progress)
+        parts[name], loaded[name] = _evaluate_submodel(request, target, request.folder, name, inputs, progress)
+    refiner = refiner_of(request.folder)
+    for name, inputs in {} if refiner is None else pipeline_inputs(refiner, image).items():
+        assert refiner is not None
+        whole = f"{REFINER}/{name}"
+        if artifacts[whole] == artifacts.get(name):
+            loaded[whole] = loaded[name]
+        else:
+            parts[whole], loaded[whole] = _evaluate_submodel(request, target, refiner, name, inputs, progress)
 
-    provider, denoiser = parts[family.denoiser].placement.provider, loaded[family.denoiser]
-    if denoiser.path is not None:
-        denoiser.unload()  # the image is drawn with parts of it: its weights would be there twice
+    provider = parts[family.denoiser].placement.provider
+    for name in (family.denoiser, f"{REFINER}/{family.denoiser}"):
+        if name in loaded and loaded[name].path is not None:
+            loaded[name].unload()  # the image is drawn with parts of it: its weights would be there twice
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,
@@ -182,16 +194,16 @@ def _denoiser_batch(folder: Path, image: ImageSpec) -> int:
 
 
 def _evaluate_submodel(
-    request: Request, target: Target, name: str, inputs: Mapping[str, np.ndarray], progress: Progress
+    request: Request, target: Target, folder: Path, name: str, inputs: Mapping[str, np.ndarray], progress: Progress
 ) -> tuple[SubmodelResult, Submodel]:
     progress(f"{name}: loading")
     begin = time.perf_counter()
     shapes = {key: value.shape for key, value in inputs.items()}
     options = LoadOptions(request.engine_cache, request.threads)
-    submodel = load_submodel(request.folder, name, target, shapes=shapes, options=options)
+    submodel = load_submodel(folder, name, target, shapes=shapes, options=options)
     session = submodel.bound(**shapes).session  # what runs: on CUDA, of the graph for these shapes
     load_seconds = time.perf_counter() - begin
-    model = (request.folder / name / MODEL_FILE).resolve()
+    model = (folder / name / MODEL_FILE).resolve()
     cast = {key: value.astype(submodel.input_types[key]) for key, value in inputs.items()}
     if hasattr(session, "get_provider_graph_assignment_info"):
         placed = placement(session, model)
@@ -214,12 +226,16 @@ def _evaluate_pipeline(
 
     if request.spec.latency is None and request.spec.image is None:
         return None, None
-    folder = request.folder
-    pipeline = Pipeline(folder_family(folder), loaded, load_companions(folder), read_options(folder))
+    base = _pipeline(request.folder, loaded, "")
+    pipeline: Pipeline | Ensemble = base
+    steps = image.steps or 1
+    more: dict[str, Any] = {}
+    if (refiner := refiner_of(request.folder)) is not None:
+        pipeline = Ensemble(base, _pipeline(refiner, loaded, f"{REFINER}/"))
+        steps = max(2, steps)
+        more = {"refiner_start": hand_over(steps)}
     drawn: list[Images] = []
-    start = canvas(
-        pipeline.task, image.height or pipeline.latents.image_size, image.width or pipeline.latents.image_size
-    )
+    start = canvas(base.task, image.height or base.latents.image_size, image.width or base.latents.image_size)
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
         images = pipeline(
@@ -228,9 +244,10 @@ def _evaluate_pipeline(
             negative_prompt=image.negative_prompt,
             height=image.height,
             width=image.width,
-            num_inference_steps=image.steps,
+            num_inference_steps=steps,
             guidance_scale=image.guidance_scale,
             generator=torch.Generator().manual_seed(seed),
+            **more,
         )
         drawn[:] = [images]
         return images.images[0]
@@ -244,7 +261,9 @@ def _evaluate_pipeline(
     if request.spec.image is not None and request.image is not None:
         settings = {
             **asdict(image),
-            "scheduler": type(pipeline.scheduler).__name__,
+            **more,
+            "steps": steps,
+            "scheduler": type(base.scheduler).__name__,
             "target": request.target,
             "artifacts": artifacts,
             "versions": versions(),
@@ -252,6 +271,12 @@ def _evaluate_pipeline(
         write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, settings)
     flags = drawn[0].nsfw_content_detected
     return latency, None if flags is None else flags[0]
+
+
+def _pipeline(folder: Path, loaded: Mapping[str, Submodel], begins: str) -> Pipeline:
+    """begins: of the names of its submodels."""
+    own = {name: loaded[f"{begins}{name}"] for name in onnx_submodels(folder)}
+    return Pipeline(folder_family(folder), own, load_companions(folder), read_options(folder))
 
 
 def _sheet(image: ImageSpec, draw: Callable[[str, int], Any]) -> Any:

@@ -13,11 +13,21 @@ from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.manifest import read_manifest
+from sdflow.runtime.folder import refiner_of
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.targets import Target
 
 REFINER_START = 0.8
 """Where diffusers' documentation hands over."""
+
+FEW_STEPS = 10
+"""With fewer, the refiner would have one, or none."""
+
+
+def hand_over(steps: int) -> float:
+    """Where the refiner takes over in measurements, so that both have steps."""
+    return REFINER_START if steps >= FEW_STEPS else 0.5
+
 
 OF_BOTH = (
     *("negative_prompt", "guidance_scale", "num_images_per_prompt", "eta", "generator"),
@@ -49,6 +59,16 @@ class Ensemble:
         if options.get("embeddings"):  # each text encoder takes the words by itself
             shared = {name: each for name, each in shared.items() if name not in base.family.text}
         return cls(base, Pipeline.load(refiner, target, **options, shared=shared))
+
+    @classmethod
+    def of_folder(cls, folder: Path | str, target: str | Target, **options: Any) -> Pipeline | Ensemble:
+        """A pipeline folder, with its refiner where it has one. options: of `Pipeline.load`."""
+        refiner = refiner_of(Path(folder))
+        return (
+            Pipeline.load(folder, target, **options)
+            if refiner is None
+            else cls.load(folder, refiner, target, **options)
+        )
 
     def __call__(
         self,

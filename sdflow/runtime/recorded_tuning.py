@@ -18,6 +18,7 @@ from sdflow.errors import UsageError
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import read_manifest
+from sdflow.runtime.folder import every_artifact
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target
 from sdflow.user_folder import user_folder
@@ -39,7 +40,7 @@ def tuning_file(folder: Path, target: Target) -> Path:
 
     Raises UsageError when there is neither.
     """
-    artifacts = read_manifest(folder).artifacts
+    artifacts = every_artifact(folder)
     return (
         user_folder("tuning", FOLDER_VARIABLE) / f"{digest_json({'artifacts': artifacts, 'target': target.name})}.json"
     )
