@@ -29,6 +29,16 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which the log names.")] = 8000,
     api_key_file: KeyFile = None,
     no_auth: NoAuth = False,
+    loras: Annotated[
+        Path | None,
+        typer.Option(help="A folder of .safetensors files that requests may name.", metavar="DIR", show_default=False),
+    ] = None,
+    lora_memory: Annotated[
+        float, typer.Option(min=0, help="GB of weights with LoRAs that are kept; the last ones asked for stay.")
+    ] = 4.0,
+    cache: Annotated[
+        Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache that the pipelines were built with.")
+    ] = Path("cache"),
     require_verified: RequireVerified = False,
     cors_origin: Annotated[
         list[str] | None,
@@ -61,6 +71,7 @@ def serve(
 ) -> None:
     """Draw for others: OpenAI's images API at /v1, requests that share each run of the denoiser, /docs, /metrics."""
     from sdflow.serve.limits import Limits
+    from sdflow.serve.loras import Loras
     from sdflow.serve.served_model import read_all_served
     from sdflow.serve.server import access_of, require_installed, serve
     from sdflow.serve.worker import WorkerOptions
@@ -72,9 +83,10 @@ def serve(
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
         models,
-        WorkerOptions(folders, _sizes(batch_sizes), threads, checker),
+        WorkerOptions(folders, _sizes(batch_sizes), threads, checker, cache.absolute(), int(lora_memory * 1e9)),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
+        Loras(loras),
         log_prompts,
     )
     serve(settings, host, port)

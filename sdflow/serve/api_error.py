@@ -61,6 +61,8 @@ PARAMS = {
 def of_failure(failed: Failed) -> ApiError:
     """What a request is answered whose image was not drawn."""
     said = f"{failed.what}. {failed.remedy}" if failed.remedy else failed.what
+    if failed.kind == "CheckpointError":  # of a LoRA: the path is nobody's business
+        return ApiError(400, f"a LoRA of the request {failed.what}.", param="loras", code="invalid_lora")
     if failed.kind == "UsageError":
         param = None if failed.where is None else PARAMS.get(failed.where, failed.where)
         return ApiError(400, said, param=param, code="invalid_value")

@@ -22,6 +22,8 @@ from sdflow.serve.drawing import Drawing
 from sdflow.serve.guard import Access, Guard, log_line
 from sdflow.serve.jobs import Lost, Message, Ready
 from sdflow.serve.limits import Limits
+from sdflow.serve.loras import Loras
+from sdflow.serve.loras_api import lora_routes
 from sdflow.serve.metrics import Metrics
 from sdflow.serve.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.served_model import ServedModel
@@ -40,6 +42,7 @@ class Settings:
     worker: WorkerOptions
     access: Access
     limits: Limits
+    loras: Loras
     log_prompts: bool = False
     log: Callable[..., None] = log_line
 
@@ -74,6 +77,7 @@ def make_app(settings: Settings) -> Any:
         line.start()
         yield
         await asyncio.to_thread(line.end)
+        settings.loras.close()
 
     app = FastAPI(
         title="sdflow",
@@ -82,7 +86,9 @@ def make_app(settings: Settings) -> Any:
         lifespan=lifespan,
         redoc_url=None,
     )
-    app.include_router(openai_routes(Served(settings.models, drawing, settings.limits, settings.log_prompts)))
+    served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts)
+    app.include_router(openai_routes(served))
+    app.include_router(lora_routes(settings.loras))
     _own_routes(app, drawing, metrics)
     _errors(app)
     if settings.access.origins:
@@ -90,7 +96,7 @@ def make_app(settings: Settings) -> Any:
             CORSMiddleware, allow_origins=list(settings.access.origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.state.drawing = drawing
-    return Guard(app, settings.access, settings.limits.body, metrics, settings.log)
+    return Guard(app, settings.access, settings.limits, metrics, settings.log)
 
 
 def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
 from sdflow.serve.batch_plan import plan_batches
-from sdflow.serve.jobs import Begun, Drawn, Failed, Job, Message, Preview, Stepped, Turned
+from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
 from sdflow.serve.paused_call import PausedCall
 from sdflow.serve.pausing import Alone, Asked, Shared
 from sdflow.serve.served_pipeline import Finished, ServedPipeline, Told
 
 if TYPE_CHECKING:
     import torch
+
+MOST_OVERTAKEN = 2
+"""How many images may overtake one, for each place."""
 
 Batch = tuple[int, int, float]
 """Images, places, seconds."""
@@ -38,20 +41,24 @@ class _Drawing:
 
 
 class Engine:
-    """Draws jobs. pipelines: by name. seconds: of a run of each pipeline's denoiser by size of the batch; the sizes that are
-    used. places: how many images are drawn at once. tell: is told what happens."""
+    """Draws jobs.
+
+    find: gives the pipeline that draws a job, with its LoRAs. seconds: of a run of each pipeline's denoiser by size of the
+    batch; these sizes are used. places: how many images are drawn at once. tell: is told what happens.
+    """
 
     def __init__(
         self,
-        pipelines: Mapping[str, ServedPipeline],
+        find: Callable[[Job], ServedPipeline],
         seconds: Mapping[str, Mapping[int, float]],
         tell: Callable[[Message], None],
         places: int | None = None,
     ) -> None:
-        self._pipelines, self._seconds, self._tell = pipelines, seconds, tell
+        self._find, self._seconds, self._tell = find, seconds, tell
         self.places = places or max(max(each) for each in seconds.values())
         self._waiting: deque[Job] = deque()
         self._drawing: list[_Drawing] = []
+        self._overtaken = 0
 
     @property
     def busy(self) -> bool:
@@ -71,20 +78,30 @@ class Engine:
     def turn(self) -> None:
         """One step of every image that has a place."""
         while self._waiting and len(self._drawing) < self.places:
-            self._begin(self._waiting.popleft())
+            self._begin(self._next())
         batches: list[Batch] = []
         for pipeline, group in self._groups():
             batches += self._run(pipeline, group)
         self._tell(Turned(tuple(batches), len(self._drawing), len(self._waiting), resident_bytes()))
 
+    def _next(self) -> Job:
+        """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is
+        not overtaken again and again."""
+        oldest, kinds = self._waiting[0], {_kind(drawing.job) for drawing in self._drawing}
+        found = oldest
+        if self._overtaken < MOST_OVERTAKEN * self.places:
+            found = next((job for job in self._waiting if _kind(job) in kinds), oldest)
+        self._overtaken = 0 if found is oldest else self._overtaken + 1
+        self._waiting.remove(found)
+        return found
+
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
-        pipeline = self._pipelines[job.pipeline]
         told = Told(
             lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
             lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
         )
-        drawing = _Drawing(job, PausedCall(lambda ask: pipeline.draw(job, ask, told)))
+        drawing = _Drawing(job, PausedCall(lambda ask: self._find(job).draw(job, ask, told)))
         self._drawing.append(drawing)
         self._tell(Begun(job.request, job.index))
         self._go_on(drawing, "begin", drawing.call.begin)
@@ -151,6 +168,11 @@ class Engine:
             return
         traceback.print_exception(error)
         self._tell(Failed(job.request, job.index, kind, str(error)))
+
+
+def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
+    """What must be equal for two to share runs."""
+    return job.pipeline, job.loras
 
 
 def _outputs(asked: Sequence[Asked | None], size: int) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
@@ -43,9 +44,8 @@ class Access:
 class Guard:
     """Around the whole application."""
 
-    def __init__(self, app: App, access: Access, body: int, metrics: Metrics, log: Callable[..., None]) -> None:
-        """body: bytes that a request may have."""
-        self._app, self._access, self._body, self._metrics, self._log = app, access, body, metrics, log
+    def __init__(self, app: App, access: Access, limits: Limits, metrics: Metrics, log: Callable[..., None]) -> None:
+        self._app, self._access, self._limits, self._metrics, self._log = app, access, limits, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,10 +78,11 @@ class Guard:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
+        most = self._limits.body_of(scope["path"])
         try:
             self._require_own(headers)
             self._require_key(scope["path"], headers.get(b"authorization", b""))
-            self._require_body(headers.get(b"content-length", b"0"))
+            _require_body(headers.get(b"content-length", b"0"), most)
         except ApiError as error:
             self._metrics.refusals.labels("guard").inc()
             await answer(error, send)
@@ -92,9 +93,9 @@ class Guard:
             nonlocal received, refused
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._body and not begun:
+            if received > most and not begun:
                 refused = True
-                await answer(self._too_large(), send)
+                await answer(_too_large(most), send)
                 return {"type": "http.disconnect"}
             return message
 
@@ -128,14 +129,16 @@ class Guard:
         if not hmac.compare_digest(given.strip().encode("utf-8"), key.encode("utf-8")):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
 
-    def _require_body(self, length: bytes) -> None:
-        if not length.isdigit():
-            raise ApiError(400, "Content-Length is no number.")
-        if int(length) > self._body:
-            raise self._too_large()
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request has more than {self._body} bytes.", code="body_too_large")
+def _require_body(length: bytes, most: int) -> None:
+    if not length.isdigit():
+        raise ApiError(400, "Content-Length is no number.")
+    if int(length) > most:
+        raise _too_large(most)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the request has more than {most} bytes.", code="body_too_large")
 
 
 async def answer(error: ApiError, send: Send) -> None:

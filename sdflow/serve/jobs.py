@@ -17,11 +17,21 @@ class Image:
 
 
 @dataclass(frozen=True)
+class LoraFile:
+    """A LoRA of the server, and how much it counts. sha256: of the file, which may be exchanged for another."""
+
+    name: str
+    path: str
+    sha256: str
+    scale: float
+
+
+@dataclass(frozen=True)
 class Job:
     """One image to draw. request: which it belongs to; index: the how-manieth of it.
 
     pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
-    start from, to draw into. scheduler: by name; None: the pipeline's. loras: name and scale. previews: how many unfinished
+    start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
     images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100.
     """
 
@@ -35,7 +45,7 @@ class Job:
     image: Image | None = None
     mask: Image | None = None
     scheduler: str | None = None
-    loras: tuple[tuple[str, float], ...] = ()
+    loras: tuple[LoraFile, ...] = ()
     previews: int = 0
     format: str = "PNG"
     quality: int = 90

@@ -12,7 +12,7 @@ from sdflow.serve.api_error import ApiError
 class Limits:
     """images: of one request. pixels: of an image, drawn or uploaded. steps: of an image. prompt: characters. body: bytes of
     a request. queue: images that are drawn or wait, of all requests. seconds: that a request may take, its waiting included.
-    previews: of an image. loras: of one request."""
+    previews: of an image. loras: of one request; lora_bytes: of one that is sent."""
 
     images: int = 10
     pixels: int = 2048 * 2048
@@ -23,6 +23,11 @@ class Limits:
     seconds: float = 600.0
     previews: int = 10
     loras: int = 8
+    lora_bytes: int = 1 << 30
+
+    def body_of(self, path: str) -> int:
+        """Bytes that a request to this path may have."""
+        return self.lora_bytes if path == "/v1/loras" else self.body
 
     def require_size(self, height: int, width: int, granularity: int) -> None:
         """Raises ApiError for an image that is too large or that the model cannot draw."""

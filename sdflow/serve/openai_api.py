@@ -20,6 +20,7 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.drawing import Drawing
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 from sdflow.serve.limits import Limits
+from sdflow.serve.loras import Loras
 from sdflow.serve.openai_fields import Edit, Fields, Generation, as_openai_edit_form
 from sdflow.serve.requested import find_model, jobs_of, size_of
 from sdflow.serve.served_model import ServedModel
@@ -41,6 +42,7 @@ class Served:
     models: Mapping[str, ServedModel]
     drawing: Drawing
     limits: Limits
+    loras: Loras
     log_prompts: bool = False
 
 
@@ -128,7 +130,9 @@ async def drawn(
 ) -> Response:
     """The answer to a request: JSON, or events as they come."""
     model = find_model(served.models, fields.model)
-    jobs = jobs_of(fields, model, served.limits, image, mask)
+    wanted = [(lora.name, lora.scale) for lora in fields.loras]
+    loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
+    jobs = jobs_of(fields, model, served.limits, image, mask, loras)
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:
@@ -142,6 +146,8 @@ async def drawn(
 def note(request: Request, served: Served, model: ServedModel, jobs: Sequence[Job]) -> None:
     """What the log says of a request."""
     request.state.log = {"pipeline": model.name, "images": len(jobs), "request": jobs[0].request}
+    if jobs[0].loras:
+        request.state.log["loras"] = {lora.name: lora.scale for lora in jobs[0].loras}
     if served.log_prompts:
         request.state.log |= {"prompt": jobs[0].prompt, "negative_prompt": jobs[0].negative_prompt}
 

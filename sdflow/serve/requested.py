@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.jobs import Image, Job
+from sdflow.serve.jobs import Image, Job, LoraFile
 from sdflow.serve.limits import Limits, read_size
 from sdflow.serve.openai_fields import Edit, Fields
 from sdflow.serve.served_model import ServedModel
@@ -26,16 +26,25 @@ def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedMod
     return models[name]
 
 
-def jobs_of(fields: Fields, model: ServedModel, limits: Limits, image: Image | None, mask: Image | None) -> list[Job]:
-    """The images of a request. image, mask: what it begins with. Raises ApiError for what cannot be."""
+def jobs_of(
+    fields: Fields,
+    model: ServedModel,
+    limits: Limits,
+    image: Image | None,
+    mask: Image | None,
+    loras: tuple[LoraFile, ...] = (),
+) -> list[Job]:
+    """The images of a request. image, mask: what it begins with. loras: of the fields, found.
+
+    Raises ApiError for what cannot be.
+    """
     images, previews = fields.n or 1, fields.partial_images or 0
     limits.require_at_most("n", images, limits.images)
     limits.require_at_most("steps", fields.steps, limits.steps)
     limits.require_at_most("partial_images", previews, limits.previews)
     for param in ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2"):
         limits.require_short(param, getattr(fields, param))
-    if len(fields.loras) > limits.loras:
-        raise ApiError(400, f"there are {len(fields.loras)} LoRAs, and may be {limits.loras}.", param="loras")
+    limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     arguments: dict[str, Any] = {
         **_size(fields, model, limits, image),
@@ -62,7 +71,7 @@ def jobs_of(fields: Fields, model: ServedModel, limits: Limits, image: Image | N
             image,
             mask,
             fields.scheduler,
-            tuple((lora.name, lora.scale) for lora in fields.loras),
+            loras,
             previews if fields.stream else 0,
             (fields.output_format or "png").upper(),
             90 if fields.output_compression is None else max(1, fields.output_compression),

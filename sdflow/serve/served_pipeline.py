@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sdflow.errors import VerificationError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.ensemble import Ensemble
+from sdflow.runtime.folder import folder_family, load_submodel
 from sdflow.runtime.images import to_pil
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.schedule import named_scheduler
+from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.split import SAMPLE, TIMESTEP
+from sdflow.runtime.submodel import Submodel
 from sdflow.serve.batch_plan import worthwhile_sizes
 from sdflow.serve.jobs import Image, Job
 from sdflow.serve.pausing import Ask, PausingDenoisers, StepsOfSizes
@@ -53,8 +56,9 @@ class ServedPipeline:
 
     output_type: ClassVar[Literal["pil", "np"]] = "pil"
 
-    def __init__(self, pipeline: Pipeline | Ensemble) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline | Ensemble, reload: Callable[[Path, str], Submodel] | None = None) -> None:
+        """reload: loads a submodel of another folder, of this name, as those of the pipeline were."""
+        self.pipeline, self._reload = pipeline, reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._steps = [StepsOfSizes(stage) for stage in self.stages]
 
@@ -63,14 +67,31 @@ class ServedPipeline:
         """Load a pipeline folder on the target that it was built for. Raises as `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
-        options: dict[str, Any] = {
-            "threads": threads,
-            "checker": checker,
-            "tuning": recorded_tuning(folder, target).tuning,
-        }
+        tuning, family = recorded_tuning(folder, target).tuning, folder_family(folder)
+        options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
+
+        def reload(other: Path, name: str) -> Submodel:
+            how = LoadOptions(threads=threads, tuning=tuning)
+            return load_submodel(other, name, target, family=family, lazy=True, options=how)
+
         if origin.refiner is not None:
-            return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options))
-        return cls(Pipeline.load(folder, target, **options))
+            return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options), reload)
+        return cls(Pipeline.load(folder, target, **options), reload)
+
+    def with_submodels(self, folder: Path, names: Sequence[str]) -> ServedPipeline:
+        """The same pipeline with these submodels of another folder; all others are shared. A refiner stays as it is."""
+        assert self._reload is not None, "it was loaded from a folder"
+        base = self.base
+        pipeline = Pipeline(
+            base.family,
+            {**base.submodels, **{name: self._reload(folder, name) for name in names}},
+            base.companions,
+            base.options,
+            defaults=base.defaults,
+        )
+        pipeline.scheduler = base.scheduler
+        whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
+        return type(self)(whole, self._reload)
 
     @property
     def base(self) -> Pipeline:

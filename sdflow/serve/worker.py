@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError, VerificationError
 from sdflow.serve.jobs import Cancel, End, Failed, Image, Job, Lost, Message, Ready
 from sdflow.workers import deny_network
+
+if TYPE_CHECKING:
+    from sdflow.serve.lora_pipelines import LoraPipelines
+    from sdflow.serve.served_pipeline import ServedPipeline
 
 WARM_UP = "warm-up"
 
@@ -24,12 +28,15 @@ WARM_UP = "warm-up"
 @dataclass(frozen=True)
 class WorkerOptions:
     """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
-    the CPU. checker: whether the safety checkers see the images."""
+    the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
+    of weights with LoRAs that are kept."""
 
     pipelines: Mapping[str, Path]
     batch_sizes: tuple[int, ...] | None = None
     threads: int | None = None
     checker: bool = True
+    cache: Path = Path("cache")
+    lora_memory: int = 4 << 30
 
 
 def work(connection: Connection, options: WorkerOptions) -> None:
@@ -56,7 +63,8 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
         for name, folder in options.pipelines.items()
     }
     seconds = {name: _warm(name, pipeline, options) for name, pipeline in pipelines.items()}
-    engine = Engine(pipelines, seconds, connection.send)
+    bound = {name: _WithLoras(options, name, pipeline) for name, pipeline in pipelines.items()}
+    engine = Engine(lambda job: bound[job.pipeline].find(job), seconds, connection.send)
     found = {
         name: {"batch_seconds": seconds[name], "alone": pipeline.why_alone} for name, pipeline in pipelines.items()
     }
@@ -75,12 +83,30 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
         engine.turn()
 
 
-def _warm(name: str, pipeline: Any, options: WorkerOptions) -> dict[int, float]:
+class _WithLoras:
+    """A pipeline without LoRAs, and with them from the first time on that a job wants some."""
+
+    def __init__(self, options: WorkerOptions, name: str, pipeline: ServedPipeline) -> None:
+        self._options, self._folder, self._pipeline = options, options.pipelines[name], pipeline
+        self._made: LoraPipelines | None = None
+
+    def find(self, job: Job) -> ServedPipeline:
+        """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
+        if not job.loras:
+            return self._pipeline
+        if self._made is None:
+            from sdflow.serve.lora_pipelines import LoraPipelines
+
+            self._made = LoraPipelines(self._folder, self._pipeline, self._options.cache, self._options.lora_memory)
+        return self._made.served(job.loras)
+
+
+def _warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
     """Draw once, so that what the first image would wait for is there; seconds of a run by size of the batch."""
     from sdflow.serve.engine import Engine
 
     said: list[Message] = []
-    engine = Engine({name: pipeline}, {name: {1: 1.0}}, said.append)
+    engine = Engine(lambda job: pipeline, {name: {1: 1.0}}, said.append)
     engine.submit(warm_up_job(name, pipeline))
     while engine.busy:
         engine.turn()
@@ -89,11 +115,10 @@ def _warm(name: str, pipeline: Any, options: WorkerOptions) -> dict[int, float]:
             raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
     if pipeline.why_alone is not None:
         return {1: 1.0}
-    seconds: dict[int, float] = pipeline.measure(options.batch_sizes)
-    return seconds
+    return pipeline.measure(options.batch_sizes)
 
 
-def warm_up_job(name: str, pipeline: Any) -> Job:
+def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
     """The least that takes every submodel of a pipeline along: of the model's own size, with what it must start from."""
     base = pipeline.base
     side, task = base.latents.image_size, base.task

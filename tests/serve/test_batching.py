@@ -16,7 +16,7 @@ from sdflow.runtime.images import to_pil
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.serve.engine import Engine
-from sdflow.serve.jobs import Begun, Drawn, Failed, Image, Job, Message, Preview, Stepped, Turned
+from sdflow.serve.jobs import Begun, Drawn, Failed, Image, Job, LoraFile, Message, Preview, Stepped, Turned
 from sdflow.serve.served_pipeline import Finished, ServedPipeline, preview_steps
 
 SECONDS = {1: 1.0, 2: 1.2, 4: 1.5}
@@ -110,7 +110,7 @@ def alone(pipeline: Pipeline, each: Job) -> np.ndarray:
 
 def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: Keeping) -> None:
     told: list[Message] = []
-    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=6), MIXED, at_once=5)
+    run(Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=6), MIXED, at_once=5)
     assert [each for each in told if isinstance(each, Failed)] == []
     batches = [batch for each in told if isinstance(each, Turned) for batch in each.batches]
     assert max(images for images, _, _ in batches) == 4
@@ -123,7 +123,7 @@ def test_twelve_mixed_requests_get_the_images_that_each_alone_gets(served: Keepi
 
 def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: Keeping) -> None:
     told: list[Message] = []
-    engine = Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=4)
+    engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=4)
     engine.submit(job(0, arguments=call(3, 7.5)))
     engine.turn()
     engine.submit(job(1, arguments=call(3, 7.5)))
@@ -137,7 +137,7 @@ def test_a_new_request_joins_at_the_next_step_and_a_finished_one_leaves(served: 
 
 def test_what_is_cancelled_is_gone_at_the_next_step(served: Keeping) -> None:
     told: list[Message] = []
-    engine = Engine({"tiny": served}, {"tiny": SECONDS}, told.append, places=2)
+    engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=2)
     for number in range(3):
         engine.submit(job(number, arguments=call(4, 7.5)))
     engine.turn()
@@ -153,7 +153,7 @@ def test_what_is_cancelled_is_gone_at_the_next_step(served: Keeping) -> None:
 def test_one_that_fails_takes_no_other_along(served: Keeping) -> None:
     told: list[Message] = []
     bad = job(1, arguments=call(3, 7.5, height=72))
-    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), [job(0, arguments=call(3, 7.5)), bad], at_once=2)
+    run(Engine(lambda job: served, {"tiny": SECONDS}, told.append), [job(0, arguments=call(3, 7.5)), bad], at_once=2)
     (failed,) = (each for each in told if isinstance(each, Failed))
     assert (failed.request, failed.kind) == ("request 1", "UsageError")
     assert "72 pixels" in failed.what
@@ -174,7 +174,7 @@ def test_a_batch_that_cannot_be_run_is_run_one_by_one(served: Keeping, monkeypat
     monkeypatch.setattr(SharedSteps, "run", short_of_memory)
     told: list[Message] = []
     jobs = [job(number, arguments=call(2, 7.5)) for number in range(2)]
-    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), jobs, at_once=2)
+    run(Engine(lambda job: served, {"tiny": SECONDS}, told.append), jobs, at_once=2)
     assert len([each for each in told if isinstance(each, Drawn)]) == 2
 
 
@@ -182,7 +182,7 @@ def test_previews_come_on_the_way_and_grow_like_the_image(served: Keeping) -> No
     import io
 
     told: list[Message] = []
-    run(Engine({"tiny": served}, {"tiny": SECONDS}, told.append), [job(0, arguments=call(6, 7.5), previews=3)], 1)
+    run(Engine(lambda job: served, {"tiny": SECONDS}, told.append), [job(0, arguments=call(6, 7.5), previews=3)], 1)
     files = [each.file for each in told if isinstance(each, Preview)]
     (final,) = (each.file for each in told if isinstance(each, Drawn))
     images = [np.asarray(PIL.Image.open(io.BytesIO(file)), np.float64) for file in (*files, final)]
@@ -196,3 +196,19 @@ def test_previews_come_on_the_way_and_grow_like_the_image(served: Keeping) -> No
 )
 def test_previews_are_spread_evenly(previews: int, runs: int, steps: tuple[int, ...]) -> None:
     assert preview_steps(previews, runs) == steps
+
+
+def test_loras_go_together_and_none_waits_for_ever(served: Keeping) -> None:
+    """One place for two kinds of requests. Those with the LoRA that is being drawn go first, but only so many."""
+    told: list[Message] = []
+    engine = Engine(lambda job: served, {"tiny": SECONDS}, told.append, places=2)
+    ink = (LoraFile("ink", "ink.safetensors", "0", 1.0),)
+    short = call(1, 7.5)
+    engine.submit(job(0, arguments=call(12, 7.5), scheduler="ddim", loras=ink))
+    engine.submit(job(1, arguments=short, scheduler="ddim"))
+    for number in range(2, 9):
+        engine.submit(job(number, arguments=short, scheduler="ddim", loras=ink))
+    while engine.busy:
+        engine.turn()
+    begun = [int(each.request.split()[1]) for each in told if isinstance(each, Begun)]
+    assert begun == [0, 2, 3, 4, 5, 1, 6, 7, 8]

@@ -1,0 +1,105 @@
+"""The LoRAs of a server: those of its folder, and those that were sent to it. Requests know them by name alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from sdflow.digest import digest_file
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.jobs import LoraFile
+from sdflow.sources.lora import lora_submodels
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,99}")
+_SUFFIX = ".safetensors"
+
+
+class Loras:
+    """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises UsageError for a folder that is not there."""
+        if folder is not None and not folder.is_dir():
+            raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
+        self._folder = folder
+        self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-"))
+        self._removed: set[str] = set()
+        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
+
+    def close(self) -> None:
+        """Remove what was sent."""
+        shutil.rmtree(self._sent, ignore_errors=True)
+
+    def files(self) -> dict[str, Path]:
+        """Those that are there now, by name; one that was sent stands before one of the folder."""
+        own = [] if self._folder is None else sorted(self._folder.glob(f"*{_SUFFIX}"))
+        found = {path.stem: path for path in own if path.stem not in self._removed}
+        return {**found, **{path.stem: path for path in sorted(self._sent.glob(f"*{_SUFFIX}"))}}
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """All of them, in OpenAI's way to list things. One that cannot be read says why."""
+        listed = []
+        for name, path in self.files().items():
+            entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
+            try:
+                sha256, submodels = self._look_at(path)
+            except (CheckpointError, OSError) as error:
+                listed.append({**entry, "error": getattr(error, "what", str(error))})
+            else:
+                listed.append({**entry, "bytes": path.stat().st_size, "sha256": sha256, "submodels": submodels})
+        return listed
+
+    def find(self, wanted: Sequence[tuple[str, float]]) -> tuple[LoraFile, ...]:
+        """The files of these names with their scales. Raises ApiError."""
+        files, found = self.files(), []
+        for name, scale in wanted:
+            if name not in files:
+                known = ", ".join(files) or "there is none"
+                raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
+            try:
+                sha256, _ = self._look_at(files[name])
+            except (CheckpointError, OSError) as error:
+                raise ApiError(400, f"{name} is no LoRA: {getattr(error, 'what', error)}.", param="loras") from error
+            found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
+        return tuple(found)
+
+    def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
+        """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, and what is no LoRA."""
+        name = name.removesuffix(_SUFFIX)
+        if not _NAME.fullmatch(name):
+            raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
+        if name in self.files():
+            raise ApiError(409, f"a LoRA is named {name} already.", param="name", code="lora_exists")
+        with tempfile.NamedTemporaryFile(dir=self._sent, suffix=".part", delete=False) as part:
+            shutil.copyfileobj(content, part)
+        path = Path(part.name)
+        try:
+            sha256, submodels = digest_file(path), lora_submodels(path)
+        except CheckpointError as error:
+            path.unlink()
+            raise ApiError(400, f"this is no LoRA: {error.what}.", param="file", code="invalid_lora") from error
+        size = path.stat().st_size
+        path.rename(self._sent / f"{name}{_SUFFIX}")
+        return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
+
+    def remove(self, name: str) -> None:
+        """Offer it no more. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
+        path = self.files().get(name)
+        if path is None:
+            raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
+        if path.parent == self._sent:
+            path.unlink()
+        else:
+            self._removed.add(name)
+
+    def _look_at(self, path: Path) -> tuple[str, tuple[str, ...]]:
+        stat = path.stat()
+        key = path, stat.st_size, stat.st_mtime_ns
+        if key not in self._read:
+            self._read[key] = digest_file(path), lora_submodels(path)
+        return self._read[key]

@@ -1,0 +1,163 @@
+"""LoRAs that a request names: the same bits as `sdflow bake` gives, on the real server too."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from serve.conftest import PATIENCE, RunningServer, running_server
+
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.jobs import LoraFile
+from sdflow.serve.lora_pipelines import LoraPipelines
+from sdflow.serve.loras import Loras
+from sdflow.serve.served_pipeline import ServedPipeline
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "samples/loras"
+BOTH = (("stripes", 0.8), ("outline", 0.5))
+
+
+def sdflow(folder: Path, *arguments: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sdflow", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
+    folder = tmp_path_factory.mktemp("shapes")
+    sdflow(folder, "run", str(ROOT / "workflows/shapes_cpu.yaml"), "--no-evaluate", "--no-verify")
+    loras = [each for name, scale in BOTH for each in ("--lora", f"{SAMPLES / name}.safetensors:{scale}")]
+    sdflow(folder, "bake", "--base", "pipelines/shapes_cpu", *loras, "--out", "pipelines/baked")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(built: Path) -> Iterator[RunningServer]:
+    arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"))
+    with running_server(str(built / "pipelines/shapes_cpu"), *arguments) as made:
+        yield made
+
+
+def of_samples(*wanted: tuple[str, float]) -> tuple[LoraFile, ...]:
+    return Loras(SAMPLES).find(wanted)
+
+
+def test_the_weights_are_those_that_bake_writes_and_the_others_are_shared(built: Path) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    made = pipelines.served(of_samples(*BOTH))
+    changed = {name for name, each in made.base.submodels.items() if each is not base.base.submodels[name]}
+    assert changed == {"text_encoder", "unet"}
+    for submodel in changed:
+        path = made.base.submodels[submodel].path
+        assert path is not None
+        for name in ("model.onnx", "model.onnx.data", "config.json"):
+            expected = built / "pipelines/baked" / submodel / name
+            assert (path.parent / name).read_bytes() == expected.read_bytes(), (submodel, name)
+    assert pipelines.served(of_samples(*BOTH)) is made
+    assert pipelines.served(of_samples(("stripes", 0.0))) is base
+
+
+def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    one = 2 * sum(path.stat().st_size for path in (built / "pipelines/baked/unet").iterdir())
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=2 * one + one // 2)
+    first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))
+    for each in (first, second, first, third):
+        pipelines.served(each)
+    assert pipelines.kept == [first, third]
+
+
+def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    with pytest.raises(UsageError, match="is not in this cache"):
+        LoraPipelines(built / "pipelines/shapes_cpu", base, tmp_path / "empty", memory=1)
+
+
+def draw(server: RunningServer, *loras: tuple[str, float], **more: Any) -> httpx.Response:
+    named = [{"name": name, "scale": scale} for name, scale in loras]
+    body = {"prompt": "a large red circle", "steps": 4, "seed": 1, "loras": named, **more}
+    return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
+
+
+def pixels(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.asarray(PIL.Image.open(io.BytesIO(b64decode(answer.json()["data"][0]["b64_json"]))), np.int16)
+
+
+def by_itself(folder: Path) -> np.ndarray:
+    pipeline = Pipeline.load(folder, "cpu", threads=1)
+    generator = [torch.Generator().manual_seed(1)]
+    result = pipeline("a large red circle", num_inference_steps=4, generator=generator)
+    return np.asarray(result.images[0], np.int16)
+
+
+def test_requests_with_and_without_loras_get_what_baked_pipelines_draw(server: RunningServer, built: Path) -> None:
+    plain, baked = (by_itself(built / "pipelines" / name) for name in ("shapes_cpu", "baked"))
+    assert np.abs(plain - baked).max() > 50
+    for expected, loras in ((plain, ()), (baked, BOTH), (plain, ()), (baked, BOTH)):
+        np.testing.assert_allclose(pixels(draw(server, *loras)), expected, atol=1)
+
+
+def test_one_is_sent_used_and_taken_away(server: RunningServer) -> None:
+    url = f"{server.url}/v1/loras"
+    content = (SAMPLES / "stripes.safetensors").read_bytes()
+    sent = httpx.post(url, files={"file": ("mine.safetensors", content)}, timeout=PATIENCE)
+    assert (sent.status_code, sent.json()["id"]) == (201, "mine")
+    names = {each["id"]: each["sent"] for each in httpx.get(url, timeout=PATIENCE).json()["data"]}
+    assert names == {"outline": False, "stripes": False, "mine": True}
+    again = httpx.post(url, files={"file": ("mine.safetensors", content)}, timeout=PATIENCE)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "lora_exists")
+    np.testing.assert_array_equal(pixels(draw(server, ("mine", 1.0))), pixels(draw(server, ("stripes", 1.0))))
+    assert httpx.delete(f"{url}/mine", timeout=PATIENCE).json()["deleted"] is True
+    gone = draw(server, ("mine", 1.0))
+    assert (gone.status_code, gone.json()["error"]["code"]) == (400, "lora_not_found")
+    assert httpx.delete(f"{url}/mine", timeout=PATIENCE).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("../evil", None, "a name has letters"),
+        ("/etc/passwd", None, "a name has letters"),
+        (".hidden", None, "a name has letters"),
+        ("ink", b"no LoRA at all", "this is no LoRA"),
+        ("ink", b"\xff" * 64, "this is no LoRA"),
+    ],
+)
+def test_what_cannot_be_sent(name: str, content: bytes | None, says: str) -> None:
+    loras = Loras(SAMPLES)
+    stripes = (SAMPLES / "stripes.safetensors").read_bytes()
+    try:
+        with pytest.raises(ApiError, match=says):
+            loras.add(name, io.BytesIO(stripes if content is None else content))
+        assert set(loras.files()) == {"outline", "stripes"}
+    finally:
+        loras.close()
+
+
+def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:
+    from small_lora import write_lora
+
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    write_lora(tmp_path / "tiny.safetensors")
+    with pytest.raises(CheckpointError):
+        pipelines.served(Loras(tmp_path).find([("tiny", 1.0)]))
