@@ -6,11 +6,12 @@ diffusers and optimum-onnx both take `latent_sample` as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes, halved
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.ldm_names import ldm_vae_names
+from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +30,12 @@ def image_reader(multiple: int, **options: bool) -> Any:
     return VaeImageProcessor(vae_scale_factor=multiple, **options)
 
 
-class _Half(Model):
+class _AutoencoderKL(VaeHalf):
     """Both halves are traced with diffusers' default attention, scaled_dot_product_attention. `fusion_attention_vae` of ONNX
     Runtime 1.31 does *not* match it: the older form fuses, but that fusion writes zeros in place of the biases of q, k
     and v."""
 
     class_name: ClassVar[str] = "AutoencoderKL"
-    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_kl"
 
     def empty(self, config: Config) -> torch.nn.Module:
@@ -43,13 +43,6 @@ class _Half(Model):
 
         module: torch.nn.Module = AutoencoderKL.from_config(dict(config))
         return module
-
-    def scale(self, config: Config) -> int:
-        return halved(config)
-
-    def smallest(self, config: Config) -> Sizes:
-        deepest = 2 * halved(config)
-        return Sizes(batch=2, height=deepest, width=deepest)
 
     def telling(self, config: Config) -> Shapes:
         channels = config["block_out_channels"]
@@ -77,51 +70,19 @@ class _Half(Model):
         return stored == shape or (len(shape) == 2 and stored == (*shape, 1, 1))
 
 
-class VaeEncoder(_Half):
+class VaeEncoder(EncoderHalf, _AutoencoderKL):
     """Pixels in [-1, 1] to the mean of the latents' distribution, not scaled."""
 
-    def ports(self, config: Config) -> Ports:
-        latents = ("batch", config["latent_channels"], "latent_height", "latent_width")
-        return Ports(
-            inputs=(Port("sample", "float32", ("batch", config["in_channels"], "height", "width")),),
-            outputs=(Port("latent_sample", "float32", latents),),
-        )
+    unread = ("decoder", "post_quant_conv")
 
-    def traced(self, module: Any) -> None:
-        module.decoder = module.post_quant_conv = None
-
-        def forward(sample: Any) -> Any:
-            return module.encode(sample, return_dict=False)[0].mode()
-
-        module.forward = forward
+    def encode(self, module: Any, sample: Any) -> Any:
+        return module.encode(sample, return_dict=False)[0].mode()
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"latent_sample": module.encode(inputs["sample"]).latent_dist.mode()}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {"sample": args[0]}
 
-
-class VaeDecoder(_Half):
+class VaeDecoder(DecoderHalf, _AutoencoderKL):
     """Latents, not scaled, to pixels in about [-1, 1]."""
 
-    def ports(self, config: Config) -> Ports:
-        latents = ("batch", config["latent_channels"], "latent_height", "latent_width")
-        return Ports(
-            inputs=(Port("latent_sample", "float32", latents),),
-            outputs=(Port("sample", "float32", ("batch", config["out_channels"], "height", "width")),),
-        )
-
-    def traced(self, module: Any) -> None:
-        module.encoder = module.quant_conv = None
-
-        def forward(latent_sample: Any) -> Any:
-            return module.decode(latent_sample, return_dict=False)[0]
-
-        module.forward = forward
-
-    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"sample": module.decode(inputs["latent_sample"]).sample}
-
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {"latent_sample": args[0]}
+    unread = ("encoder", "quant_conv")

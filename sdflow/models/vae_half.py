@@ -1,0 +1,78 @@
+"""What the halves of every VAE of diffusers share: pixels to latents, and back. Each half is a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Port, Ports, Sizes, halved
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VaeHalf(Model):
+    """unread: parts of the module that this half's graph does not have."""
+
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    unread: ClassVar[tuple[str, ...]]
+
+    def scale(self, config: Config) -> int:
+        return halved(config)
+
+    def smallest(self, config: Config) -> Sizes:
+        deepest = 2 * halved(config)
+        return Sizes(batch=2, height=deepest, width=deepest)
+
+
+class EncoderHalf(VaeHalf):
+    """Pixels in [-1, 1] to latents, not scaled."""
+
+    def ports(self, config: Config) -> Ports:
+        return Ports(inputs=(_pixels(config["in_channels"]),), outputs=(_latents(config),))
+
+    def encode(self, module: Any, sample: Any) -> Any:
+        """The latents that the module gives for pixels, in the form that is traced."""
+        raise NotImplementedError
+
+    def traced(self, module: Any) -> None:
+        for part in self.unread:
+            setattr(module, part, None)
+
+        def forward(sample: Any) -> Any:
+            return self.encode(module, sample)
+
+        module.forward = forward
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {"sample": args[0]}
+
+
+class DecoderHalf(VaeHalf):
+    """Latents, not scaled, to pixels in about [-1, 1]."""
+
+    def ports(self, config: Config) -> Ports:
+        return Ports(inputs=(_latents(config),), outputs=(_pixels(config["out_channels"]),))
+
+    def traced(self, module: Any) -> None:
+        for part in self.unread:
+            setattr(module, part, None)
+
+        def forward(latent_sample: Any) -> Any:
+            return module.decode(latent_sample, return_dict=False)[0]
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"sample": module.decode(inputs["latent_sample"]).sample}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {"latent_sample": args[0]}
+
+
+def _pixels(channels: int) -> Port:
+    return Port("sample", "float32", ("batch", channels, "height", "width"))
+
+
+def _latents(config: Config) -> Port:
+    return Port("latent_sample", "float32", ("batch", config["latent_channels"], "latent_height", "latent_width"))
