@@ -57,7 +57,7 @@ def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray]) ->
     import torch
 
     load = bound.checkpoint
-    module = load_reference(submodel, load, [LoraMerge(lora.path, lora.scale) for lora in bound.loras])
+    module = load_reference(submodel, load, [LoraMerge(lora.path, lora.scale) for lora in bound.loras], bound.denoiser)
     network = Network.of(part_of(load, submodel), load["config"], module)
     whole = Block("", False, 0, [torch.from_numpy(value) for value in inputs.values()])
     opened, count = [whole], itertools.count(1)

@@ -306,7 +306,8 @@ def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceReq
 def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
     part = subject.checkpoint.submodels[submodel]
     loras = [LoraInput(lora.path.absolute(), lora.scale) for lora in subject.loras]
-    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras)
+    denoiser = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
+    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras, denoiser)
     return RecipeCheck(submodel, structure.absolute(), bound)
 
 

@@ -42,14 +42,15 @@ class RecipeCheck:
 
     def to_json(self) -> dict[str, Any]:
         loras = [{"path": str(lora.path), "scale": lora.scale} for lora in self.bound.loras]
-        bound = {"folder": str(self.bound.folder), "checkpoint": dict(self.bound.checkpoint), "loras": loras}
+        bound: dict[str, Any] = {"folder": str(self.bound.folder), "checkpoint": dict(self.bound.checkpoint)}
+        bound |= {"loras": loras, "denoiser": dict(self.bound.denoiser)}
         return {"submodel": self.submodel, "structure": str(self.structure), "bound": bound}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RecipeCheck:
         bound = value["bound"]
         loras = [LoraInput(Path(lora["path"]), lora["scale"]) for lora in bound["loras"]]
-        model = BoundModel(Path(bound["folder"]), bound["checkpoint"], loras)
+        model = BoundModel(Path(bound["folder"]), bound["checkpoint"], loras, bound["denoiser"])
         return cls(value["submodel"], Path(value["structure"]), model)
 
 

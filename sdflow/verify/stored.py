@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,14 @@ OTHER_VALUES = "its recipe gives other values than the model has"
 class BoundModel:
     """A model that was bound from a structure, and what it was bound with.
 
-    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow.
+    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow. denoiser: its config, which LoRAs
+    are read by.
     """
 
     folder: Path
     checkpoint: Mapping[str, Any]
     loras: Sequence[LoraInput] = ()
+    denoiser: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
