@@ -1,0 +1,285 @@
+"""A pipeline folder, loaded: the submodels with all that stands beside them, and what each of them does for an image.
+
+How the parts make an image is in `sdflow.runtime.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+from sdflow.errors import UsageError
+from sdflow.families.base import Conditions, Family, Request, Tensors
+from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
+from sdflow.machine.providers import onnxruntime_for
+from sdflow.runtime.control import Control
+from sdflow.runtime.denoise import Start
+from sdflow.runtime.denoiser import Denoiser
+from sdflow.runtime.denoisers import Denoisers
+from sdflow.runtime.folder import (
+    SCHEDULER,
+    TAKEN_APART,
+    folder_defaults,
+    folder_family,
+    load_companions,
+    load_submodel,
+    onnx_submodels,
+    read_options,
+)
+from sdflow.runtime.images import require_finite, to_pil
+from sdflow.runtime.preview import previewer, previewer_of
+from sdflow.runtime.schedule import Schedule, named_scheduler, trace
+from sdflow.runtime.sessions import LoadOptions
+from sdflow.runtime.start import require_size
+from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.text import run_rows, with_words, without_last_layers
+from sdflow.runtime.tuning import UNTUNED, Tuning
+from sdflow.runtime.vae import decode, encode
+from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
+from sdflow.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEDULES_KEPT = 16
+
+
+class LoadedPipeline:
+    """The submodels of a pipeline folder, and their parts in a call.
+
+    low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
+    split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
+    words: that stand in prompts for learned vectors.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        submodels: Mapping[str, Submodel],
+        companions: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        defaults: Mapping[Task, Defaults] | None = None,
+        low_memory: bool = False,
+        split: bool = True,
+        words: Sequence[Embedding] = (),
+    ) -> None:
+        configs = {name: submodel.config for name, submodel in submodels.items()}
+        if missing := [name for name in family.needed(configs) if name not in submodels]:
+            raise UsageError(f"the pipeline has no {', '.join(missing)}")
+        require_different(words)
+        self.family = family
+        texts = {name: with_words(submodels[name], family, words) for name in family.text}
+        self.submodels = {**submodels, **texts}
+        self.words = {word.word: word.count for word in words}
+        self._shortened: dict[str, tuple[int, Submodel]] = {}
+        self.companions = companions
+        self.scheduler = companions[SCHEDULER]
+        self.options = {**family.options, **(options or {})}
+        self.low_memory = low_memory
+        self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
+        self.place = submodels[family.denoiser].place
+        self.configs = configs
+        self.latents, self.task = family.latents(configs), family.task(configs)
+        family.require_nets_fit(configs)
+        told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
+        self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
+        self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self.denoisers = Denoisers(
+            submodels[family.denoiser],
+            self.nets,
+            [self.submodels[name] for name in family.text],
+            submodels[family.decoder],
+            self.latents.scale,
+            split=split,
+            low_memory=low_memory,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        target: str | Target,
+        *,
+        scheduler: str | None = None,
+        checker: bool = True,
+        low_memory: bool = False,
+        cuda_graphs: Container[str] | None = None,
+        engine_cache: Path | None = None,
+        threads: int | None = None,
+        tuning: Tuning = UNTUNED,
+        embeddings: Sequence[Path | str | Embedding] = (),
+        shared: Mapping[str, Submodel] = MappingProxyType({}),
+        previews: Path | str | None = None,
+    ) -> Self:
+        """Load an assembled pipeline, its sessions side by side.
+
+        scheduler: one of `families.schedulers.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if
+        it is there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune`
+        chose for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
+        FILE:WORD; their words may stand in prompts. shared: submodels that another pipeline has loaded of the same artifacts.
+        previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one.
+        Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
+        """
+        target = TARGETS[target] if isinstance(target, str) else target
+        onnxruntime_for(target)
+        folder = Path(folder)
+        family = folder_family(folder)
+        names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
+        words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]
+
+        def load(name: str) -> Submodel:
+            if name in shared:
+                return shared[name]
+            # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
+            late = (family.encoder, *family.beside(names))
+            late = (*late, family.denoiser) if target.name in TAKEN_APART else late
+            lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
+            graphs = () if low_memory else cuda_graphs
+            options = LoadOptions(engine_cache, threads, tuning)
+            return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
+
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+            submodels = dict(zip(names, pool.map(load, names), strict=True))
+        pipeline = cls(
+            family,
+            submodels,
+            load_companions(folder),
+            read_options(folder),
+            defaults=folder_defaults(folder),
+            low_memory=low_memory,
+            words=words,
+        )
+        if scheduler is not None:
+            pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
+        if previews is not None:
+            pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
+        return pipeline
+
+    def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
+        """What the denoiser reads for these prompts, on the device."""
+
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name, clip_skip) as submodel:
+                return run_rows(submodel, inputs)
+
+        with self.place.current():
+            return self.family.condition(run, self.companions, self.options, request)
+
+    def _image_conditions(self, shown: Sequence[ImagePrompt], rows: int, guided: bool) -> Tensors:
+        """What the denoiser reads for image prompts, on the device; nothing without IP-Adapters."""
+        if not shown:
+            return {}
+
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name) as submodel:
+                return run_rows(submodel, inputs)
+
+        assert self.family.prompter is not None, "a family with IP-Adapters"
+        config, processor = self.configs[self.family.denoiser], self.companions["feature_extractor"]
+        return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
+
+    def decode(self, latents: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents. finite: raise VerificationError for what is no image."""
+        import torch
+
+        images = []
+        with self.place.current(), self._using(self.family.decoder) as decoder:
+            if finite:
+                require_finite(latents, self.family.denoiser)
+            for image in decode(decoder, latents, self.latents, tiles=self.low_memory):
+                if finite:
+                    require_finite(image, self.family.decoder)
+                images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
+            return torch.cat(images)
+
+    def preview(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
+        with self.place.current():
+            return self.draw_preview(latents)
+
+    def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
+        """The images with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
+        import torch
+
+        checks = self.family.checker
+        if checks is None or checks not in self.submodels:
+            return images, None
+        clip_inputs = self.companions["feature_extractor"](to_pil(images), return_tensors="pt").pixel_values
+        checked, flags = [], []
+        with self._using(checks) as checker:
+            for clip_input, image in zip(clip_inputs.split(1), images.split(1), strict=True):
+                bound = checker.bound(clip_input=tuple(clip_input.shape), images=tuple(image.shape))
+                bound.inputs["clip_input"].copy_(clip_input)
+                bound.inputs["images"].copy_(image)
+                result = bound.run()
+                flags.append(bool(result["has_nsfw_concepts"].any()))
+                checked.append(result["out_images"].to(torch.float32, copy=True))
+        return torch.cat(checked), flags
+
+    def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
+        """(images, channels, rows, columns) of the latents for an image size in pixels."""
+        what = self.latents
+        require_size(what.granularity, height, width)
+        rows = what.size if height is None else height // what.scale
+        columns = what.size if width is None else width // what.scale
+        return images, what.channels, rows, columns
+
+    # Steps of a call
+
+    @contextmanager
+    def _using(self, name: str, clip_skip: int = 0) -> Iterator[Submodel]:
+        submodel = self._shorter(name, clip_skip) if clip_skip else self.submodels[name]
+        yield submodel
+        if self.low_memory:
+            submodel.unload()
+
+    def _shorter(self, name: str, clip_skip: int) -> Submodel:
+        """A text encoder without its last layers; one of each is kept."""
+        count, submodel = self._shortened.get(name, (0, None))
+        if submodel is None or count != clip_skip:
+            self._shortened[name] = clip_skip, without_last_layers(self.submodels[name], clip_skip)
+        return self._shortened[name][1]
+
+    def denoiser(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None = None,
+        *,
+        controls: Mapping[str, Control] | None = None,
+        guess: bool = False,
+        axes: Mapping[str, int] | None = None,
+    ) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
+        where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets.
+        axes: the sizes of the axes of image tokens, None: without images."""
+        denoised = self.configs[self.family.denoiser]
+        if axes is None:
+            axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
+        return self.denoisers.get(start, rows, conditions, controls or {}, axes, guess=guess)
+
+    def schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
+        """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. options: as
+        of `schedule.trace`."""
+        key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, *options.items())
+        if key not in self._schedules:
+            schedule = trace(
+                self.scheduler, steps, self.family.scheduler_config, spread=self.family.strength_spreads, **options
+            )
+            guided = schedule if guidance_scale is None else schedule.guided(guidance_scale)
+            while len(self._schedules) >= SCHEDULES_KEPT:
+                self._schedules.pop(next(iter(self._schedules)))
+            self._schedules[key] = guided.to(self.place.device)
+        return self._schedules[key]
+
+    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
+        with self._using(self.family.encoder) as encoder:
+            return encode(encoder, images, self.latents, tiles=self.low_memory)
