@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from shell import ROOT, Shell
 
 from sdflow.config import load_workflow
-from sdflow.config.workflow import VerifySpec
+from sdflow.config.workflow import PipelineSpec, VerifySpec
 from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.manifest import read_manifest
 from sdflow.passes.registry import catalog
@@ -22,6 +22,7 @@ from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.sources import PlainDigests, open_checkpoint, require_made_for
 from sdflow.sources.load import parameter_shapes
 from sdflow.store import Cache
+from sdflow.targets import TARGETS
 from sdflow.verify import subject_of_folder, whole
 
 WORKFLOW = ROOT / "workflows/sdxl_with_refiner_tiny_cpu.yaml"
@@ -62,22 +63,48 @@ def test_with_null_there_is_none() -> None:
     assert only.refiner is None
 
 
-def test_the_refiner_may_leave_out_passes_of_the_base() -> None:
-    written = 'refiner={model: "synthetic:sdxl-refiner-tiny", without: [SeparateQkv]}'
-    (base,) = load_workflow(WORKFLOW, catalog=catalog(), overrides=[written], targets=["cuda"]).pipelines
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_refiner_with_a_workflow_of_its_own_has_its_chains_and_their_promises(target: str) -> None:
+    both = ROOT / f"workflows/sdxl_with_refiner_{target}.yaml"
+    alone = ROOT / f"workflows/sdxl_refiner_{target}.yaml"
+    (base,) = load_workflow(both, catalog=catalog()).pipelines
+    (expected,) = load_workflow(alone, catalog=catalog()).pipelines
     refiner = base.refiner
-    assert refiner is not None
-    passes = [[spec.pass_name for spec in each.submodels["unet"]] for each in (base, refiner)]
-    assert [name for name in passes[0] if name != "SeparateQkv"] == passes[1] != passes[0]
-    assert not any(spec.expect for chain in refiner.submodels.values() for spec in chain)
+    assert refiner is not None and refiner.model == expected.model and refiner.target == base.target == target
+
+    def chains(each: PipelineSpec) -> dict[str, list[tuple[str, Any, Any]]]:
+        return {
+            name: [(spec.pass_name, spec.options, spec.expect) for spec in chain]
+            for name, chain in each.submodels.items()
+        }
+
+    assert chains(refiner) == chains(expected)
+    for name in ("text_encoder_2", "vae_encoder", "vae_decoder"):
+        ours, theirs = ([step[:2] for step in chains(each)[name]] for each in (base, refiner))
+        assert ours == theirs, "what is equal is built once"
+
+
+def test_its_checkpoint_may_be_another_and_components_are_of_both() -> None:
+    written = [
+        "refiner.model=synthetic:sdxl-refiner-tiny?seed=3",
+        "components={vae: synthetic:sdxl?seed=4}",
+    ]
+    (base,) = load_workflow(
+        ROOT / "workflows/sdxl_with_refiner_cuda.yaml", catalog=catalog(), overrides=written
+    ).pipelines
+    refiner = base.refiner
+    assert refiner is not None and refiner.model == "synthetic:sdxl-refiner-tiny?seed=3"
+    assert refiner.components == base.components == {"vae": "synthetic:sdxl?seed=4"}
 
 
 @pytest.mark.parametrize(
     ("written", "what"),
     [
-        ("refiner={without: [SeparateQkv]}", "a reference to a checkpoint"),
-        ("refiner={model: synthetic:sdxl-refiner-tiny, without: SeparateQkv}", "a list of names"),
-        ("refiner={model: synthetic:sdxl-refiner-tiny, witout: []}", "unknown key of `refiner` 'witout'"),
+        ("refiner={model: synthetic:sdxl-refiner-tiny}", "a workflow file"),
+        ("refiner={extends: [base/sdxl_refiner.yaml]}", "a workflow file"),
+        ("refiner={extends: base/sdxl_refinr.yaml}", "there is no file"),
+        ("refiner={extends: base/sdxl_refiner.yaml, witout: []}", "unknown key of `refiner` 'witout'"),
+        ("refiner={extends: base/sdxl_with_refiner.yaml}", "the workflow of a refiner has no `refiner`"),
         ("refiner=7", "a reference to a checkpoint"),
     ],
 )

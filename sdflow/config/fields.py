@@ -20,9 +20,9 @@ WORKFLOW: Mapping[str, str] = {
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
     "ip_adapters": "IP-Adapters, for image prompts: a list of them. Each reads the image encoder of the first.",
-    "refiner": "A model that goes the last part of the way from noise to image: built by the same chains into the "
-    "folder `refiner` of the pipeline, without the counts of `expect` and without the LoRAs. Written like `model`, or a map of "
-    "`model` and `without`: passes that its chains leave out. null: none.",
+    "refiner": "A model that goes the last part of the way from noise to image, built into the folder `refiner` of the "
+    "pipeline, without the LoRAs. A map of `extends`, a workflow of its own, and `model`; or written like `model`: then by the "
+    "same chains, without the counts of `expect`. null: none.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "What is different for each target, laid upon the workflow when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
@@ -37,8 +37,8 @@ WORKFLOW: Mapping[str, str] = {
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
 }
 REFINER: Mapping[str, str] = {
-    "model": "The checkpoint, written like that of the workflow.",
-    "without": "Passes that its chains leave out: a list of names.",
+    "extends": "The workflow of the refiner: its chains, with their counts of `expect`, for the same target.",
+    "model": "The checkpoint, in place of that workflow's.",
 }
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
 """A ControlNet's name, a regular expression: it becomes a part of a folder's name."""

@@ -69,6 +69,10 @@ class Files:
         """Where relative paths written at this place start from: the file's folder, or the current one for `--set`."""
         return self.folders.get(mark.file) or Path.cwd()
 
+    def found(self, reference: str, mark: Mark) -> Path:
+        """The workflow that is named so at this place, as `extends` finds it."""
+        return _found(self.folder(mark), reference)
+
     def _read(self, path: Path, asked: Mark, above: tuple[Path, ...]) -> Path | None:
         """Reads the file and those that it extends, unless that was done. None when one cannot be read."""
         try:
@@ -113,13 +117,15 @@ class Files:
         bases = []
         for reference in extends.items if isinstance(extends, YamlList) else (extends,):
             if isinstance(reference, YamlScalar) and isinstance(reference.value, str) and reference.value:
-                written = Path(os.path.normpath(path.parent / reference.value))
-                if not written.exists():
-                    written = shipped_workflow(reference.value) or written
-                bases.append(self._read(written, reference.mark, above))
+                bases.append(self._read(_found(path.parent, reference.value), reference.mark, above))
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)
+
+
+def _found(folder: Path, reference: str) -> Path:
+    written = Path(os.path.normpath(folder / reference))
+    return written if written.exists() else shipped_workflow(reference) or written
 
 
 def nearest_sibling(path: Path) -> str | None:

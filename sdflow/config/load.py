@@ -150,11 +150,8 @@ class _Loader:
         node = self.document.entries.get("refiner")
         if node is None or is_null(node):
             return None
-        without: list[str] = []
         if isinstance(node, YamlMap):
-            unknown_keys(node, REFINER, "key of `refiner`", self.problems)
-            without = self._names(node.entries.get("without"), "`refiner.without`")
-            node = node.entries.get("model", YamlScalar(None, node.mark))
+            return self._refiner_of_workflow(node, pipeline)
         model = model_reference(node, self.files.folder(node.mark), self.allow_pickle, self.problems, "`refiner`")
         if model is None:
             return None
@@ -166,11 +163,7 @@ class _Loader:
             model_mark=node.mark,
             loras=(),
             submodels={
-                name: tuple(
-                    replace(spec, expect={})
-                    for spec, info in chain
-                    if not info.takes_loras and spec.pass_name not in without
-                )
+                name: tuple(replace(spec, expect={}) for spec, info in chain if not info.takes_loras)
                 for name, chain in chains.items()
                 if name not in (NET, PROMPTER)
             },
@@ -178,15 +171,34 @@ class _Loader:
             ip_adapters=(),
         )
 
-    def _names(self, node: Node | None, what: str) -> list[str]:
-        if node is None or is_null(node):
-            return []
-        if isinstance(node, YamlList):
-            texts = [item.value for item in node.items if isinstance(item, YamlScalar) and isinstance(item.value, str)]
-            if len(texts) == len(node.items):
-                return texts
-        expect_kind(node, "a list of names", what, self.problems)
-        return []
+    def _refiner_of_workflow(self, node: YamlMap, pipeline: PipelineSpec) -> PipelineSpec | None:
+        """A refiner with a workflow of its own: its chains, with what they promise, for the target of the pipeline."""
+        unknown_keys(node, REFINER, "key of `refiner`", self.problems)
+        written = node.entries.get("extends")
+        if not isinstance(written, YamlScalar) or not isinstance(written.value, str) or not written.value:
+            expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
+            return None
+        files = Files(self.problems)
+        document = files.load(self.files.found(written.value, written.mark))
+        self.files.read.extend(files.read)
+        for key in ("matrix", "refiner", "loras"):
+            if key in document.entries:
+                self.problems.add(document.keys[key], f"the workflow of a refiner has no `{key}`", "leave it out")
+        own = _Loader(document, files, Chains(self.chains.catalog, files, self.problems), (), self.problems)
+        own.check_document()
+        model = node.entries.get("model")
+        if model is not None:
+            own.files.folders.setdefault(model.mark.file, self.files.folder(model.mark))
+        name = f"{pipeline.name}_refiner"
+        found = own.pipeline(Cell(name, model or document.entries.get("model"), None, pipeline.target))
+        return None if found is None else replace(
+            found,
+            evaluate=pipeline.evaluate,
+            verify=pipeline.verify,
+            components={**pipeline.components, **found.components},
+            allow_pickle=pipeline.allow_pickle,
+            carry_weights=pipeline.carry_weights,
+        )  # fmt: skip
 
     def _flag(self, key: str) -> bool:
         node = self.document.entries.get(key, YamlScalar(False, self.document.mark))

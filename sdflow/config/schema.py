@@ -118,8 +118,8 @@ def json_schema(catalog: PassCatalog) -> Schema:
                 "anyOf": [
                     _TEXT,
                     {
-                        **_described(REFINER, {"model": _TEXT, "without": {"type": "array", "items": _TEXT}}),
-                        "required": ["model"],
+                        **_described(REFINER, {"extends": _TEXT, "model": _TEXT}),
+                        "required": ["extends"],
                     },
                     {"type": "null"},
                 ]

@@ -176,6 +176,44 @@ def test_image_to_image_equals_diffusers(built: Built) -> None:
     assert_equal(drawn.images, expected.images)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_into_a_mask_with_nets_equals_diffusers(built: Built, strength: float) -> None:
+    """One net and two; the mean of what the VAE encodes to, as ours, not a sample of it."""
+    mask = np.zeros((SIZE, SIZE), "uint8")
+    mask[:, SIZE // 2 :] = 255
+    white = Image.fromarray(mask)
+    settings = {**SETTINGS, "strength": strength, "num_inference_steps": 4}
+    vae = built.torch.vae
+    for nets, images in ((("edges",), [EDGES]), (("edges", "depth"), [EDGES, DEPTH])):
+        theirs = built.theirs("ControlNetInpaint", *nets)
+        theirs._encode_vae_image = lambda image, generator: (
+            vae.encode(image).latent_dist.mode() * vae.config.scaling_factor
+        )
+        scales = [0.7, 0.4][: len(nets)]
+        one = len(nets) == 1
+        given: dict[str, Any] = {
+            "control_image": images[0] if one else images,
+            "controlnet_conditioning_scale": scales[0] if one else scales,
+        }
+        size = {"height": SIZE, "width": SIZE}
+        expected = theirs(
+            PROMPT, image=pattern(4), mask_image=white, **given, **size, generator=generator(), **settings
+        )
+        control = dict(zip(nets, images, strict=True))
+        drawn = built.ours(
+            PROMPT,
+            pattern(4),
+            white,
+            control=control,
+            control_scale=dict(zip(nets, scales, strict=True)),
+            generator=generator(),
+            **settings,
+        )
+        assert_equal(drawn.images, expected.images)
+    plain = built.ours(PROMPT, pattern(4), white, generator=generator(), **settings)
+    assert differ(drawn.images, plain.images), "the nets change nothing"
+
+
 def test_the_image_takes_the_size_of_the_control_image(built: Built) -> None:
     settings = {**SETTINGS, "num_inference_steps": 2}
     drawn = built.ours(PROMPT, control={"edges": pattern(1, 64, 136)}, generator=generator(), **settings)
