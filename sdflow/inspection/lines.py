@@ -91,6 +91,11 @@ def part_alone(architecture: str) -> tuple[Part, Config]:
     return family_of_architecture(USUAL).components[component][0].of(config), config
 
 
+def adapter_lines(architecture: str, reference: str) -> str:
+    """For an IP-Adapter beside the model."""
+    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\nip_adapters:\n  - {{file: {quoted(reference)}}}\n"
+
+
 def net_lines(architecture: str, reference: str) -> str:
     """For a net that stands beside the denoiser, under a name of the user's."""
     return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncontrolnets: {{mine: {quoted(reference)}}}\n"

@@ -11,6 +11,7 @@ from sdflow.families.base import Family, Part
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.finding import CHECKPOINT, UNKNOWN, Finding
 from sdflow.inspection.lines import (
+    adapter_lines,
     architecture_for,
     base_of,
     component_lines,
@@ -20,17 +21,20 @@ from sdflow.inspection.lines import (
     titles_of,
 )
 from sdflow.models.base import Shapes
+from sdflow.models.image_encoder import projection_of, read_width, token_count
+from sdflow.sources.adapters import PREFIXES, require_adapter
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
 
+_IMAGE_PROMPTS = "IP-Adapter"
 # Networks that are neither a family's nor its parts, by how a name in their files begins.
 _OTHERS = (
     ("controlnet_cond_embedding.", "ControlNet"),
     ("controlnet_down_blocks.", "ControlNet"),
     ("control_model.", "ControlNet"),
     ("lllite_", "ControlNet-LLLite"),
-    ("ip_adapter.", "IP-Adapter"),
-    ("image_proj.", "IP-Adapter"),
+    ("ip_adapter.", _IMAGE_PROMPTS),
+    ("image_proj.", _IMAGE_PROMPTS),
     ("adapter.body.", "T2I-Adapter"),
     ("joint_blocks.", "transformer of Stable Diffusion 3"),
     ("double_blocks.", "transformer of Flux"),
@@ -55,6 +59,8 @@ def inspect_weights(contents: Contents) -> Finding:
     for begin, kind in _OTHERS:
         if any(name.removeprefix("model.diffusion_model.").startswith(begin) for name in shapes):
             titles = _by_width(shapes)
+            if kind == _IMAGE_PROMPTS:
+                return _adapter(contents, shapes, titles)
             net = _net(titles)
             lines = net_lines(net, path) + _pickles(contents) if kind == "ControlNet" and net is not None else None
             return Finding(path, kind, titles, precision=contents.precision, workflow=lines)
@@ -84,6 +90,29 @@ def inspect_weights(contents: Contents) -> Finding:
     return Finding(
         path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, {}, notes, lines
     )
+
+
+def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Finding:
+    """An IP-Adapter: its kind, how many tokens it makes of an image, and lines of a workflow if it is one that sdflow takes."""
+    path, architecture = str(contents.path), architecture_for(titles)
+    details, notes, lines = {}, [], None
+    try:
+        require_adapter(contents.path, shapes)
+        found = {
+            name.removeprefix(PREFIXES[0]): shape for name, shape in shapes.items() if name.startswith(PREFIXES[0])
+        }
+        projection = projection_of(found, path)
+    except CheckpointError as error:
+        notes.append(f"sdflow does not take it: {error.what}.")
+    else:
+        details = {"projection": projection["_class_name"], "tokens of an image": token_count(projection)}
+        details["reads embeddings of width"] = read_width(projection)
+        if architecture is not None and family_of_architecture(architecture).prompter is not None:
+            lines = adapter_lines(architecture, path) + _pickles(contents)
+            notes.append(
+                "It is read with its image encoder: the folder that diffusers looks for beside it, or `encoder`."
+            )
+    return Finding(path, _IMAGE_PROMPTS, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _match(architecture: str, shapes: Shapes) -> _Match:

@@ -121,8 +121,7 @@ class Origin:
         pinned = []
         for index, each in enumerate(self.ip_adapters):
             provenance = found.get(str(index), {})
-            encoder = provenance.get("encoder", {}) if "encoder" in each else {}
-            others = {"encoder": _pinned(each["encoder"], encoder)} if "encoder" in each else {}
+            others = {"encoder": _pinned(each["encoder"], found.get("encoder", {}))} if "encoder" in each else {}
             pinned.append({**each, "file": _pinned(each["file"], provenance), **others})
         return pinned
 

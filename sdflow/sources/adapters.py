@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sdflow.errors import CheckpointError
+from sdflow.families import ADAPTER_ARCHITECTURES
 from sdflow.families.base import Part
 from sdflow.file_stamp import file_stamp
 from sdflow.models.image_encoder import (
@@ -43,6 +44,8 @@ from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.single_file import under
 from sdflow.sources.synthetic import GENERATOR_VERSION, synthetic_identity, synthetic_provenance
 
+PREFIXES = ("image_proj.", "ip_adapter.")
+"""How the tensors of an adapter's file begin: the projection's, and the denoiser's."""
 _PROCESSOR = "feature_extractor"
 _PROCESSORS = ("sd15", "sd15-tiny")
 """Architectures whose image processor may stand in where a checkpoint has none: CLIP's, for 224 pixels and for a few."""
@@ -93,9 +96,7 @@ def with_adapters(
     width = int(denoiser.load["config"]["cross_attention_dim"])
     opened = []
     for adapter in adapters:
-        found = _open(
-            adapter, own.load["config"], width, prompter, family.part(family.denoiser), digests, download, allow_pickle
-        )
+        found = _open(adapter, own.load["config"], width, digests, download, allow_pickle)
         _require_fitting(found, own.load["config"], checkpoint, adapter)
         opened.append(found)
     projections, tokens = [each.projection for each in opened], [token_count(each.projection) for each in opened]
@@ -105,7 +106,7 @@ def with_adapters(
         prompter.name: _joined(prompter, own, opened, {PROJECTIONS: projections}),
     }
     provenance = {str(index): dict(each.provenance) for index, each in enumerate(opened)}
-    provenance["0"]["encoder"] = dict(encoder.provenance)
+    provenance["encoder"] = dict(encoder.provenance)
     notes = [*(note for each in opened for note in each.notes), *encoder.notes]
     return replace(
         checkpoint,
@@ -140,8 +141,6 @@ def _open(
     adapter: AdapterReference,
     encoder: Mapping[str, Any],
     width: int,
-    prompter: Part,
-    denoiser: Part,
     digests: FileDigests,
     download: bool,
     allow_pickle: bool,
@@ -149,6 +148,10 @@ def _open(
     """encoder: the config of what it reads. width: of the tokens that the denoiser reads."""
     parsed = parse_reference(adapter.file)
     if isinstance(parsed, SyntheticReference):
+        if parsed.architecture not in ADAPTER_ARCHITECTURES:
+            raise CheckpointError(
+                "is no IP-Adapter", where=adapter.file, remedy=f"Known: {', '.join(ADAPTER_ARCHITECTURES)}."
+            )
         written = architecture_config(parsed.architecture, "image_projection")
         known = {name: value for name, value in written.items() if value is not None}
         identity = {"kind": "synthetic", "seed": parsed.seed, "generator": GENERATOR_VERSION}
@@ -168,16 +171,15 @@ def _open(
     else:
         header = read_header(path)
         shapes = {name: entry.shape for name, entry in header.items()}
-    prefixes = [part.adapted.layout.prefix for part in (prompter, denoiser) if part.adapted is not None]
-    _require_adapter(path, shapes, prefixes)
-    begins = prefixes[0]
+    require_adapter(path, shapes)
+    begins = PREFIXES[0]
     projection = projection_of(
         {name.removeprefix(begins): shape for name, shape in shapes.items() if name.startswith(begins)}, str(path)
     )
     whole = digests.digest(path)
     content: dict[str, Mapping[str, Any]] = {"": {"file": whole}}
     if not pickled:
-        for prefix in prefixes:
+        for prefix in PREFIXES:
             compute = partial(digest_tensors, entries=under(header, prefix))
             content[prefix] = {"tensors": digests.value(path, f"tensors-1/{prefix}", compute)}
     return _Adapter(
@@ -216,9 +218,9 @@ def _file(adapter: AdapterReference, download: bool) -> tuple[Path, dict[str, An
     return path, {"kind": "single_file", "path": str(path.absolute())}
 
 
-def _require_adapter(path: Path, shapes: Shapes, prefixes: Sequence[str]) -> None:
+def require_adapter(path: Path, shapes: Shapes) -> None:
     """Raises CheckpointError for a file that holds something else, or an adapter with LoRAs."""
-    for prefix in prefixes:
+    for prefix in PREFIXES:
         if not any(name.startswith(prefix) for name in shapes):
             raise CheckpointError(
                 f"it holds no tensor that begins with {prefix}: this is no IP-Adapter",

@@ -19,6 +19,7 @@ import yaml
 from diffusers import ControlNetModel, UNet2DConditionModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ip_adapter_files import tensors
 from original_layout import vae_tensors
 from safetensors.torch import save_file
 
@@ -311,6 +312,33 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:
     assert only(write_header(tmp_path / "x.safetensors", {name: (320, 768)})).kind == kind
+
+
+@pytest.mark.parametrize(("plus", "tokens"), [(False, 4), (True, 6)])
+def test_an_ip_adapter_is_told_with_its_kind_and_lines_that_are_valid(plus: bool, tokens: int, tmp_path: Path) -> None:
+    shapes = {
+        f"{part}.{name}": tuple(value.shape)
+        for part, found in tensors("sd15-tiny", plus=plus).items()
+        for name, value in found.items()
+    }
+    shapes |= {name: (320, 768) for name in shapes if name.endswith("_ip.weight")}
+    found = only(write_header(tmp_path / "adapter.safetensors", shapes))
+    assert (found.kind, found.of) == ("IP-Adapter", ("Stable Diffusion 1.x",))
+    assert found.details["tokens of an image"] == tokens
+    assert found.workflow is not None
+    (tmp_path / "w.yaml").write_text(found.workflow)
+    (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=catalog()).pipelines
+    assert pipeline.ip_adapters[0].file == str(tmp_path / "adapter.safetensors")
+
+
+def test_an_ip_adapter_that_is_not_supported_is_told_with_the_reason(tmp_path: Path) -> None:
+    shapes = {
+        "image_proj.proj.0.weight": (8, 8),
+        "image_proj.norm.weight": (768,),
+        "ip_adapter.1.to_k_ip.weight": (320, 768),
+    }
+    found = only(write_header(tmp_path / "x.safetensors", shapes))
+    assert found.workflow is None and "FaceID" in found.notes[0]
 
 
 def test_a_network_beside_the_denoiser_is_for_models_that_read_text_of_its_width(tmp_path: Path) -> None:

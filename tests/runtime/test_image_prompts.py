@@ -11,6 +11,7 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import onnx
 import pytest
 import torch
 from ip_adapter_files import save_adapter, save_encoder, tensors, with_adapters
@@ -23,6 +24,7 @@ from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.split import split
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.reference import AdapterReference
 
@@ -188,6 +190,30 @@ def test_inpainting_equals_diffusers(built: Built) -> None:
         ).images
     drawn = built.ours(PROMPT, pattern(4), mask, latents=noise, ip_adapter_scale=[0.6, 0.4], **given).images
     assert_equal(drawn, expected)
+
+
+def test_steps_read_keys_and_values_of_the_images_that_are_computed_once(built: Built) -> None:
+    """What depends on images alone is in the part that runs once per image. The scales are inputs of the step."""
+    model = onnx.load(str(built.folder / "unet/model.onnx"), load_external_data=False)
+    sizes = {
+        "batch": 2,
+        "sequence": 77,
+        "latent_height": 8,
+        "latent_width": 8,
+        "image_tokens_0": 4,
+        "image_tokens_1": 6,
+    }
+    parts = split(model, sizes, guidance=True)
+
+    def matrices(part: Any) -> int:
+        read = {name for node in part.graph.node for name in node.input}
+        return sum("_ip." in tensor.name for tensor in part.graph.initializer if tensor.name in read)
+
+    assert matrices(parts.text) == matrices(model) > 0
+    assert matrices(parts.step) == matrices(parts.timestep) == 0
+    inputs = {item.name for item in parts.step.graph.input}
+    assert {"ip_adapter_scale_0", "ip_adapter_scale_1"} <= inputs
+    assert not {"ip_hidden_states_0", "ip_hidden_states_1"} & inputs
 
 
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:

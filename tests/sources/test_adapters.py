@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,23 @@ from ip_adapter_files import save_adapter, save_encoder, tensors
 from safetensors.torch import save_file
 from transformers import CLIPVisionModelWithProjection
 
-from sdflow.errors import CheckpointError
-from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoint
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.manifest import Origin
+from sdflow.sources import (
+    Checkpoint,
+    CheckpointNotLocal,
+    PlainDigests,
+    load_module,
+    open_checkpoint,
+    reopen_checkpoint,
+)
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 from sdflow.sources.reference import AdapterReference
 from sdflow.weights.tensors import open_tensors
 
 MODEL, XL = "synthetic:sd15-tiny", "synthetic:sdxl-tiny"
+COMMIT = "a" * 40
 READS, DENOISES = "image_encoder", "unet"
 Parts = dict[str, dict[str, torch.Tensor]]
 
@@ -206,3 +216,50 @@ def test_one_file_alone_is_no_encoder(folder: Path, tmp_path: Path) -> None:
     save_file({"vision_model.x": torch.zeros(1)}, tmp_path / "encoder.safetensors")
     with pytest.raises(CheckpointError, match="a folder with its configuration"):
         opened(AdapterReference(str(folder / "plain.safetensors"), encoder=str(tmp_path / "encoder.safetensors")))
+
+
+def in_the_hub_cache(home: Path, folder: Path) -> Path:
+    """owner/adapters in a local cache of the hub, laid out as h94/IP-Adapter, whose branch `main` is at COMMIT."""
+    repository = home / "models--owner--adapters"
+    shutil.copytree(folder, repository / "snapshots" / COMMIT / "models")
+    (repository / "snapshots" / COMMIT / "sdxl_models").mkdir()
+    file = repository / "snapshots" / COMMIT / "sdxl_models/plain.safetensors"
+    save_adapter(file, tensors("sdxl-tiny"))
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(COMMIT)
+    return repository
+
+
+def test_adapters_of_the_hub_are_opened_again_at_the_commit_that_was_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    adapter = AdapterReference("hf:owner/adapters", "models/plain.safetensors")
+    with pytest.raises(CheckpointNotLocal):
+        opened(adapter)
+    repository = in_the_hub_cache(tmp_path, folder)
+    built = opened(adapter)
+    local = opened(AdapterReference(str(folder / "plain.safetensors")))
+    assert built.submodels[DENOISES].identity == local.submodels[DENOISES].identity
+    xl = AdapterReference("hf:owner/adapters", "sdxl_models/plain.safetensors", encoder_folder="models/image_encoder")
+    assert opened(xl, model=XL).submodels[READS].identity["commit"] == COMMIT
+    origin = Origin("x", "cpu", MODEL, built.provenance, ip_adapters=(adapter.to_json(),))
+    (repository / "refs/main").write_text("b" * 40)  # the branch has moved, and its commit is not on this machine
+    with pytest.raises(CheckpointNotLocal):
+        opened(adapter)
+    again = reopen_checkpoint(origin, "here", digests=PlainDigests())
+    assert again.submodels == built.submodels
+    assert origin.pinned_adapters() == [
+        {"file": f"hf:owner/adapters@{COMMIT}", "weight_name": "models/plain.safetensors"}
+    ]
+
+
+def test_an_adapter_that_has_changed_since_is_told(folder: Path, tmp_path: Path) -> None:
+    file = save_adapter(tmp_path / "x.safetensors", tensors("sd15-tiny"))
+    adapter = AdapterReference(str(file), encoder=str(folder / "image_encoder"))
+    built = opened(adapter)
+    origin = Origin("x", "cpu", MODEL, built.provenance, ip_adapters=(adapter.to_json(),))
+    assert reopen_checkpoint(origin, "here", digests=PlainDigests()).submodels == built.submodels
+    save_adapter(file, tensors("sd15-tiny", seed=8))
+    with pytest.raises(UsageError, match="is not the one"):
+        reopen_checkpoint(origin, "here", digests=PlainDigests())
