@@ -11,6 +11,7 @@ import typer
 from sdflow import __version__
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
+from sdflow.cli.deploy import deploy, query, status, terminate
 from sdflow.cli.export import export
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
@@ -34,6 +35,10 @@ app.command()(tune)
 app.command()(inspect)
 app.command()(init)
 app.command()(serve)
+app.command()(deploy)
+app.command()(query)
+app.command()(status)
+app.command()(terminate)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

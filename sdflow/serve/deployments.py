@@ -1,0 +1,201 @@
+"""Servers in the background, by name: started, found again from another terminal, ended.
+
+Each has a folder of its own among the user's: `deployment.json` with its process, address, version and pipelines, and `log.txt`.
+A name is in use for as long as the process lives that the file names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow import __version__
+from sdflow.atomic_write import replacing
+from sdflow.errors import UsageError
+from sdflow.user_folder import user_folder
+from sdflow.workers import python_command
+
+VARIABLE = "SDFLOW_DEPLOYMENTS"
+FILE, LOG = "deployment.json", "log.txt"
+START_SECONDS = 600.0
+END_SECONDS = 90.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A server in the background. created: of its process, in seconds since 1970; a pid alone may be another's by now."""
+
+    name: str
+    pid: int
+    created: float
+    url: str
+    version: str
+    pipelines: tuple[str, ...]
+    key_file: str | None
+    log: str
+
+    @property
+    def running(self) -> bool:
+        """Whether its process lives."""
+        import psutil
+
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def deploy(
+    name: str, pipelines: Sequence[Path], options: Sequence[str] = (), *, key_file: Path | None = None
+) -> Deployment:
+    """Start `sdflow serve` with these options in the background, and wait until it draws.
+
+    It outlives this process and its terminal. Raises UsageError for a name that is taken or cannot be, and when the server
+    ends before it draws: with what it said.
+    """
+    folder = _folder(name)
+    found = _read(folder)
+    if found is not None and found.running:
+        raise UsageError(
+            f"it runs already, at {found.url}",
+            where=name,
+            remedy=f"End it first: sdflow terminate {name}. Or take another name.",
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = folder / LOG
+    if key_file is not None:
+        options = (*options, "--api-key-file", str(key_file.absolute()))
+    command = [*python_command("sdflow", "serve"), *(str(each.absolute()) for each in pipelines), *options]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=_environment()
+        )
+    import psutil
+
+    try:
+        created = psutil.Process(process.pid).create_time()
+        url = _wait_until_ready(process, log, name)
+    except BaseException:
+        process.terminate()
+        raise
+    names = tuple(each.resolve().name for each in pipelines)
+    made = Deployment(
+        name,
+        process.pid,
+        created,
+        url,
+        __version__,
+        names,
+        None if key_file is None else str(key_file.absolute()),
+        str(log),
+    )
+    with replacing(folder / FILE) as temporary:
+        temporary.write_text(json.dumps(asdict(made), indent=2) + "\n")
+    return made
+
+
+def deployments() -> list[Deployment]:
+    """All that are known, also those whose process has died."""
+    root = user_folder("deployments", VARIABLE)
+    found = [_read(folder) for folder in sorted(root.iterdir())] if root.is_dir() else []
+    return [each for each in found if each is not None]
+
+
+def find_deployment(name: str) -> Deployment:
+    """The one of this name, whose process lives. Raises UsageError, with the end of its log where it has died."""
+    found = _read(_folder(name))
+    if found is None:
+        known = ", ".join(each.name for each in deployments()) or "none"
+        raise UsageError(f"nothing is deployed under this name; known: {known}", where=name, remedy="sdflow deploy.")
+    if not found.running:
+        raise UsageError(
+            f"its process {found.pid} has died. The end of its log:\n{_end_of(Path(found.log))}",
+            where=name,
+            remedy=f"Deploy it again, or remove it: sdflow terminate {name}.",
+        )
+    return found
+
+
+def terminate(name: str) -> Deployment:
+    """End it, once what it draws is drawn, and forget it; one that has died is only forgotten. Raises UsageError."""
+    folder = _folder(name)
+    found = _read(folder)
+    if found is None:
+        return find_deployment(name)  # says so
+    if found.running:
+        os.kill(found.pid, signal.SIGTERM)
+        end = time.monotonic() + END_SECONDS
+        while found.running:
+            if time.monotonic() > end:
+                with suppress(ProcessLookupError):
+                    os.kill(found.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+            time.sleep(0.05)
+    shutil.rmtree(folder)
+    return found
+
+
+def _folder(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name", remedy="Letters, digits and any of _.-, 64 at most.")
+    return user_folder("deployments", VARIABLE) / name
+
+
+def _read(folder: Path) -> Deployment | None:
+    try:
+        value: dict[str, Any] = json.loads((folder / FILE).read_text())
+        return Deployment(**{**value, "pipelines": tuple(value["pipelines"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"is damaged: {error}", where=str(folder / FILE), remedy="Remove its folder.") from error
+
+
+def _environment() -> dict[str, str]:
+    """Of the server: this one's, and where a checkout of sdflow is found."""
+    import sdflow
+
+    here = str(Path(sdflow.__file__).parents[1])
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, name: str) -> str:
+    """The URL that the log tells, once it also tells that the server draws."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        events = {line["event"]: line for line in _events(log)}
+        if "ready" in events:
+            return str(events["serving"]["url"])
+        lost = events.get("worker lost")
+        if lost is not None or process.poll() is not None:
+            raise UsageError(
+                f"it could not start:\n{_end_of(log)}",
+                where=name,
+                remedy="The same command with `serve` shows all of it.",
+            )
+        time.sleep(0.1)
+    raise UsageError(f"it was not ready after {START_SECONDS:g} s:\n{_end_of(log)}", where=name)
+
+
+def _events(log: Path) -> list[dict[str, Any]]:
+    lines = log.read_text(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
+
+
+def _end_of(log: Path, lines: int = 15) -> str:
+    with suppress(OSError):
+        return "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
+    return "  | (it is gone)"

@@ -1,0 +1,98 @@
+"""A server in the background: started, asked, listed, ended, from commands and from Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serve.conftest import PATIENCE, wait_until
+
+from sdflow.errors import UsageError
+from sdflow.serve import client
+from sdflow.serve.deployments import Deployment, deploy, deployments, find_deployment, terminate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where deployments are noted for these tests; none is left."""
+    folder = tmp_path_factory.mktemp("deployments")
+    os.environ["SDFLOW_DEPLOYMENTS"] = str(folder)
+    yield folder
+    for each in deployments():
+        terminate(each.name)
+    del os.environ["SDFLOW_DEPLOYMENTS"]
+
+
+def sdflow(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sdflow", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
+
+
+def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    done = sdflow("deploy", "tiny", str(tiny_pipeline), "--api-key-file", str(key))
+    assert done.returncode == 0, done.stderr
+    found = find_deployment("tiny")
+    assert found.url in done.stdout and found.pipelines == ("tiny",)
+    assert psutil.Process(found.pid).ppid() != os.getpid(), "it outlives the command"
+    again = sdflow("deploy", "tiny", str(tiny_pipeline))
+    assert again.returncode == 2
+    assert f"it runs already, at {found.url}" in again.stderr
+    out = tmp_path / "images"
+    drawn = sdflow("query", "tiny", "a", "--size", "64x64", "--steps", "1", "--seed", "3", "--out", str(out))
+    assert drawn.stdout.split() == [str(out / "001-3.png")], drawn.stderr
+    (image,) = client.query("tiny", "a", size="64x64", steps=1, seed=3)
+    assert image.size == (64, 64)
+    with pytest.raises(UsageError, match="steps is 1000, and may be at most 150"):
+        client.query("tiny", "a", steps=1000)
+    assert "running" in sdflow("status").stdout
+    ended = sdflow("terminate", "tiny")
+    assert ended.returncode == 0, ended.stderr
+    assert not psutil.pid_exists(found.pid) or not found.running
+    assert sdflow("status").stdout == "nothing is deployed\n"
+
+
+def test_one_that_died_is_told_and_may_be_deployed_again(deployed: Path, tiny_pipeline: Path) -> None:
+    made = deploy("frail", [tiny_pipeline], ["--port", "0", "--batch-sizes", "1"])
+    os.kill(made.pid, signal.SIGKILL)
+    wait_until(lambda: not made.running)
+    with pytest.raises(UsageError, match=rf"its process {made.pid} has died(.|\n)*ready"):
+        find_deployment("frail")
+    (told,) = deployments()
+    assert (told.name, told.running) == ("frail", False)
+    assert terminate("frail").pid == made.pid
+    assert deployments() == []
+
+
+def test_a_pid_that_is_another_process_by_now_is_not_taken_for_it() -> None:
+    this = psutil.Process()
+    same = Deployment("x", this.pid, this.create_time(), "", "", (), None, "")
+    other = Deployment("x", this.pid, this.create_time() - 100, "", "", (), None, "")
+    assert same.running and not other.running
+
+
+def test_a_server_that_cannot_start_says_why(tiny_pipeline: Path) -> None:
+    with pytest.raises(UsageError, match="it could not start:\n(.|\n)*are no sizes"):
+        deploy("broken", [tiny_pipeline], ["--port", "0", "--batch-sizes", "0"])
+    assert deployments() == []
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a b", ".x"])
+def test_a_name_that_cannot_be(name: str, tiny_pipeline: Path) -> None:
+    with pytest.raises(UsageError, match="is no name"):
+        deploy(name, [tiny_pipeline])
+
+
+def test_a_name_that_is_not_deployed() -> None:
+    with pytest.raises(UsageError, match="nothing is deployed under this name; known: none"):
+        client.query("nobody", "a")
