@@ -45,6 +45,9 @@ def export(
     checker: Annotated[
         bool, typer.Option("--checker/--no-checker", help="Whether the safety checker goes in, where there is one.")
     ] = True,
+    text: Annotated[
+        bool, typer.Option("--text", help="Texts go in, not token ids: for programs with onnxruntime-extensions.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
@@ -65,6 +68,7 @@ def export(
         negative=negative,
         open_schedule=open_schedule,
         checker=checker,
+        text=text,
     )
     if schedule_file is not None:
         table = folder_schedule(pipeline, wanted)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+EXTENSIONS, EXTENSIONS_VERSION = "ai.onnx.contrib", 1
+"""The operators of onnxruntime-extensions. A program registers its library before it makes a session."""
+
 
 class Builder:
     """Collects nodes and initializers. prefix: of all names that it makes up."""
@@ -31,6 +34,23 @@ class Builder:
         name = self._name("constant")
         self.initializers.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
+
+    def text(self, value: str) -> str:
+        """An initializer of one string."""
+        from onnx import TensorProto, helper
+
+        name = self._name("constant")
+        self.initializers.append(helper.make_tensor(name, TensorProto.STRING, [1], [value.encode()]))
+        return name
+
+    def extension(self, kind: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
+        """A node of onnxruntime-extensions; its outputs' names. More of them may be there behind these."""
+        from onnx import helper
+
+        made = [self._name(kind) for _ in range(outputs)]
+        node = helper.make_node(kind, inputs, made, name=f"{made[0]}/node", domain=EXTENSIONS, **attributes)
+        self.nodes.append(node)
+        return made
 
     def whole(self, *values: int) -> str:
         """A vector of whole numbers."""

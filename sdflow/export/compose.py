@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import PassError
-from sdflow.export.builder import Builder
+from sdflow.export.builder import EXTENSIONS, EXTENSIONS_VERSION, Builder
 from sdflow.export.conditions import HEIGHT, PART, RUN, WIDTH, Traced, condition_names, read_outputs, trace_conditions
 from sdflow.export.inline import inlined
 from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, TIMESTEPS, Loop, add_loop
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.schedule import Coefficients
+from sdflow.export.tokenizer import add_tokenizer
+from sdflow.export.told import tokenizer_table
 from sdflow.families.base import Family
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.sessions import read_graph
@@ -22,6 +24,7 @@ from sdflow.runtime.sessions import read_graph
 if TYPE_CHECKING:
     import onnx
 
+TEXTS = ("prompt", "negative_prompt")
 IMAGES, FLAGS = "images", "nsfw_content_detected"
 
 
@@ -40,13 +43,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Form:
-    """What the graph takes. guided: the guidance scale, and negative prompts. negative: token ids of these; else they are what
-    the family takes where none are given. schedule: baked in; where it is `open`, its table and the noises are inputs."""
+    """What the graph takes. text: prompts as strings, not token ids. guided: the guidance scale, and negative prompts.
+    negative: token ids of these; else they are what the family takes where none are given. schedule: baked in; where it is
+    `open`, its table and the noises are inputs."""
 
     guided: bool
     negative: bool
     schedule: Coefficients
     open_schedule: bool
+    text: bool = False
 
     @property
     def draws(self) -> bool:
@@ -66,9 +71,10 @@ class Composed:
 def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
     """The whole pipeline as one graph. data_files: submodel -> how the file with its weights is called beside the graph.
 
-    Inputs, as far as the form has them: token ids (images, tokens) int32, latents (images, channels, rows, columns) and noises
-    (draws, images, channels, rows, columns), standard normal, guidance_scale (1), timesteps (runs) and coefficients
-    (runs + 1, terms), float32. Outputs: images (images, height, width, 3) in [0, 1]; with a checker, flags (images).
+    Inputs, as far as the form has them: texts (images), or token ids (images, tokens) int32; latents (images, channels, rows,
+    columns) and noises (draws, images, channels, rows, columns), standard normal, guidance_scale (1), timesteps (runs) and
+    coefficients (runs + 1, terms), float32. Outputs: images (images, height, width, 3) in [0, 1]; with a checker, flags
+    (images).
     Raises PassError for submodels of different versions of ONNX's operators.
     """
     from onnx import helper
@@ -89,7 +95,8 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     graph = Builder("pipeline")
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
-    conditions = _conditions(graph, source, models, traced, latents.scale)
+    ids = _ids(graph, source, traced, text=form.text)
+    conditions = _conditions(graph, source, models, traced, ids, latents.scale)
     denoiser = models[family.denoiser]
     (output,) = (item.name for item in denoiser.graph.output)
     result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws))
@@ -107,6 +114,8 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         _outputs(outputs),
         graph.initializers,
     )
+    if form.text:
+        opsets[EXTENSIONS] = EXTENSIONS_VERSION
     model = helper.make_model(
         made,
         opset_imports=[helper.make_opsetid(domain, version) for domain, version in sorted(opsets.items())],
@@ -143,15 +152,30 @@ def _opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
     return found
 
 
+def _ids(graph: Builder, source: Source, traced: Traced, *, text: bool) -> dict[str, str]:
+    """The token ids -> inputs of the graph, or what is made of texts that are."""
+    if not text:
+        return {name: name for name in traced.ids}
+    return {
+        name: add_tokenizer(graph, TEXTS[negative], tokenizer_table(source.companions[companion], companion))
+        for name, (companion, negative) in traced.ids.items()
+    }
+
+
 def _conditions(
-    graph: Builder, source: Source, models: Mapping[str, onnx.ModelProto], traced: Traced, scale: int
+    graph: Builder,
+    source: Source,
+    models: Mapping[str, onnx.ModelProto],
+    traced: Traced,
+    ids: Mapping[str, str],
+    scale: int,
 ) -> dict[str, str]:
-    """What the denoiser reads beside latents and timestep: its inputs -> values."""
+    """What the denoiser reads beside latents and timestep: its inputs -> values. ids: of tokens -> values."""
     sizes = {}
     for axis, name in ((2, HEIGHT), (3, WIDTH)):
         pixels = graph.add("Mul", graph.size(LATENTS, axis), graph.whole(scale))
         sizes[name] = graph.add("Squeeze", pixels, graph.whole(0))
-    given = {**sizes, SCALE: SCALE, **{name: name for name in traced.ids}}
+    given = {**sizes, SCALE: SCALE, **ids}
     names = condition_names(traced)
     if SCALE not in _read_inputs(traced.model):
         del given[SCALE]
@@ -202,9 +226,12 @@ def _inputs(traced: Traced, form: Form, channels: int) -> list[Any]:
     shape = ("images", channels, "rows", "columns")
     found = []
     for item in traced.model.graph.input:
-        if item.name in traced.ids:
+        if item.name in traced.ids and not form.text:
             tokens = item.type.tensor_type.shape.dim[1].dim_value
             found.append(tensor(item.name, "images", tokens, kind=TensorProto.INT32))
+    if form.text:
+        texts = {TEXTS[negative]: None for _, negative in traced.ids.values()}
+        found += [tensor(name, "images", kind=TensorProto.STRING) for name in texts]
     found.append(tensor(LATENTS, *shape))
     if form.draws:
         found.append(tensor(NOISES, "draws" if form.open_schedule else form.schedule.draws, *shape))

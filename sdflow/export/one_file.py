@@ -16,7 +16,7 @@ from sdflow.errors import CacheError, UsageError
 from sdflow.export.compose import Form, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
-from sdflow.export.told import FORMAT_VERSION, compact, names, tokenizer_tables
+from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.families.base import Latents
 from sdflow.runtime.folder import (
     SCHEDULER,
@@ -34,7 +34,7 @@ from sdflow.runtime.folder import (
 class Wanted:
     """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
     without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
-    put the safety checker in, where the pipeline has one."""
+    put the safety checker in, where the pipeline has one. text: put the tokenizers in."""
 
     scheduler: str | None = None
     steps: int | None = None
@@ -42,6 +42,7 @@ class Wanted:
     negative: bool = True
     open_schedule: bool = False
     checker: bool = True
+    text: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     configs = {name: submodel_config(folder, name) for name in there}
     scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
     schedule = folder_schedule(folder, wanted)
-    form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule)
+    form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule, wanted.text)
     data = {
         name: out.with_name(f"{out.stem}.{name}.data") for name in there if (folder / name / WEIGHTS_FILE).is_file()
     }
@@ -99,7 +100,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "graph": out.name,
         "data": [path.name for path in data.values()],
         "latents": _latents(family.latents(configs)),
-        "guidance_scale": scale if SCALE in names(model.graph.input) else None,
+        "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sdflow.errors import UsageError
@@ -12,11 +12,12 @@ FORMAT_VERSION = 1
 
 
 def tokenizer_table(tokenizer: Any, name: str) -> dict[str, Any]:
-    """A CLIP tokenizer as plain data: byte-pair encoding over words.
+    """A CLIP tokenizer as plain data: byte-pair encoding over words. alone: texts that are words wherever they stand -> ids.
 
     Raises UsageError for a tokenizer of another kind.
     """
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    read = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = read["model"]
     if backend.get("type") != "BPE" or backend.get("end_of_word_suffix") != "</w>":
         raise UsageError(
             "it is no tokenizer of CLIP's kind, so programs cannot be told how to read texts",
@@ -24,12 +25,16 @@ def tokenizer_table(tokenizer: Any, name: str) -> dict[str, Any]:
             remedy="Export the pipeline of another model.",
         )
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in backend["merges"]]
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    # SDXL's second tokenizer fills with "!", and so takes each "!" of a text for itself.
+    alone = {each["content"]: each["id"] for each in read["added_tokens"] if each["id"] not in marks}
     return {
         "length": tokenizer.model_max_length,
         "start": tokenizer.bos_token_id,
         "end": tokenizer.eos_token_id,
         "pad": tokenizer.pad_token_id,
         "unknown": tokenizer.unk_token_id,
+        "alone": alone,
         "vocabulary": backend["vocab"],
         "merges": merges,
     }
@@ -47,8 +52,3 @@ def tokenizer_tables(companions: Mapping[str, Any], ids: Mapping[str, tuple[str,
 def compact(content: Mapping[str, Any]) -> bytes:
     """As JSON on few bytes."""
     return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
-
-
-def names(items: Iterable[Any]) -> list[str]:
-    """Of a graph's inputs or outputs."""
-    return [item.name for item in items]

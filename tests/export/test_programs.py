@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from PIL import Image
 from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.runtime.pipeline import Pipeline
 
-PAGE = Path(__file__).parents[2] / "docs/one_file.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/one_file.md"
 NOT_THERE = ("sdflow", "torch", "diffusers", "transformers", "onnx", "PIL")
 TEXTS = [
     "", "a horse on the moon", "It's the 3rd one, isn't it?  (really!)", "Ça va? éèê ß", "日本語 の 絵", "a_b c-d 12,345.67",
@@ -59,6 +61,40 @@ def test_the_python_program_draws_without_sdflow(graph: Path, drawn: np.ndarray,
     found = np.asarray(Image.open(tmp_path / "out.png"), np.int16)
     assert found.shape == drawn.shape
     assert abs(found - drawn).max() <= 1, "a rounding apart at most"
+
+
+NODE = shutil.which("node")
+NODE_MODULES = Path(os.environ.get("NODE_PATH", ROOT / "node_modules"))
+TELLS = """
+for (const [name, tensor] of Object.entries(feeds)) told[name] = { dims: tensor.dims, values: [...tensor.data] };
+delete told.tokenizers;
+fs.writeFileSync(`${out}.json`, JSON.stringify(told));
+"""
+
+
+@pytest.mark.skipif(
+    NODE is None or not (NODE_MODULES / "onnxruntime-node").is_dir(), reason="npm install onnxruntime-node, NODE_PATH"
+)
+def test_the_javascript_program_draws(graph: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    from transformers import CLIPTokenizer
+
+    text = TEXTS[2]
+    (tmp_path / "draw.mjs").write_text(program("javascript") + TELLS, encoding="utf-8")
+    (tmp_path / "node_modules").symlink_to(NODE_MODULES, target_is_directory=True)
+    command = [str(NODE), "draw.mjs", str(graph), text, "out.png", "3", TEXTS[3]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fed = json.loads((tmp_path / "out.png.json").read_bytes())
+    tokenizer = CLIPTokenizer.from_pretrained(tiny_pipeline / "tokenizer")
+    for name, given in (("input_ids", text), ("negative_input_ids", TEXTS[3])):
+        assert fed[name]["values"] == tokenizer(given, padding="max_length", max_length=77).input_ids
+    noise = np.array(fed["latents"]["values"], np.float32).reshape(fed["latents"]["dims"])
+    assert abs(noise.mean()) < 0.2
+    assert abs(noise.std() - 1) < 0.2
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1)
+    wanted = pipeline(text, negative_prompt=TEXTS[3], num_inference_steps=2, latents=noise).images[0]
+    found = np.asarray(Image.open(tmp_path / "out.png"), np.int16)
+    assert abs(found - np.asarray(wanted, np.int16)).max() <= 1, "a rounding apart at most"
 
 
 def test_the_python_programs_tokens_are_transformers(graph: Path, tiny_pipeline: Path) -> None:
