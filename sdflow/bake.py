@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sdflow.config.catalog import PassNotFound
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
 from sdflow.execute import Listener
@@ -135,7 +136,9 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
                 remedy="An earlier sdflow wrote it: run the pipeline's workflow again.",
             )
         steps = (StepSpec(each.name, each.options, {}, mark, path.parent.absolute()) for each in chain.written)
-        submodels[submodel] = _with_merge(submodel, tuple(steps)) if own or loras else tuple(steps)
+        written = tuple(steps)
+        _require_passes(submodel, written)
+        submodels[submodel] = _with_merge(submodel, written) if own or loras else written
     pipeline = PipelineSpec(
         name=name,
         model=origin.pinned_model(str(path)),
@@ -152,6 +155,19 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         carry_weights=origin.carry_weights,
     )
     return Workflow(path, (), (pipeline,))
+
+
+def _require_passes(submodel: str, chain: tuple[StepSpec, ...]) -> None:
+    """Raises UsageError for a chain without passes, or with one that is not here. A manifest may say anything."""
+    if not chain:
+        raise UsageError(
+            f"does not say by which passes {submodel} was built", remedy="Run the pipeline's workflow again."
+        )
+    for step in chain:
+        try:
+            registry.tried_pass(step.pass_name, step.folder)
+        except PassNotFound as cause:
+            raise UsageError(f"in the chain of {submodel}: {str(cause)[:500]}", where=str(step.mark)) from cause
 
 
 def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import sdflow
+from sdflow.input_file import is_regular
 
 
 def shipped_folders(name: str) -> tuple[Path, Path]:
@@ -18,7 +19,7 @@ def shipped_workflow(reference: str) -> Path | None:
     if Path(reference).is_absolute() or ".." in Path(reference).parts or Path(reference).parts[:1] != ("base",):
         return None
     found = (folder / reference for folder in shipped_folders("workflows"))
-    return next((path for path in found if path.is_file()), None)
+    return next((path for path in found if is_regular(path)), None)
 
 
 def shipped_workflows() -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sdflow.bake import parse_lora
+from sdflow.bake import parse_lora, workflow_of
 from sdflow.errors import UsageError
+from sdflow.manifest import Chain, Origin, WrittenPass
 
 
 @pytest.fixture
@@ -54,3 +55,15 @@ def test_a_lora_its_scale_and_which_of_several(
 def test_what_is_wrong_is_told(folder: Path, text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse_lora(text.replace("D", str(folder)))
+
+
+@pytest.mark.parametrize("name", ["Gone", "a\0b", "y" * 10_000, "gone.py"])
+def test_a_manifest_that_names_a_pass_that_is_not_here_is_told(tmp_path: Path, name: str) -> None:
+    chain = Chain((WrittenPass("OnnxConversion", {}), WrittenPass(name, {})), ())
+    origin = Origin("small", "cpu", model="synthetic:sd15-tiny", chains={"vae_decoder": chain})
+    with pytest.raises(UsageError, match=r"sdflow.json: in the chain of vae_decoder: ") as raised:
+        workflow_of(tmp_path / "sdflow.json", origin, [], "baked")
+    assert len(str(raised.value)) < 1500
+    empty = Origin("small", "cpu", model="synthetic:sd15-tiny", chains={"vae_decoder": Chain((), ())})
+    with pytest.raises(UsageError, match="by which passes vae_decoder was built"):
+        workflow_of(tmp_path / "sdflow.json", empty, [], "baked")

@@ -60,6 +60,14 @@ def test_a_workflow_extends_files_alone(tmp_path: Path, extends: str) -> None:
     assert "a pipe, a socket or a device" in str(problems(tmp_path / "pipe"))
 
 
+@pytest.mark.parametrize("extends", ["y" * 10_000, "a\\0b", "base/" + "y" * 10_000])
+def test_a_name_that_no_file_has_is_told_at_a_glance(tmp_path: Path, extends: str) -> None:
+    (tmp_path / "a.yaml").write_text(f'extends: "{extends}"\n')
+    assert "cannot read" in str(problems(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text(f"model: synthetic:sd15-tiny\ntarget: {extends}\n")
+    assert len(str(problems(tmp_path / "a.yaml"))) < 1500
+
+
 def test_a_workflow_is_validated_for_programs(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text(f"extends: {ROOT / 'workflows/tiny_cpu.yaml'}\n")
     (tmp_path / "bad.yaml").write_text("model: synthetic:sd15-tiny\ntarget: cpuu\n")

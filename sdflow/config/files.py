@@ -10,7 +10,7 @@ from sdflow.config.merge import expect_kind, merge_documents, overlay
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
-from sdflow.input_file import open_input
+from sdflow.input_file import is_there, open_input
 from sdflow.shipped import shipped_workflow, shipped_workflows
 
 _MAX_EXTENDS = 32  # files above one another
@@ -125,7 +125,7 @@ class Files:
 
 def _found(folder: Path, reference: str) -> Path:
     written = Path(os.path.normpath(folder / reference))
-    return written if written.exists() else shipped_workflow(reference) or written
+    return written if is_there(written) else shipped_workflow(reference) or written
 
 
 def nearest_sibling(path: Path) -> str | None:

@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from sdflow.config.workflow import Mark
 from sdflow.errors import Problem, WorkflowError
 
+MOST_SAID = 500
+"""Characters of a message: it may quote what a file has."""
+
 _LISTED = 12  # more known names than this are not spelled out
 
 
@@ -21,7 +24,8 @@ class Problems:
         return len(self._found)
 
     def add(self, mark: Mark, message: str, remedy: str | None = None) -> None:
-        self._found.append(Problem(mark.file, mark.line, mark.column, message, remedy))
+        told = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
+        self._found.append(Problem(mark.file, mark.line, mark.column, told, remedy))
 
     def check(self) -> None:
         """Raises WorkflowError if there are any."""

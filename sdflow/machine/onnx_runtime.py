@@ -33,7 +33,8 @@ def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:
     """What making or running a session raises; ONNX Runtime's own errors have no common base."""
     state = ort.capi.onnxruntime_pybind11_state
     names = ("Fail", "EPFail", "NotImplemented", "InvalidGraph", "InvalidProtobuf", "InvalidArgument", "NoSuchFile")
-    return (RuntimeError, state.RuntimeException, *(getattr(state, name) for name in names))
+    # (what it says may hold bytes of the model that are no text)
+    return (RuntimeError, UnicodeDecodeError, state.RuntimeException, *(getattr(state, name) for name in names))
 
 
 def numpy_type(value: Any) -> str:

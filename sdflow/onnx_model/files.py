@@ -137,12 +137,19 @@ def missing_data(model: Any, folder: Path) -> str | None:
     sizes: dict[str, int] = {}
     for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
-            location, offset, length = data_span(tensor)
+            try:
+                location, offset, length = data_span(tensor)
+                end = offset + (tensor_bytes(tensor) if length is None else length)
+            except (KeyError, ValueError, ArithmeticError) as error:
+                return f"where the data of {tensor.name:.100} lie is not said: {error}"
+            if Path(location).name != location:
+                return f"the data of {tensor.name:.100} lie outside its folder"
+            if min(offset, end) < 0:
+                return f"the data of {tensor.name:.100} begin before their file"
             if location not in sizes:
                 if not (folder / location).is_file():
                     return f"its data file {location} is missing"
                 sizes[location] = (folder / location).stat().st_size
-            end = offset + (tensor_bytes(tensor) if length is None else length)
             if end > sizes[location]:
                 return f"{tensor.name} ends at byte {end:,} of {location}, which has {sizes[location]:,}"
     return None

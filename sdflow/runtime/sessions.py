@@ -29,6 +29,9 @@ _NOT_CAPTURED = "cannot use the graph capture feature"
 
 DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
+MOST_SAID = 1000
+"""Characters of what ONNX Runtime says: names of a graph may be of any length."""
+
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
 
@@ -118,7 +121,9 @@ def create_session(
             session = load()
     except onnxruntime_errors(ort) as error:
         read_graph(model)  # a damaged folder is told as that
-        raise VerificationError(f"{provider} cannot run this graph: {error}", where=str(model)) from error
+        raise VerificationError(
+            f"{provider} cannot run this graph: {str(error)[:MOST_SAID]}", where=str(model)
+        ) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from sdflow.errors import UsageError, VerificationError
@@ -110,6 +111,25 @@ def test_a_data_file_that_is_cut_off_is_told(folder: Path) -> None:
         VerificationError, match=r"conv_in.weight ends at byte [\d,]+ of model.onnx.data, which has 3,000"
     ):
         drawn(folder, check=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("location", "/etc/passwd", "lie outside its folder"),
+        ("location", "../unet/model.onnx.data", "lie outside its folder"),
+        ("offset", "x", "lie is not said"),
+        ("offset", "-5", "begin before their file"),
+        ("length", str(2**63), "ends at byte"),
+    ],
+)
+def test_data_of_a_model_lie_in_its_folder(folder: Path, key: str, value: str, says: str) -> None:
+    model = onnx.load(str(folder / "text_encoder/model.onnx"), load_external_data=False)
+    tensor = next(each for each in model.graph.initializer if each.external_data)
+    next(entry for entry in tensor.external_data if entry.key == key).value = value
+    (folder / "text_encoder/model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(VerificationError, match=says):
+        read_graph(folder / "text_encoder/model.onnx")
 
 
 def test_an_entry_that_a_config_lacks_is_named(folder: Path) -> None:

@@ -1,0 +1,32 @@
+"""The short form of `benchmarks/fuzz.py`: whatever an input holds is read, or told in words, and a merge is PEFT's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COUNT = 200
+KINDS = ("header", "lora", "config", "workflow", "manifest", "graph")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and time, as Linux has them")
+@pytest.mark.timeout(600)
+def test_no_input_ends_in_a_traceback_a_hang_or_a_wrong_merge(tmp_path: Path) -> None:
+    report = tmp_path / "fuzz.json"
+    command = [sys.executable, "benchmarks/fuzz.py", "--count", str(COUNT), "--seed", "1", "--json", str(report)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert list(found) == list(KINDS)
+    for kind, each in found.items():
+        assert sum(each["became"].values()) == COUNT
+        assert each["became"]["refused"] > COUNT // 5, kind
+        assert any(what.startswith("taken") for what in each["became"]), kind
+    assert found["lora"]["became"]["taken, and merged as PEFT does"] > COUNT // 10
