@@ -93,6 +93,11 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None) -> Pr
     return Proof(findings, count, tuple(outputs), tuple(problems), block=block)
 
 
+def locate(check: RecipeCheck, cases: Cases, case: str, *, threads: int | None = None) -> BlockVerdict:
+    """Where a float32 artifact goes wrong that does not pass. Raises VerificationError for one that cannot be lowered."""
+    return _first_block(check, read_graph(check.bound.folder / MODEL_FILE), {}, cases, case, threads)
+
+
 def _first_block(
     check: RecipeCheck,
     model: Any,

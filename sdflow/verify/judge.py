@@ -20,7 +20,7 @@ from sdflow.targets import TARGETS
 from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
-from sdflow.verify.exact import Proof, exact_distance, prove
+from sdflow.verify.exact import Proof, exact_distance, locate, prove
 from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
 from sdflow.verify.judge_output import judge_output, output_problem
@@ -99,6 +99,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         if name not in desk.verdicts:
             desk.open(name)
     desk.close()
+    _locate(request, desk.verdicts, progress)
     if request.run_on is not None:
         _run_on_device(request, family, desk.verdicts, request.run_on, progress)
     overflows = _overflows(request, desk.verdicts, progress)
@@ -116,6 +117,24 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
         coverage=tuple(selection.coverage(family)),
     )
+
+
+def _locate(request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], progress: Progress) -> None:
+    """Name the first block that differs of each float32 artifact with recipes that ran and does not pass."""
+    for check in request.recipes:
+        verdict = verdicts[check.submodel]
+        failed = [each.name for each in verdict.outputs if not each.passed]
+        if verdict.precision != "float32" or not failed:
+            continue
+        progress(f"{check.submodel}: looking for the first block that differs")
+        worst = max((case for case in verdict.cases if case.output in failed), key=lambda case: case.distance)
+        try:
+            cases = read_cases(request.reference, check.submodel)
+            block = locate(check, cases, worst.case, threads=request.threads)
+        except VerificationError:
+            continue  # there is no graph to look into but the one that was run
+        problems = [(f"{what}; {block.words()}", remedy) for what, remedy in verdict.problems]
+        verdicts[check.submodel] = replace(verdict, block=block, problems=tuple(problems))
 
 
 def _run_on_device(

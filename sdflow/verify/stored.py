@@ -93,7 +93,6 @@ def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Any) 
 
     from sdflow.weights.recipe import evaluate
 
-    stored = _bytes(tensor, folder)
     limits = _limits(recipe)
     exact = np.ascontiguousarray(evaluate(unrounded(recipe), read))
     if limits == {None}:
@@ -101,10 +100,10 @@ def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Any) 
     elif len(limits) == 1:
         (pair,) = limits
         assert pair is not None
-        wanted, exact_values = _rounded(exact, *pair), exact
+        wanted, exact_values = rounded(exact, *pair), exact
     else:  # rounded here and there: it cannot be told apart
         wanted, exact_values = np.ascontiguousarray(evaluate(recipe, read)), exact
-    return Stored(name, exact_values, "" if stored == wanted.tobytes() else OTHER_VALUES)
+    return Stored(name, exact_values, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
 
 
 def unrounded(recipe: Recipe) -> Recipe:
@@ -149,18 +148,22 @@ def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
     return {None}
 
 
-def _rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
+def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
     """The nearest float16; what lies beyond the limits becomes them, but 0 and what is not finite."""
+    import numpy as np
     import torch
 
-    exact = torch.from_numpy(values)
-    half, magnitude = exact.half(), exact.abs()
-    for limit, beyond in ((largest, magnitude > largest), (smallest, magnitude < smallest)):
-        if beyond.any():
-            changed = beyond & (magnitude > 0) & magnitude.isfinite()
-            half[changed] = exact[changed].sign().half() * torch.tensor(limit).half()
-    rounded: NDArray[Any] = half.numpy()
-    return rounded
+    half: NDArray[Any] = torch.from_numpy(values).half().numpy()
+    # Rounding keeps order: what lies beyond a limit is among what was rounded to it, or beyond.
+    low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
+    size = half.view(np.uint16).reshape(-1) & np.uint16(0x7FFF)
+    suspects = np.flatnonzero((size <= low) | (size >= high))
+    exact = values.reshape(-1)[suspects]
+    magnitude = np.abs(exact)
+    for limit, beyond in ((largest, magnitude > np.float32(largest)), (smallest, magnitude < np.float32(smallest))):
+        changed = beyond & (magnitude > 0) & np.isfinite(magnitude)
+        half.reshape(-1)[suspects[changed]] = np.copysign(np.float16(limit), exact[changed])
+    return half
 
 
 def _tensors(model: Any) -> dict[str, Any]:
@@ -173,6 +176,22 @@ def _tensors(model: Any) -> dict[str, Any]:
         for node in graph.node:
             found |= {f"{node.output[0]}.{item.name}": item.t for item in node.attribute if item.HasField("t")}
     return found
+
+
+def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
+    """Whether a TensorProto holds these values, bit for bit. Large ones are compared where they lie."""
+    import numpy as np
+
+    from sdflow.onnx_model.files import data_span, is_external
+
+    if not is_external(tensor):
+        return _bytes(tensor, folder) == wanted.tobytes()
+    location, offset, _ = data_span(tensor)
+    if not wanted.nbytes or (folder / location).stat().st_size < offset + wanted.nbytes:
+        return not wanted.nbytes
+    kind = f"u{wanted.itemsize}"
+    stored = np.memmap(folder / location, kind, "r", offset, (wanted.size,))
+    return bool(np.array_equal(stored, wanted.view(kind).reshape(-1)))
 
 
 def _bytes(tensor: Any, folder: Path) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -16,8 +17,9 @@ from sdflow.onnx_model.files import data_span, is_external
 from sdflow.onnx_model.stub import is_stub
 from sdflow.store import Cache
 from sdflow.verify.recipes import check_recipes, structure_of
-from sdflow.verify.stored import OTHER_VALUES, BoundModel
+from sdflow.verify.stored import OTHER_VALUES, BoundModel, rounded
 from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.half import to_float16
 from sdflow.weights.recipe import Float16, Recipe, Reshape, Transpose
 from sdflow.weights.stubs import make_stub, stub_recipe
 from tests.store.builds import make_action, publish
@@ -165,3 +167,29 @@ def test_parameters_of_another_architecture(structure: Path) -> None:
     assert found
     assert all((finding.check, finding.level) == ("recipe", "error") for finding in found)
     assert all("no parameter of that shape" in finding.what for finding in found)
+
+
+@pytest.mark.parametrize("limits", [(5.96e-08, 65504.0), (1e-7, 1e4)])
+def test_what_rounds_a_weight_and_what_looks_at_it_agree_to_the_bit(limits: tuple[float, float]) -> None:
+    """They share no code."""
+    ends = [
+        0.0,
+        np.inf,
+        1e9,
+        65520,
+        65519.9,
+        65504,
+        10001,
+        1e4,
+        9999,
+        1.1e-7,
+        9.9e-8,
+        5.97e-8,
+        5.95e-8,
+        3e-8,
+        2.9e-8,
+        1e-12,
+    ]
+    random = np.random.default_rng(0).standard_normal(10_000) * 10.0 ** np.random.default_rng(1).uniform(-9, 6, 10_000)
+    exact = np.array([*ends, *(-each for each in ends), *random], np.float32)
+    assert np.array_equal(rounded(exact, *limits).view(np.uint16), to_float16(exact, *limits).view(np.uint16))

@@ -325,7 +325,7 @@ def test_a_run_whose_verification_fails_assembles_nothing_and_leaves_what_was_th
     assert json.loads((folder / "sdflow.json").read_text())["verified"] is None
 
 
-def test_a_damaged_recipe_is_found(tmp_path: Path) -> None:
+def test_a_damaged_recipe_and_a_wrong_block_are_found(tmp_path: Path) -> None:
     """The weights that are there are good; what the next checkpoint would be bound by is not."""
     cache = Cache(tmp_path / "cache")
     path = _workflow(tmp_path, [{"pass": "OnnxConversion", "target_opset": 17}])
@@ -359,6 +359,18 @@ def test_a_damaged_recipe_is_found(tmp_path: Path) -> None:
     assert not found.passed
     assert "k_proj.weight" in found.failure()
     assert "build the structure again" in found.failure()
+
+    graph.write_bytes(good)
+    bound = folder / "text_encoder/model.onnx"
+    model = onnx.load(bound, load_external_data=False)
+    (sigmoid, *_) = [node for node in model.graph.node if node.op_type == "Sigmoid"]
+    sigmoid.op_type = "Tanh"
+    bound.write_bytes(model.SerializeToString())
+    found = verify(subject_of_folder(folder, cache), SPEC, cache, submodels=["text_encoder"], threads=1).result
+    block = found.submodels["text_encoder"].block
+    assert block is not None
+    assert "layers.0" in block.first
+    assert block.first in found.failure()
 
 
 @pytest.mark.parametrize(
