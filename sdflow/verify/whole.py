@@ -18,6 +18,7 @@ from typing import Any
 from sdflow import stop
 from sdflow.artifact import Action
 from sdflow.config.workflow import VerifySpec
+from sdflow.families.image_prompts import adapter_count
 from sdflow.file_stamp import check_stamps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
@@ -87,6 +88,11 @@ def verify(
     refiners = _of_the_refiner(subject, submodels)
     if refiners:
         found.append(_named(verify_alone(subject.refiner, spec, cache, submodels=refiners, **alone)))
+    config = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
+    if submodels is None and adapter_count(config):
+        merged = _merged(subject, [each.result for each in found])
+        told = "base and refiner: no image of both, as the base has IP-Adapters"
+        return Verified(replace(merged, coverage=(*merged.coverage, told)), found[0].images)
     if submodels is None and all(each.result.passed for each in found):
         image, images, cached = both(subject, subject.refiner, spec, cache, **more)
         result = replace(_merged(subject, [each.result for each in found]), ensemble=image)
