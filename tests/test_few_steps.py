@@ -24,8 +24,9 @@ from sdflow.manifest import Manifest, Origin, as_json, from_json, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import make_plan
 from sdflow.run import RunOptions, run_workflow
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.folder import folder_defaults
-from sdflow.runtime.generate import GenerateRequest, Progress, generate
+from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import Checkpoint, reopen_checkpoint
 from sdflow.verify.selection import select

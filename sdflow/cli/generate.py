@@ -184,7 +184,7 @@ def generate(
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     from sdflow.report.generate import print_generate
     from sdflow.runtime.control_files import parse_controls
-    from sdflow.runtime.generate import GenerateRequest, read_prompts
+    from sdflow.runtime.draw_request import GenerateRequest, read_prompts
     from sdflow.runtime.generate import generate as draw
     from sdflow.runtime.image_prompt_files import parse_image_prompts
 

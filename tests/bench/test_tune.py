@@ -17,7 +17,8 @@ from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.tune import Candidate, candidates, tune
 from sdflow.errors import UsageError
-from sdflow.runtime.generate import GenerateRequest, Progress, generate
+from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.recorded_tuning import record_tuning, recorded_tuning, tuning_file
 from sdflow.runtime.tuning import UNTUNED, Tuning

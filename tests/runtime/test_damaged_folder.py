@@ -15,8 +15,9 @@ import pytest
 from sdflow.errors import UsageError, VerificationError
 from sdflow.manifest import read_manifest
 from sdflow.runtime import soundness
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.folder import load_companions, submodel_config
-from sdflow.runtime.generate import GenerateRequest, generate
+from sdflow.runtime.generate import generate
 from sdflow.runtime.schedule import trace
 from sdflow.runtime.sessions import read_graph
 from sdflow.runtime.soundness import require_sound

@@ -19,7 +19,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from sdflow.errors import UsageError
-from sdflow.runtime.generate import GenerateRequest, Progress, generate
+from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.images import SETTINGS_CHUNK
 
 ROOT = Path(__file__).parents[2]

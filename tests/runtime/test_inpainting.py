@@ -24,8 +24,9 @@ from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.folder import folder_task, read_index
-from sdflow.runtime.generate import GenerateRequest, generate
+from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.checkpoint import pipeline_facts

@@ -13,7 +13,8 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.runtime.generate import GenerateRequest, generate
+from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview, by_colors
 from sdflow.runtime.schedule import named_scheduler

@@ -23,9 +23,10 @@ from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, folder_task, read_index
-from sdflow.runtime.generate import GenerateRequest, generate
+from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
