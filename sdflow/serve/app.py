@@ -27,6 +27,7 @@ from sdflow.serve.loras_api import lora_routes
 from sdflow.serve.metrics import Metrics
 from sdflow.serve.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.served_model import ServedModel
+from sdflow.serve.webui_api import webui_routes
 from sdflow.serve.worker import WorkerOptions
 from sdflow.serve.worker_line import WorkerLine
 
@@ -89,6 +90,7 @@ def make_app(settings: Settings) -> Any:
     served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts)
     app.include_router(openai_routes(served))
     app.include_router(lora_routes(settings.loras))
+    app.include_router(webui_routes(served))
     _own_routes(app, drawing, metrics)
     _errors(app)
     if settings.access.origins:

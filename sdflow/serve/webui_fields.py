@@ -1,0 +1,48 @@
+"""The fields of A1111's webui API that clients send, as pydantic checks them. Those that it does not name have no effect there
+either, or are features that sdflow does not have: they are taken, since its clients always send all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Text(BaseModel):
+    """A request to draw from text."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={"examples": [{"prompt": "a large red circle <lora:stripes:0.8>", "steps": 20, "seed": 7}]},
+    )
+
+    prompt: str = ""
+    negative_prompt: str = ""
+    seed: int = Field(-1, ge=-1, lt=2**63)
+    steps: int = Field(20, ge=1)
+    cfg_scale: float = Field(7.0, ge=0, le=100, allow_inf_nan=False)
+    width: int | None = Field(None, ge=1)
+    height: int | None = Field(None, ge=1)
+    batch_size: int = Field(1, ge=1)
+    n_iter: int = Field(1, ge=1)
+    sampler_name: str | None = None
+    sampler_index: str | None = None
+    eta: float | None = Field(None, ge=0, le=1)
+    override_settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class FromImage(Text):
+    """A request to draw from an image, in base64; with a mask, into its white part."""
+
+    init_images: list[str] = Field(min_length=1, max_length=1)
+    mask: str | None = None
+    inpainting_mask_invert: int = Field(0, ge=0, le=1)
+    denoising_strength: float = Field(0.75, gt=0, le=1)
+
+
+class Options(BaseModel):
+    """Settings: the pipeline that requests take which name none."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sd_model_checkpoint: str | None = None

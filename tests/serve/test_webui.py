@@ -1,0 +1,98 @@
+"""What clients of A1111's webui call, against the real server."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from serve.conftest import PATIENCE, RunningServer, wait_until
+
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.schedule import named_scheduler
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.webui_api import loras_in
+
+SMALL = {"prompt": "a (red:1.2) circle", "width": 64, "height": 64, "steps": 2, "seed": 5, "sampler_name": "Euler a"}
+
+
+def ask(server: RunningServer, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    url = f"{server.url}/sdapi/v1/{path}"
+    return httpx.get(url, timeout=PATIENCE) if body is None else httpx.post(url, json=body, timeout=PATIENCE)
+
+
+def pixels(encoded: str) -> np.ndarray:
+    return np.asarray(PIL.Image.open(io.BytesIO(b64decode(encoded))), np.int16)
+
+
+def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: Path) -> None:
+    answer = ask(server, "txt2img", {**SMALL, "batch_size": 2, "restore_faces": False, "script_args": []}).json()
+    assert json.loads(answer["info"])["all_seeds"] == [5, 6]
+    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1)
+    pipeline.scheduler = named_scheduler("euler_a", pipeline.scheduler.config)
+    options = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 7.0, "prompt_syntax": "a1111"}
+    drawn = [pixels(each) for each in answer["images"]]
+    for image, seed in zip(drawn, (5, 6), strict=True):
+        expected = pipeline(SMALL["prompt"], generator=[torch.Generator().manual_seed(seed)], **options).images[0]
+        np.testing.assert_allclose(image, np.asarray(expected, np.int16), atol=1)
+    file = io.BytesIO()
+    PIL.Image.fromarray(drawn[0].astype(np.uint8)).save(file, "PNG")
+    start = b64encode(file.getvalue()).decode()
+    again = ask(server, "img2img", {**SMALL, "init_images": [f"data:image/png;base64,{start}"]}).json()
+    assert pixels(again["images"][0]).shape == (64, 64, 3)
+
+
+def test_the_lists(server: RunningServer) -> None:
+    assert [each["title"] for each in ask(server, "sd-models").json()] == ["tiny"]
+    assert "Euler a" in [each["name"] for each in ask(server, "samplers").json()]
+    assert ask(server, "loras").json() == []
+    assert ask(server, "options").json() == {"sd_model_checkpoint": "tiny"}
+    assert ask(server, "options", {"sd_model_checkpoint": "tiny"}).status_code == 200
+    assert ask(server, "options", {"sd_model_checkpoint": "other"}).status_code == 404
+    assert ask(server, "progress").json()["progress"] == 0
+
+
+def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningServer) -> None:
+    answers: list[httpx.Response] = []
+    long = {"prompt": "a", "steps": 150, "batch_size": 4}
+    asking = threading.Thread(target=lambda: answers.append(ask(server, "txt2img", long)))
+    asking.start()
+    wait_until(lambda: 0 < ask(server, "progress").json()["progress"] < 1)
+    assert ask(server, "interrupt", {}).status_code == 200
+    asking.join(PATIENCE)
+    (answer,) = answers
+    assert answer.status_code == 200 and len(answer.json()["images"]) < 4
+    wait_until(lambda: server.metrics("sdflow_drawing_images") == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sampler_name": "Heun"}, "no sampler is named 'Heun' here, only Euler"),
+        ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
+        ({"width": 70}, "multiples of 64"),
+        ({"steps": 1000}, "at most 150"),
+        ({"batch_size": 4, "n_iter": 4}, "n is 16, and may be at most 4"),
+    ],
+)
+def test_what_is_wrong_is_told(server: RunningServer, fields: dict[str, Any], says: str) -> None:
+    answer = ask(server, "txt2img", {**SMALL, **fields})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_loras_are_taken_out_of_a_prompt() -> None:
+    prompt, loras = loras_in("a cat <lora:ink:0.8> in a <lora:my style> hat")
+    assert prompt == "a cat  in a  hat"
+    assert [(each.name, each.scale) for each in loras] == [("ink", 0.8), ("my style", 1.0)]
+    assert loras_in("a < b > c") == ("a < b > c", [])
+    with pytest.raises(ApiError, match="'strong' is no scale"):
+        loras_in("<lora:ink:strong>")
