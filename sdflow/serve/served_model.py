@@ -18,7 +18,7 @@ from sdflow.runtime.soundness import require_sound
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A pipeline that is served. created: when it was built, in seconds since 1970."""
+    """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970."""
 
     name: str
     folder: Path
@@ -29,6 +29,7 @@ class ServedModel:
     title: str
     arguments: tuple[str, ...]
     from_images: bool
+    checker: bool
     created: int
 
     @property
@@ -52,6 +53,7 @@ class ServedModel:
                 "verdict": f"verified, {self.verified}" if self.verified else "not verified",
                 "task": self.task,
                 "from_images": self.from_images,
+                "checker": self.checker,
                 "size": f"{latents.image_size}x{latents.image_size}",
                 "multiple": latents.granularity,
                 "defaults": {task: asdict(each) for task, each in self.defaults.items()},
@@ -81,6 +83,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         family.title,
         tuple(family.arguments),
         family.encoder in onnx_submodels(folder),
+        family.checker in onnx_submodels(folder),
         int((folder / "sdflow.json").stat().st_mtime),
     )
     if require_verified and model.verified is None:

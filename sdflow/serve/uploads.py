@@ -31,6 +31,8 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
                 raise ApiError(400, f"the image has {size} pixels, more than {limits.pixels} in all.", param=param)
             turned = ImageOps.exif_transpose(opened)
             made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
+            if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
+                made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
     except (
         OSError,
         ValueError,

@@ -1,0 +1,120 @@
+// The server's API, as the page calls it. Every failure is a Problem, whose message can be shown.
+
+export class Problem extends Error {
+  /** status: of HTTP; 0 where there was no answer. retryAfter: seconds. */
+  constructor(message, status = 0, retryAfter = null) {
+    super(message);
+    this.status = status;
+    this.retryAfter = retryAfter;
+  }
+}
+
+const KEY = "sdflow.key";
+
+export function setKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+function headers() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+async function ask(path, options = {}) {
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem("The server does not answer.");
+  }
+  if (answer.ok) return answer;
+  let message = `The server answered with status ${answer.status}.`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // It is not one of the server's own errors, so there is nothing better to show.
+  }
+  const retry = Number(answer.headers.get("Retry-After"));
+  throw new Problem(message, answer.status, retry || null);
+}
+
+/** The pipelines, each as `/v1/models` tells it. */
+export async function models() {
+  return (await (await ask("/v1/models")).json()).data;
+}
+
+/** The names of the LoRAs that the server has and can read. */
+export async function loras() {
+  const { data } = await (await ask("/v1/loras")).json();
+  return data.filter((lora) => !lora.error).map((lora) => lora.id);
+}
+
+/** Whether the server draws now. */
+export async function ready() {
+  try {
+    return (await fetch("/readyz")).ok;
+  } catch {
+    return false;
+  }
+}
+
+/**
+ * Draw one image. fields: as the API names them. start: {image: Blob, mask: Blob or null}, or null.
+ * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged}. Raises Problem, or AbortError for the signal.
+ */
+export async function draw(fields, start, on, signal) {
+  const wanted = { ...fields, n: 1, stream: true, progress: true, partial_images: 8 };
+  const answer = start ? await edit(wanted, start, signal) : await generate(wanted, signal);
+  for await (const event of events(answer.body)) {
+    if (event.type === "error") throw new Problem(event.error.message, answer.status);
+    const kind = event.type.split(".").pop();
+    if (kind === "progress") on.progress(event.done, event.total);
+    if (kind === "partial_image") on.preview(url(event));
+    if (kind === "completed") return { url: url(event), seed: event.seed, flagged: event.flagged };
+  }
+  throw new Problem("The server stopped before the image was drawn.");
+}
+
+const url = (event) => `data:image/${event.output_format};base64,${event.b64_json}`;
+
+function generate(fields, signal) {
+  return ask("/v1/images/generations", {
+    method: "POST",
+    body: JSON.stringify(fields),
+    headers: { "Content-Type": "application/json" },
+    signal,
+  });
+}
+
+function edit(fields, start, signal) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) {
+    form.append(name, typeof value === "object" ? JSON.stringify(value) : String(value));
+  }
+  form.append("image", start.image, "image.png");
+  if (start.mask) form.append("mask", start.mask, "mask.png");
+  return ask("/v1/images/edits", { method: "POST", body: form, signal });
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    let read;
+    try {
+      read = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Problem("The server went away while it drew.");
+    }
+    if (read.done) return;
+    text += read.value;
+    const blocks = text.split("\n\n");
+    text = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+      if (data.length && data[0] !== "[DONE]") yield JSON.parse(data.join("\n"));
+    }
+  }
+}

@@ -1,0 +1,157 @@
+"""The page in a real browser, before a real server."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import SIZE, RunningServer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the page is tried with Playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tried in Chromium, which is not installed")
+PATIENCE = 60_000
+"""Milliseconds; nothing is timed here, and machines are slow."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: RunningServer) -> Iterator[Any]:
+    """The page as it is after loading; what goes wrong in its scripts fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(server.url)
+    page.wait_for_function("document.querySelector('#model').options.length > 0 && document.querySelector('#width').value")
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def fill(page: Any, prompt: str = "a red circle", **values: object) -> None:
+    page.fill("#prompt", prompt)
+    width, height = SIZE.split("x")
+    for name, value in {"width": width, "height": height, "steps": 2, **values}.items():
+        page.fill(f"#{name}", str(value))
+
+
+def finished(page: Any, count: int) -> None:
+    page.wait_for_function(f"document.querySelectorAll('img.finished').length === {count}")
+
+
+def captions(page: Any) -> list[str]:
+    return [each.inner_text() for each in page.query_selector_all("#images figcaption")]
+
+
+def test_a_grid_fills_and_the_settings_of_an_image_can_be_used_again(page: Any) -> None:
+    fill(page, count=2, seed=7, guidance_scale=3)
+    page.keyboard.press("Control+Enter")
+    finished(page, 2)
+    assert [caption.split(",")[0] for caption in captions(page)] == ["seed 7", "seed 8"]
+    assert page.inner_text("#status") == "All are done."
+    sources = [image.get_attribute("src") for image in page.query_selector_all("img.finished")]
+    assert sources[0] != sources[1]
+    page.reload()
+    page.wait_for_selector("#history li")
+    page.fill("#prompt", "something else")
+    page.click("#history li:last-child button")
+    assert page.input_value("#prompt") == "a red circle"
+    assert (page.input_value("#seed"), page.input_value("#guidance_scale")) == ("7", "3")
+    page.fill("#count", "1")
+    page.click("#draw")
+    finished(page, 1)
+    assert page.get_attribute("img.finished", "src") == sources[0], "the same settings draw the same image"
+
+
+def test_an_image_shows_how_far_it_is_and_can_be_cancelled(page: Any, server: RunningServer) -> None:
+    fill(page, steps=150)
+    page.click("#draw")
+    page.wait_for_selector("img.unfinished")
+    assert "Step " in captions(page)[0]
+    page.keyboard.press("Escape")
+    page.wait_for_function("document.querySelector('#images figcaption').innerText === 'Cancelled.'")
+    assert page.is_disabled("#cancel")
+    page.click("text=Try again")
+    page.wait_for_selector("img.unfinished")
+    page.click("#images button:has-text('Cancel')")
+    page.wait_for_function("document.querySelector('#images figcaption').innerText === 'Cancelled.'")
+
+
+def test_an_image_goes_on_from_another_and_into_a_mask(page: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (96, 64), (20, 60, 200)).save(tmp_path / "blue.png")
+    page.set_input_files("#start_file", str(tmp_path / "blue.png"))
+    page.wait_for_selector("#mask")
+    fill(page, seed=1)
+    page.click("#draw")
+    finished(page, 1)
+    whole = page.get_attribute("img.finished", "src")
+    page.focus("#mask")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Space")
+    box = page.query_selector("#mask").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.3)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.5)
+    page.mouse.up()
+    page.click("#draw")
+    another = "whole => ![null, undefined, whole].includes(document.querySelector('img.finished')?.getAttribute('src'))"
+    page.wait_for_function(another, arg=whole)  # what is behind the mask stays
+    page.click("text=Start from it")
+    page.wait_for_function("document.querySelector('#start_image').naturalWidth === 64")
+
+
+def test_what_the_server_refuses_is_told_in_its_words(page: Any) -> None:
+    fill(page, prompt="far too long " * 400)
+    page.click("#draw")
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "characters" in page.inner_text("#problem")
+    assert "Traceback" not in page.inner_text("body")
+
+
+def test_a_file_that_is_no_image_is_told(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.png").write_text("no image")
+    page.set_input_files("#start_file", str(tmp_path / "notes.png"))
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "notes.png is not an image" in page.inner_text("#problem")
+    assert page.is_hidden("#start_tools")
+
+
+def test_a_server_that_dies_and_comes_back_is_told_and_draws_again(page: Any, server: RunningServer) -> None:
+    fill(page, steps=150)
+    page.click("#draw")
+    page.wait_for_selector("img.unfinished")
+    begin = len(server.lines)
+    server.worker().kill()
+    page.wait_for_selector("#server:not([hidden])")
+    assert page.query_selector("#images .wrong") is not None
+    server.wait_until_ready(begin)
+    page.wait_for_selector("#server", state="hidden")
+    fill(page)
+    page.click("#draw")
+    finished(page, 1)
+
+
+@pytest.mark.parametrize("width", [390, 820, 1280])
+def test_nothing_is_cut_off_at_any_width(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('input, select, textarea, button')].filter(
+            each => !each.labels?.length && !each.getAttribute('aria-label') && !each.innerText).map(each => each.id)"""
+    )
+    assert unnamed == [], "every control has a name that is read out"
