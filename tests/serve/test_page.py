@@ -13,7 +13,10 @@ from tests.serve.conftest import SIZE, RunningServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tried with Playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page is tried in Chromium, which is not installed")
+pytestmark = [
+    pytest.mark.slow,  # a browser beside the server beside other tests
+    pytest.mark.skipif(CHROMIUM is None, reason="the page is tried in Chromium, which is not installed"),
+]
 PATIENCE = 60_000
 """Milliseconds; nothing is timed here, and machines are slow."""
 
@@ -35,7 +38,9 @@ def page(browser: Any, server: RunningServer) -> Iterator[Any]:
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(server.url)
-    page.wait_for_function("document.querySelector('#model').options.length > 0 && document.querySelector('#width').value")
+    page.wait_for_function(
+        "document.querySelector('#model').options.length > 0 && document.querySelector('#width').value"
+    )
     yield page
     context.close()
     assert wrong == []
