@@ -195,7 +195,7 @@ def _written_over(file: str, content: str) -> Callable[[Path], None]:
         (_sdflow_json(target=None), "does not say how the pipeline was built: 'target'"),
         (_sdflow_json(target="cudda"), "sdflow.json: no target is named cudda"),
         (_written_over("model_index.json", "{"), "model_index.json: cannot be read"),
-        (_written_over("unet/config.json", "{}"), "has no 'block_out_channels'"),
+        (_written_over("unet/config.json", "{}"), "has no entry 'block_out_channels'"),
         (_written_over("scheduler/scheduler_config.json", "{"), "scheduler: cannot be loaded"),
     ],
 )
