@@ -77,9 +77,14 @@ def read_json(path: Path, limit: int = TEXT_LIMIT) -> Any:
 def parse_json(content: bytes | str) -> Any:
     """As `read_json`. Raises ValueError."""
     try:
-        return json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+        value = json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+        if (b"\\u" if isinstance(content, bytes) else "\\u") in content:  # type: ignore[operator]
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half a character") from error
+    return value
 
 
 def _finite(text: str) -> float:

@@ -326,7 +326,7 @@ def _facts(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
     scheduler = {"_class_name": checkpoint.facts["scheduler"]}
     try:
         return {**checkpoint.facts, **pipeline_facts(checkpoint.family, {**configs, "scheduler": scheduler})}
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise _lacking(error, where) from error
 
 

@@ -203,7 +203,7 @@ def _component_config(folder: Path, model: Model, family: Family) -> dict[str, A
     if model.class_name not in named:
         said = f"of {', '.join(named)}" if named else "of no class that it names"
         raise CheckpointError(
-            f"a configuration {said}, not of {model.class_name}",
+            f"a configuration {said:.200}, not of {model.class_name}",
             where=str(path),
             remedy=f"Use a {family.title} checkpoint, or one with the same submodels.",
         )
@@ -213,7 +213,7 @@ def _component_config(folder: Path, model: Model, family: Family) -> dict[str, A
 def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return pipeline_facts(family, configs)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the configurations of {', '.join(configs)} lack something: {error}",
             where=str(folder),
