@@ -13,10 +13,11 @@ from small_lora import write_lora
 
 pytestmark = pytest.mark.slow
 SIZE = ("--height", "64", "--width", "64")
-MODELS = {  # workflow: steps, guidance, steps from an image, scheduler
-    "sd_turbo_tiny_cpu": (1, 0.0, 2, "EulerDiscreteScheduler"),
-    "sdxl_turbo_tiny_cpu": (1, 0.0, 2, "EulerAncestralDiscreteScheduler"),
-    "lcm_tiny_cpu": (4, 8.5, 4, "LCMScheduler"),
+MODELS = {  # workflow: steps, guidance, steps and strength from an image, scheduler
+    "sd_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerDiscreteScheduler"),
+    "sdxl_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerAncestralDiscreteScheduler"),
+    "lcm_tiny_cpu": (4, 8.5, 4, 0.8, "LCMScheduler"),
+    "lcm_sdxl_tiny_cpu": (4, 8.5, 4, 0.3, "LCMScheduler"),
 }
 
 
@@ -33,7 +34,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
-    steps, guidance, from_image, scheduler = MODELS[name]
+    steps, guidance, from_image, strength, scheduler = MODELS[name]
     (built,) = shell.json("run", str(ROOT / f"workflows/{name}.yaml"))["pipelines"]
     assert built["verification"]["passed"] and built["verification"]["image"]["steps"] == min(steps, 3)
     drawn = built["evaluation"]["settings"]
@@ -48,7 +49,7 @@ def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
     Image.new("RGB", (64, 64), (200, 30, 90)).save(shell.folder / "image.png")
     given = ("--image", str(shell.folder / "image.png"), "--out", "image")
     settings = shell.json("generate", folder, *quick, *given)["settings"]
-    assert (settings["steps"], settings["strength"]) == (from_image, 0.8 if steps == 4 else 0.5)
+    assert (settings["steps"], settings["strength"]) == (from_image, strength)
 
     (verified,) = shell.json("verify", folder, "--quick", "--fresh")["pipelines"]
     assert verified["passed"]

@@ -192,6 +192,15 @@ class Request:
         """Whether there is classifier-free guidance: each image then takes two rows, the negative prompts' first."""
         return self.guidance_scale > 1 and self.guidance_width is None
 
+    def require_no_negatives(self) -> None:
+        """Raises UsageError where the caller gave negative prompts; for a model that takes the guidance scale as an input."""
+        if self.negatives is not None:
+            raise UsageError(
+                "this model knows no negative prompt: guidance is an input of its denoiser",
+                where="negative_prompt",
+                remedy="Leave it out.",
+            )
+
     def guidance_inputs(self) -> dict[str, torch.Tensor]:
         """The guidance scale as an input of the denoiser, a row for each image, where it takes it so."""
         if self.guidance_width is None:

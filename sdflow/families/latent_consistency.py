@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.errors import UsageError
 from sdflow.families.base import Companion, Conditions, Family, Request, Run
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.stable_diffusion import StableDiffusion
@@ -53,12 +52,7 @@ class LatentConsistency(Family):
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
         """As diffusers' LatentConsistencyModelPipeline."""
-        if request.negatives is not None:
-            raise UsageError(
-                "this model knows no negative prompt: guidance is an input of its denoiser",
-                where="negative_prompt",
-                remedy="Leave it out.",
-            )
+        request.require_no_negatives()
         return _PLAIN.condition(run, companions, options, request)
 
     def lora_loader(self) -> Any:

@@ -127,7 +127,7 @@ class StableDiffusionXL(Family):
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",
     }
     architectures: tuple[str, ...] = (
-        *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny"),
+        *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny", "lcm-sdxl", "lcm-sdxl-tiny"),
         *("sdxl-inpainting", "sdxl-inpainting-tiny"),
     )
 
@@ -165,6 +165,8 @@ class StableDiffusionXL(Family):
         """As diffusers' StableDiffusionXLPipeline: `encode_prompt`, `_get_add_time_ids`."""
         import torch
 
+        if request.guidance_width is not None:
+            request.require_no_negatives()
         more = {name: value for name, value in request.more.items() if value is not None}
         texts, count = _Texts(request.prompts, more.get("prompt_2")), len(request.prompts)
         zeros = request.negatives is None and options["force_zeros_for_empty_prompt"]

@@ -37,6 +37,7 @@ LCM = {"steps": 4, "guidance_scale": 8.5}
 MODELS = {
     "sd-turbo-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", TURBO),
     "sdxl-turbo-tiny": ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", TURBO),
+    "lcm-sdxl-tiny": ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", LCM),
     "lcm-tiny": ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline", LCM),
 }
 

@@ -91,6 +91,7 @@ def test_a_renamed_lora_is_known_by_what_its_header_says(
         ("synthetic:sdxl-turbo-tiny?seed=1", 1),
         ("synthetic:sd21-base", None),
         ("synthetic:lcm", None),
+        ("synthetic:lcm-sdxl", None),
     ],
 )
 def test_a_model_is_known_by_its_published_name_and_a_lora_has_the_last_word(

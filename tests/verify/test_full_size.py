@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "sd_turbo": "sd-turbo",
     "sdxl_turbo": "sdxl-turbo",
     "lcm": "lcm",
+    "lcm_sdxl": "lcm-sdxl",
     "sdxl_refiner": "sdxl-refiner",
 }
 """Base workflow -> the architecture that its checkpoint has."""

@@ -36,6 +36,8 @@ _BASES = {
     "sdxl-turbo-tiny": "sdxl-tiny",
     "lcm": "sd15",
     "lcm-tiny": "sd15-tiny",
+    "lcm-sdxl": "sdxl",
+    "lcm-sdxl-tiny": "sdxl-tiny",
     "sd15-inpainting": "sd15",
     "sd15-inpainting-tiny": "sd15-tiny",
     "sd2-inpainting": "sd21-base",
