@@ -24,6 +24,7 @@ from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import projection_of, read_width, token_count
 from sdflow.sources.adapters import PREFIXES, require_adapter
 from sdflow.sources.architectures import architecture_config
+from sdflow.sources.halves import half_of
 from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
 
 _IMAGE_PROMPTS = "IP-Adapter"
@@ -69,6 +70,10 @@ def inspect_weights(contents: Contents) -> Finding:
         if _holds(shapes, part.model.telling(config)):
             lines = component_lines(architecture, part.component, path) + _pickles(contents)
             return Finding(path, part.component, (), architecture, contents.precision, workflow=lines)
+        if (half := half_of(shapes, part.model.halves(config))) is not None:
+            lines = component_lines(architecture, part.component, path) + _pickles(contents)
+            beside = (f"It is its {half}; the file of the other half must lie beside it.",)
+            return Finding(path, part.component, (), architecture, contents.precision, notes=beside, workflow=lines)
     matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
     most = max(len(match.components) for match in matches)
     if most == 0:

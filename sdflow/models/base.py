@@ -181,6 +181,11 @@ class Model:
         gives; none where nothing tells. Raises KeyError for a config that lacks something."""
         return {}
 
+    def halves(self, config: Config) -> Mapping[str, Shapes]:
+        """Of a model that is also published as a file for each half, in the original names: half -> the tensors by which its
+        file is known. In `original_names` the halves' names begin with the half and a dot, which the files leave out."""
+        return {}
+
     def to_float16(self, module: Any) -> None:
         """Make the module plain float16 PyTorch, for `reference`: what a float16 graph is measured by."""
         module.half()

@@ -6,14 +6,17 @@ them themselves, no distribution. `scale_latents` of diffusers, which keeps them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Shapes
+from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
 
 if TYPE_CHECKING:
     import torch
+
+_LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
 
 
 class _AutoencoderTiny(VaeHalf):
@@ -35,6 +38,33 @@ class _AutoencoderTiny(VaeHalf):
             "encoder.layers.0.weight": (encoder[0], config["in_channels"], 3, 3),
             "decoder.layers.0.weight": (decoder[0], config["latent_channels"], 3, 3),
         }
+
+    def halves(self, config: Config) -> Mapping[str, Shapes]:
+        first, latents = self.telling(config), config["latent_channels"]
+        last = sum(
+            1 + blocks for blocks in config["num_encoder_blocks"]
+        )  # encoders for other latents differ there alone
+        encoder, decoder = (config[f"{half}_block_out_channels"] for half in ("encoder", "decoder"))
+        shapes = {
+            **first,
+            "encoder.layers.1.conv.0.weight": (encoder[0], encoder[0], 3, 3),
+            f"encoder.layers.{last}.weight": (latents, encoder[-1], 3, 3),
+            "decoder.layers.2.conv.0.weight": (decoder[0], decoder[0], 3, 3),
+        }
+        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        for key, original in self.original_names(shapes).items():
+            half, _, name = original.name.partition(".")
+            found.setdefault(half, {})[name] = shapes[key]
+        return found
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        """After taesd.py of its authors: two plain sequences; the decoder's begins with what diffusers does outside of it."""
+        return {key: Original(_LAYER.sub(_as_in_a_sequence, key)) for key in keys}
+
+
+def _as_in_a_sequence(found: re.Match[str]) -> str:
+    half, index = found[1], int(found[2])
+    return f"{half}.{index + (half == 'decoder')}."
 
 
 class TinyVaeEncoder(EncoderHalf, _AutoencoderTiny):

@@ -122,6 +122,13 @@ def stamps_of(load: Mapping[str, Any]) -> list[Stamp]:
     return [stamp for each in (load, *load.get("adapters", ())) for stamp in each.get("files", ())]
 
 
+def files_of(load: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    """Its files, each with what the names of the tensors in it begin with beside what the file says: "", or of a file with
+    one half of a model that half. load: one that has files."""
+    files = [Path(stamp["path"]) for stamp in load["files"]]
+    return list(zip(files, load.get("begins") or [""] * len(files), strict=True))
+
+
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config.json without the entries that name the program or the folder it came from."""
     return digest_json({key: value for key, value in config.items() if key not in _ORIGIN_KEYS})

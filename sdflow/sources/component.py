@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families import COMPONENT_ARCHITECTURES, EXCHANGEABLE
 from sdflow.families.base import Part
@@ -29,6 +30,7 @@ from sdflow.sources.checkpoint import (
     side_by_side,
 )
 from sdflow.sources.folder import open_component, pinned, refuse_pickle
+from sdflow.sources.halves import begins_of, config_of_half, files_of_halves
 from sdflow.sources.hub import component_files, open_snapshot
 from sdflow.sources.reference import (
     PICKLE_SUFFIXES,
@@ -204,24 +206,16 @@ class Source:
     def _file(self, path: Path) -> Found:
         pickled = path.suffix.lower() in PICKLE_SUFFIXES
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
-        if pickled:
-            refuse_pickle(path, self.allow_pickle)
-            known = json.loads(self.digests.value(path, "pickled-shapes-1", shapes_as_json))
-            shapes: Shapes = {name: tuple(shape) for name, shape in known.items()}
-        else:
-            header = read_header(path)
-            shapes = {name: entry.shape for name, entry in header.items()}
+        shapes = self._shapes(path)
+        if (half := config_of_half(self.parts[0], shapes)) is not None:
+            return self._halves(path, half)
         parts, configs, prefix = self.parts, {part.name: self.own_config(part) for part in self.parts}, None
         if (config := self._instead(shapes)) is not None:
             parts, configs = [part.of(config) for part in self.parts], {part.name: config for part in self.parts}
         else:
             prefix = self.prefix(shapes)
             self.require_shapes(path, shapes, prefix)
-        work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
-        if not pickled:
-            what, entries = f"tensors-1/{self.component}", under(header, prefix or "")
-            work.append(partial(self.digests.value, path, what, partial(digest_tensors, entries=entries)))
-        whole, *tensors = side_by_side(work)
+        whole, *tensors = side_by_side(self._work(path, prefix or ""))
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
         return Found(
             {
@@ -230,6 +224,45 @@ class Source:
             },
             {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
             (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
+        )
+
+    def _shapes(self, path: Path) -> Shapes:
+        """Of a file's tensors. Raises CheckpointError for a pickle that is not allowed."""
+        if path.suffix.lower() not in PICKLE_SUFFIXES:
+            return {name: entry.shape for name, entry in read_header(path).items()}
+        refuse_pickle(path, self.allow_pickle)
+        known = json.loads(self.digests.value(path, "pickled-shapes-1", shapes_as_json))
+        return {name: tuple(shape) for name, shape in known.items()}
+
+    def _work(self, path: Path, prefix: str) -> list[Callable[[], str]]:
+        """The digest of a file, and but for a pickle that of its tensors under the prefix."""
+        work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
+        if path.suffix.lower() not in PICKLE_SUFFIXES:
+            what, entries = f"tensors-1/{self.component}", under(read_header(path), prefix)
+            work.append(partial(self.digests.value, path, what, partial(digest_tensors, entries=entries)))
+        return work
+
+    def _halves(self, path: Path, config: Mapping[str, Any]) -> Found:
+        """From the files of both halves, of which one is named. config: of the whole, which none of them has."""
+        parts = [part.of(config) for part in self.parts]
+        files = files_of_halves(path, parts[0].model.halves(config), self._shapes)
+        stamps = [file_stamp(file) for file in files.values()]  # before the digests
+        sums = [side_by_side(self._work(file, "")) for file in files.values()]
+        pickled = len(sums[0]) == 1
+        content = {"file" if pickled else "tensors": digest_json([each[-1] for each in sums])}
+        submodels = {}
+        for part in parts:
+            made = part_of_file(part, config, self.checkpoint.family, content, stamps[0], "")
+            submodels[part.name] = replace(made, load={**made.load, "files": stamps, "begins": begins_of(files)})
+        names = " and ".join(file.name for file in files.values())
+        return Found(
+            submodels,
+            {
+                "kind": "single_file",
+                "path": str(path.absolute()),
+                "files": {file.name: each[0] for file, each in zip(files.values(), sums, strict=True)},
+            },
+            (f"{self.component}: {names} are pickled; they are loaded with weights_only=True.",) if pickled else (),
         )
 
     def _instead(self, shapes: Shapes) -> dict[str, Any] | None:

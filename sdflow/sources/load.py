@@ -14,7 +14,7 @@ from sdflow.families.base import Companion, Part
 from sdflow.file_stamp import check_stamps
 from sdflow.input_file import foreign_content, read_json
 from sdflow.models.base import Config, Model
-from sdflow.sources.checkpoint import Checkpoint, listing
+from sdflow.sources.checkpoint import Checkpoint, files_of, listing
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.synthetic import tensors_for
 
@@ -166,7 +166,7 @@ def _fitted(
     import torch
 
     prefix = load.get("prefix")
-    tensors = _read_files([Path(stamp["path"]) for stamp in load["files"]], load["pickled"], prefix or "")
+    tensors = _read_files(files_of(load), load["pickled"], prefix or "")
     stored = [(f"{prefix or ''}{name}", tuple(tensor.shape)) for name, tensor in tensors.items()]
     values = list(tensors.values())
     fitted = {
@@ -183,11 +183,12 @@ def _fitted(
     return fitted
 
 
-def _read_files(files: list[Path], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with the prefix, under their names without it."""
+def _read_files(files: list[tuple[Path, str]], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with the prefix, under their names without it. files: as `files_of` gives them."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        part = _read_pickle(file, prefix) if pickled else _read_safetensors(file, prefix)
+    for file, begin in files:
+        held = _read_pickle(file, prefix) if pickled else _read_safetensors(file, prefix)
+        part = {f"{begin}{name}": tensor for name, tensor in held.items()}
         twice = sorted(set(part) & set(tensors))
         if twice:
             raise CheckpointError(f"holds tensors that another shard holds too: {listing(twice)}", where=str(file))

@@ -18,7 +18,7 @@ from sdflow.families import part_of
 from sdflow.families.base import Part
 from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Model
-from sdflow.sources.checkpoint import stamps_of
+from sdflow.sources.checkpoint import files_of, stamps_of
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header
@@ -58,8 +58,7 @@ def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> 
 def _opened(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Tensors:
     if load["kind"] == "synthetic":
         return _Synthetic(part.model, parameters, load["seed"])
-    files = [Path(stamp["path"]) for stamp in load["files"]]
-    return (_Pickled if load["pickled"] else _Files)(part, files, load.get("prefix"), parameters)
+    return (_Pickled if load["pickled"] else _Files)(part, files_of(load), load.get("prefix"), parameters)
 
 
 class _Joined:
@@ -90,11 +89,11 @@ class _Synthetic:
 class _Files:
     """Tensors of one or more safetensors files, read at their offsets."""
 
-    def __init__(self, part: Part, files: Sequence[Path], prefix: str | None, parameters: Shapes) -> None:
+    def __init__(self, part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> None:
         self._shapes = parameters
-        found = [(file, name, entry) for file in files for name, entry in read_header(file).items()]
+        found = [(file, f"{begin}{name}", entry) for file, begin in files for name, entry in read_header(file).items()]
         names = [(name, entry.shape) for _, name, entry in found]
-        self._places = fit(part, names, parameters, prefix, str(files[0]))
+        self._places = fit(part, names, parameters, prefix, str(files[0][0]))
         self._entries = {key: (found[place.index][0], found[place.index][2]) for key, place in self._places.items()}
 
     def read(self, key: str) -> Array:
@@ -119,11 +118,15 @@ class _Files:
 class _Pickled:
     """Tensors of pickles. torch maps their values from the file (`load_pickle`)."""
 
-    def __init__(self, part: Part, files: Sequence[Path], prefix: str | None, parameters: Shapes) -> None:
+    def __init__(self, part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> None:
         self._shapes = parameters
-        held = [(file, name, tensor) for file in files for name, tensor in load_pickle(file, "cpu").items()]
+        held = [
+            (file, f"{begin}{name}", tensor)
+            for file, begin in files
+            for name, tensor in load_pickle(file, "cpu").items()
+        ]
         names = [(name, tuple(tensor.shape)) for _, name, tensor in held]
-        places = fit(part, names, parameters, prefix, str(files[0]))
+        places = fit(part, names, parameters, prefix, str(files[0][0]))
         self._files = {key: held[place.index][0] for key, place in places.items()}
         self._tensors = {key: place.values(held[place.index][2], parameters[key]) for key, place in places.items()}
 

@@ -27,6 +27,7 @@ from sdflow.runtime.preview import Preview, previewer_of
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 from sdflow.targets import TARGETS
+from sdflow.weights.tensors import open_tensors
 
 TOLERANCE = 1e-4
 SIZE = 64
@@ -152,6 +153,85 @@ def test_it_is_the_same_from_a_folder_and_from_one_file(
         assert found.facts["scaling_factor"] == 1.0
         assert found.facts["vae_scale_factor"] == 8
         assert not any("another family" in note for note in found.notes)
+
+
+def conv(inside: int, outside: int, **more: Any) -> torch.nn.Conv2d:
+    return torch.nn.Conv2d(inside, outside, 3, padding=1, **more)
+
+
+class Clamp(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / 3) * 3
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        relu = torch.nn.ReLU
+        self.conv = torch.nn.Sequential(conv(64, 64), relu(), conv(64, 64), relu(), conv(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.conv(x) + x)
+
+
+def original_halves() -> dict[str, torch.nn.Sequential]:
+    """Both networks as their authors write them: https://github.com/madebyollin/taesd, taesd.py."""
+    torch.manual_seed(5)
+
+    def down() -> list[torch.nn.Module]:
+        return [conv(64, 64, stride=2, bias=False), Block(), Block(), Block()]
+
+    def up() -> list[torch.nn.Module]:
+        return [Block(), Block(), Block(), torch.nn.Upsample(scale_factor=2), conv(64, 64, bias=False)]
+
+    encoder = [conv(3, 64), Block(), *down(), *down(), *down(), conv(64, 4)]
+    decoder = [Clamp(), conv(4, 64), torch.nn.ReLU(), *up(), *up(), *up(), Block(), conv(64, 3)]
+    return {"encoder": torch.nn.Sequential(*encoder), "decoder": torch.nn.Sequential(*decoder)}
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_two_files_in_the_original_names_are_what_their_networks_compute(suffix: str, tmp_path: Path) -> None:
+    halves = original_halves()
+    for name, half in halves.items():
+        write = save_file if suffix == "safetensors" else torch.save
+        write(half.state_dict(), tmp_path / f"taesd_{name}.{suffix}")
+    found = opened(str(tmp_path / f"taesd_decoder.{suffix}"), allow_pickle=True).submodels["vae_decoder"]
+    vae = load_module("vae_decoder", found.load)
+    assert isinstance(vae, diffusers.AutoencoderTiny)
+    pixels, latents = torch.rand(1, 3, 32, 32), torch.randn(1, 4, 4, 4)
+    with torch.no_grad():  # the original's pixels are in [0, 1]
+        assert torch.allclose(vae.encode(pixels * 2 - 1).latents, halves["encoder"](pixels), atol=1e-5)
+        assert torch.allclose(vae.decode(latents).sample, halves["decoder"](latents) * 2 - 1, atol=1e-5)
+    assert halves["decoder"](latents).std() > 1e-3, "an image of one colour would prove nothing"
+    shapes = {name: tuple(each.shape) for name, each in vae.state_dict().items()}
+    with open_tensors("vae_decoder", found.load, shapes) as tensors:
+        assert all(np.array_equal(tensors.read(name), each.numpy()) for name, each in vae.state_dict().items())
+    other = opened(str(tmp_path / f"taesd_encoder.{suffix}"), allow_pickle=True)
+    assert other.submodels["vae_decoder"].identity == found.identity
+    (seen,) = inspect(tmp_path / f"taesd_encoder.{suffix}")
+    assert (seen.kind, seen.architecture) == ("vae", "taesd")
+
+
+def test_a_half_for_another_familys_latents_is_none_of_it(tmp_path: Path) -> None:
+    """That of Stable Diffusion 3 differs in its last layer alone."""
+    encoder = original_halves()["encoder"]
+    save_file(torch.nn.Sequential(*encoder[:-1], conv(64, 16)).state_dict(), tmp_path / "taesd3_encoder.safetensors")
+    assert inspect(tmp_path / "taesd3_encoder.safetensors")[0].kind == "unknown"
+    with pytest.raises(CheckpointError, match="this is no vae"):
+        opened(str(tmp_path / "taesd3_encoder.safetensors"))
+
+
+def test_one_half_alone_is_told(tmp_path: Path) -> None:
+    halves = original_halves()
+    save_file(halves["decoder"].state_dict(), tmp_path / "taesd_decoder.safetensors")
+    with pytest.raises(CheckpointError, match=r"taesd_encoder\.safetensors is not beside it"):
+        opened(str(tmp_path / "taesd_decoder.safetensors"))
+    save_file(halves["decoder"].state_dict(), tmp_path / "taesd_encoder.safetensors")
+    with pytest.raises(CheckpointError, match=r"not the (en|de)coder that belongs to"):
+        opened(str(tmp_path / "taesd_decoder.safetensors"))
+    (tmp_path / "taesd_decoder.safetensors").rename(tmp_path / "small.safetensors")
+    with pytest.raises(CheckpointError, match="its name does not tell"):
+        opened(str(tmp_path / "small.safetensors"))
 
 
 @pytest.mark.parametrize("model", ["synthetic:sd21-tiny", "synthetic:sdxl-tiny"])

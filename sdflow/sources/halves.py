@@ -1,0 +1,68 @@
+"""A component that is published as a file for each half, in the original names: the first files of TAESD.
+
+One of them is named; the other lies beside it under the same name, with the other half's in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import COMPONENT_ARCHITECTURES
+from sdflow.families.base import Part
+from sdflow.models.base import Shapes
+from sdflow.sources.architectures import architecture_config
+
+
+def half_of(shapes: Shapes, halves: Mapping[str, Shapes]) -> str | None:
+    """The half whose file has these tensors; None where it is no half's. halves: `Model.halves`."""
+    telling = (
+        half for half, wanted in halves.items() if all(shapes.get(name) == shape for name, shape in wanted.items())
+    )
+    return next(telling, None)
+
+
+def config_of_half(part: Part, shapes: Shapes) -> dict[str, Any] | None:
+    """The config of a model in the part's place of which a file has one half; None where it has none's."""
+    for name, component in COMPONENT_ARCHITECTURES.items():
+        if component == part.component:
+            config = architecture_config(name, component)
+            if half_of(shapes, part.of(config).model.halves(config)) is not None:
+                return config
+    return None
+
+
+def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
+    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
+    own = half_of(shapes_of(path), halves)
+    assert own is not None, "the file of a half"
+    return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
+
+
+def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> Path:
+    before, found, after = path.name.rpartition(own)
+    if not found:
+        raise CheckpointError(
+            f"it is the {own} alone, and its name does not tell what the {half}'s is",
+            where=str(path),
+            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
+        )
+    other = path.with_name(f"{before}{half}{after}")
+    if not other.is_file():
+        raise CheckpointError(
+            f"it is the {own} alone, and {other.name} is not beside it",
+            where=str(path),
+            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
+        )
+    if half_of(shapes_of(other), halves) != half:
+        raise CheckpointError(
+            f"it is not the {half} that belongs to {path.name}", where=str(other), remedy="Download both again."
+        )
+    return other
+
+
+def begins_of(halves: Iterable[str]) -> list[str]:
+    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
+    return [f"{half}." for half in halves]
