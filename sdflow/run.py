@@ -5,6 +5,7 @@ Artifacts that do not pass stay in the cache and are not assembled: the pipeline
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,7 +106,8 @@ def run_workflow(
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
     planned(plan)
-    require_space(plan, cache, rebuild=options.rebuild)
+    copies = options.copy or sys.platform == "win32"
+    require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
     executor = Executor(
         cache,
         listener,
