@@ -20,6 +20,7 @@ Folder = Annotated[Path, typer.Argument(help="A pipeline folder that sdflow buil
 
 
 def generate(
+    context: typer.Context,
     pipeline: Folder,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="What to draw. Repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.", metavar="FILE")] = None,
@@ -179,8 +180,14 @@ def generate(
         ),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Draw on a page in the browser instead; a server runs until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Draw images from text, from an image, or into the white part of a mask."""
+    if interactive:
+        _on_a_page(context, pipeline)
+        return
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     from sdflow.report.generate import print_generate
     from sdflow.runtime.control_files import parse_controls
@@ -319,3 +326,23 @@ class _Lines:
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def _on_a_page(context: typer.Context, pipeline: Path) -> None:
+    """Serve the pipeline to this machine alone, and open the page. Raises UsageError for options that the page has."""
+    from sdflow.cli.serve import serve
+    from sdflow.errors import UsageError
+
+    given = [
+        name
+        for name in context.params
+        if name not in ("pipeline", "interactive")
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise UsageError(
+            f"--interactive takes no other option, and there is --{given[0].replace('_', '-')}",
+            remedy="Set it on the page. `sdflow serve --open` has the options of a server.",
+        )
+    serve([pipeline], port=0, open_page=True)

@@ -68,8 +68,9 @@ def serve(
         bool, typer.Option("--check/--no-check", help="Hold the models' files to the digests of the build first.")
     ] = True,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the server's page in the browser.")] = False,
 ) -> None:
-    """Draw for others: OpenAI's images API at /v1, requests that share each run of the denoiser, /docs, /metrics."""
+    """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras import Loras
     from sdflow.serve.served_model import read_all_served
@@ -89,7 +90,16 @@ def serve(
         Loras(loras),
         log_prompts,
     )
-    serve(settings, host, port)
+    serve(settings, host, port, lambda url, port: _open(url) if open_page else None)
+
+
+def _open(url: str) -> None:
+    """Show the page; where there is no browser, its address is what can be told."""
+    import sys
+    import webbrowser
+
+    if not webbrowser.open(url):
+        print(f"No browser was found. The page is at {url}", file=sys.stderr, flush=True)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -140,6 +140,7 @@ async function drawAll(event) {
   const files = await start.files();
   const tiles = wanted().map(({ settings, note }) => new Tile(settings, note));
   parts.images.replaceChildren(...tiles.map((tile) => tile.item));
+  parts.images.classList.toggle("pairs", tiles.some((tile) => tile.note));
   for (const tile of running) tile.stop.abort();
   await Promise.all(tiles.map((tile) => drawOne(tile, files)));
 }
@@ -181,15 +182,15 @@ async function untilPassed(tile, files) {
   }
 }
 
-/** Draw; where the server has too much to do, wait as long as it says and ask again. */
+/** Draw; where the server has too much to do or is loading, wait as long as it says and ask again. */
 async function patiently(tile, files) {
   for (;;) {
     try {
       return await api.draw(tile.settings, files, tile, tile.stop.signal);
     } catch (error) {
-      if (error.status !== 429) throw error;
-      tile.say(`The server has much to do. It is asked again in ${error.retryAfter ?? 1} s.`);
-      await pause((error.retryAfter ?? 1) * 1000, tile.stop.signal);
+      if (!error.retryAfter || ![429, 503].includes(error.status)) throw error;
+      tile.say(`${error.message} It is asked again in ${error.retryAfter} s.`);
+      await pause(error.retryAfter * 1000, tile.stop.signal);
     }
   }
 }
@@ -213,7 +214,8 @@ function cancelAll() {
 function tell() {
   parts.cancel.disabled = !running.size;
   const all = parts.images.children.length;
-  parts.status.textContent = running.size ? `${all - running.size} of ${all} are done.` : all ? "All are done." : "Nothing is drawn yet.";
+  const drawn = parts.images.querySelectorAll(".finished").length;
+  parts.status.textContent = !all ? "Nothing is drawn yet." : drawn === all ? "All are done." : `${drawn} of ${all} are drawn.`;
 }
 
 function problem(words) {
