@@ -32,6 +32,7 @@ from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
+from sdflow.runtime.soundness import require_sound_pipeline
 from sdflow.targets import TARGETS, find_target
 from sdflow.tolerances import BENCH_FLOAT32, FLOAT16_RATIO
 from sdflow.units import spell_bytes
@@ -49,7 +50,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: of the pipeline. engines: names, none for what suits the machine. check: compare with PyTorch's float32.
+    """folder: of the pipeline. engines: names, none for what suits the machine. check: hold the models' files to the digests of
+    the build, and compare every image with PyTorch's float32.
 
     first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
     """
@@ -74,7 +76,8 @@ class _Running:
 
 
 def bench(request: BenchRequest, say: Say) -> BenchResult:
-    """Measure. Raises UsageError when the folder is no pipeline, no engine can run, or its checkpoint is not here."""
+    """Measure. Raises UsageError when the folder is no pipeline, no engine can run, or its checkpoint is not here,
+    VerificationError when a model's file is not what was built."""
     manifest = read_manifest(request.folder)
     origin = manifest.origin
     built_for = find_target(origin.target, str(request.folder / MANIFEST_FILE))
@@ -85,6 +88,8 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if not active:
         reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
         raise UsageError(f"no engine can run here: {reasons}", where="sdflow bench", remedy="See sdflow targets.")
+    if request.check and any(each.engine.target for each in active):
+        require_sound_pipeline(request.folder, checker=False)
     for each in active:
         dtype = dtype_of(request.folder, each.engine, device)
         each.result = replace(each.result, dtype=dtype, provider=_provider(each.engine, device))

@@ -45,7 +45,13 @@ def bench(
         int | None, typer.Option(min=1, help="Of the CPU, for every engine.", show_default=False)
     ] = None,
     tuning: Annotated[bool, typer.Option("--tuning/--no-tuning", help="Use what `sdflow tune` chose.")] = True,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare with PyTorch's float32.")] = True,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Hold the models' files to the digests of the build first, and compare with PyTorch's float32.",
+        ),
+    ] = True,
     first_limit: Annotated[
         float | None,
         typer.Option(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from sdflow.digest import digest_file
 from sdflow.errors import CacheError, UsageError, VerificationError
-from sdflow.manifest import Manifest
+from sdflow.manifest import Manifest, read_manifest
+from sdflow.runtime.folder import folder_family, onnx_submodels, refiner_of
 from sdflow.runtime.sessions import DAMAGED
 from sdflow.store import StatCache
 from sdflow.store.layout import Layout
@@ -40,8 +41,19 @@ def require_sound(folder: Path, manifest: Manifest, submodels: Sequence[str]) ->
                 raise VerificationError(
                     "its content is not what was built",
                     where=str(path),
-                    remedy=f"{DAMAGED} --no-check draws with it all the same.",
+                    remedy=f"{DAMAGED} --no-check takes it all the same.",
                 )
+
+
+def require_sound_pipeline(folder: Path, *, checker: bool = True) -> None:
+    """The same of a whole pipeline folder and of its refiner. checker: the safety checker is loaded too.
+
+    Raises UsageError for what is no pipeline folder.
+    """
+    for each in (folder, refiner_of(folder)):
+        if each is not None:
+            absent = None if checker else folder_family(each).checker
+            require_sound(each, read_manifest(each), [name for name in onnx_submodels(each) if name != absent])
 
 
 def _digest(path: Path, digest: Digest) -> str:

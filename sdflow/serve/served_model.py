@@ -13,7 +13,7 @@ from sdflow.families.defaults import Defaults, Task
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
 from sdflow.runtime.folder import folder_defaults, folder_family, folder_latents, folder_task, onnx_submodels
-from sdflow.runtime.soundness import require_sound
+from sdflow.runtime.soundness import require_sound_pipeline
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
     """
     manifest, family = read_manifest(folder), folder_family(folder)
     if check:
-        require_sound(folder, manifest, onnx_submodels(folder))
+        require_sound_pipeline(folder)
     model = ServedModel(
         folder.resolve().name,
         folder,

@@ -29,7 +29,7 @@ from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.timing import distance
 from sdflow.digest import digest_file
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, VerificationError
 
 ROOT = Path(__file__).parents[2]
 QUICK = Settings(rounds=2, threads=1)
@@ -159,6 +159,18 @@ def other_weights(built: Path, folder: Path, submodel: str) -> Path:
     path.chmod(0o644)
     values = np.fromfile(path, np.float32)
     (values * np.float32(1.3)).tofile(path)
+    return as_built(folder)
+
+
+def as_built(folder: Path) -> Path:
+    """Its manifest says that its files are what was built."""
+    path = folder / "sdflow.json"
+    manifest = json.loads(path.read_text())
+    for name, part in manifest["submodels"].items():
+        for entry in part["files"]:
+            file = folder / name / entry["path"]
+            entry.update(sha256=digest_file(file), bytes=file.stat().st_size)
+    path.write_text(json.dumps(manifest))
     return folder
 
 
@@ -187,7 +199,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
     model = folder / "text_encoder/model.onnx"
     model.chmod(0o644)
     model.write_bytes(model.read_bytes()[:1000])
-    broken, other = run(folder, ["ort-cpu", "torch-sdpa"]).engines
+    broken, other = run(as_built(folder), ["ort-cpu", "torch-sdpa"]).engines
     assert (broken.status, other.status) == ("failed", "measured")
     assert "is no ONNX model" in str(broken.reason)
     assert "Traceback" in str(broken.trace)
@@ -333,6 +345,23 @@ def test_runs_of_unlike_machines_versions_or_settings_are_compared_only_by_force
     (tmp_path / "bad.json").write_text('{"kind": "bench"}')
     with pytest.raises(UsageError, match=r"not a result of `sdflow bench`"):
         compare(before, tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("part", ["unet", "text_encoder"])
+def test_a_damaged_folder_is_not_measured(built: Path, tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(built, folder)
+    path = folder / part / "model.onnx.data"
+    path.chmod(0o644)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x01
+    path.write_bytes(content)
+    with pytest.raises(
+        VerificationError, match=f"{part}/model.onnx.data: its content is not what was built\n.*--no-check"
+    ):
+        run(folder, ["ort-cpu"])
+    (engine,) = run(folder, ["ort-cpu"], check=False).engines
+    assert engine.status == "measured"
 
 
 def test_settings_without_check_need_no_checkpoint(built: Path, tmp_path: Path) -> None:

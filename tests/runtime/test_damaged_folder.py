@@ -21,6 +21,7 @@ from sdflow.runtime.generate import generate
 from sdflow.runtime.schedule import trace
 from sdflow.runtime.sessions import read_graph
 from sdflow.runtime.soundness import require_sound
+from sdflow.serve.served_model import read_served
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 1, "target": "cpu", "threads": 1}
 
@@ -49,6 +50,14 @@ def test_a_flipped_bit_is_found(folder: Path, file: str) -> None:
     with pytest.raises(VerificationError, match=f"vae_decoder/{file}: its content is not what was built\n.*--no-check"):
         drawn(folder)
     assert not (folder.parent / "images").exists()
+
+
+def test_a_damaged_folder_is_not_served(folder: Path) -> None:
+    with (folder / "text_encoder/model.onnx.data").open("ab") as stream:
+        stream.write(b"more")
+    with pytest.raises(VerificationError, match=r"text_encoder/model\.onnx\.data: its content is not what was built"):
+        read_served(folder)
+    assert read_served(folder, check=False).folder == folder
 
 
 def test_without_the_check_it_is_drawn_all_the_same(folder: Path) -> None:
