@@ -35,6 +35,7 @@ from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.families import DRAWING, EXCHANGEABLE, NET, PROMPTER, WITH_LORAS
+from sdflow.sources.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
 
 
@@ -120,6 +121,7 @@ class _Loader:
         model = self._model(cell.model)
         if model is None:
             return None
+        nets = self._nets(model)
         pipeline = PipelineSpec(
             name=cell.name,
             model=model,
@@ -129,14 +131,14 @@ class _Loader:
             # Without LoRAs there is nothing to merge.
             submodels={
                 name: tuple(spec for spec, info in chain if loras or not info.takes_loras)
-                for name, chain in self._with_nets(self._with_prompter(common.chains)).items()
+                for name, chain in self._with_nets(self._with_prompter(common.chains), nets).items()
             },
             evaluate=common.evaluate,
             verify=common.verify,
             allow_pickle=self.allow_pickle,
             carry_weights=self.carry_weights,
             components=self.components,
-            controlnets=self.controlnets,
+            controlnets=nets,
             ip_adapters=self.ip_adapters,
             generate=self.generate,
         )
@@ -259,14 +261,21 @@ class _Loader:
             self.problems.add(self.document.mark, text, "extend a file that has it")
         return chains
 
-    def _with_nets(self, chains: Mapping[str, _Chain]) -> dict[str, _Chain]:
+    def _nets(self, model: str) -> dict[str, str]:
+        """Those that the workflow names, and those in the model's folder that it says nothing of."""
+        node = self.document.entries.get("controlnets")
+        said = node.entries if isinstance(node, YamlMap) else {}
+        own = {name: reference for name, reference in nets_in_folder(model).items() if name not in said}
+        return {**own, **self.controlnets}
+
+    def _with_nets(self, chains: Mapping[str, _Chain], nets: Mapping[str, str]) -> dict[str, _Chain]:
         """The chains with that of the ControlNets once for each of them."""
         others = {name: chain for name, chain in chains.items() if name != NET}
-        if self.controlnets and NET not in chains:
+        if nets and NET not in chains:
             text = f"no chain for the ControlNets: `submodels` has no {NET}"
             self.problems.add(self.document.mark, text, "extend a file that has it")
             return others
-        return {**others, **{f"{NET}_{name}": chains[NET] for name in sorted(self.controlnets)}}
+        return {**others, **{f"{NET}_{name}": chains[NET] for name in sorted(nets)}}
 
     def _generate(self, node: Node | None) -> dict[str, Any]:
         if node is None or is_null(node):

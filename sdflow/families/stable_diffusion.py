@@ -49,7 +49,11 @@ IMAGE_ENCODER = Part(
 class StableDiffusion(Family):
     name = "stable_diffusion"
     title = "Stable Diffusion 1.x and 2.x"
-    classes = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
+    classes = (
+        *("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
+        *("StableDiffusionControlNetPipeline", "StableDiffusionControlNetImg2ImgPipeline"),
+        "StableDiffusionControlNetInpaintPipeline",
+    )
     parts = (
         Part(
             "text_encoder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from sdflow.errors import CheckpointError
 from sdflow.input_file import is_regular, is_there
@@ -12,6 +13,7 @@ from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
 from sdflow.sources.hub import open_hub
 from sdflow.sources.nets import with_nets
+from sdflow.sources.nets_in_folder import has_nets
 from sdflow.sources.reference import (
     AdapterReference,
     HubReference,
@@ -48,6 +50,9 @@ def open_checkpoint(
         checkpoint = with_component(
             checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
         )
+    if not nets and has_nets(checkpoint.index):
+        left_out = f"{reference} has ControlNets, which are left out: name those that you want under `controlnets`."
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, left_out))
     if nets:
         checkpoint = with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
     if adapters:

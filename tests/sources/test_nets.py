@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from safetensors.torch import save_file
 
+from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import Origin
 from sdflow.models.controlnet import ControlNet
 from sdflow.models.residuals import residual_ports
-from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoint, reopen_checkpoint
+from sdflow.passes.registry import catalog
+from sdflow.plan import make_plan
+from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint, reopen_checkpoint
 from sdflow.sources.architectures import architecture_config
+from sdflow.store import Cache
 
 MODEL, XL = "synthetic:sd15-tiny", "synthetic:sdxl-tiny"
 NET = "controlnet_edges"
@@ -196,3 +202,48 @@ def test_what_is_no_net_for_this_checkpoint_is_refused(tmp_path: Path, net: Any,
 def test_a_net_for_another_generation_in_one_file_is_refused_before_it_is_loaded(tmp_path: Path, net: Any) -> None:
     with pytest.raises(CheckpointError, match=r"conv_in.weight is|attn2.to_k.weight is"):
         opened(XL, edges=in_diffusers_names(tmp_path, net))
+
+
+@pytest.mark.parametrize("nets", [1, 2])
+@pytest.mark.parametrize(("model", "kind"), [(MODEL, "StableDiffusion"), (XL, "StableDiffusionXL")])
+def test_the_nets_of_a_pipeline_that_diffusers_saved_are_as_if_they_were_named(
+    model: str, kind: str, nets: int, tmp_path: Path
+) -> None:
+    """Its folder as a workflow's `model`: the keys are those of the workflow that names them."""
+    seeds = {"controlnet": 1, "controlnet_1": 2}
+    names = [*seeds][:nets]
+    made = load_pipeline(opened(model, **{name: f"{model}?seed={seeds[name]}" for name in names}))
+    modules = [made.controlnet] if nets == 1 and not hasattr(made.controlnet, "nets") else list(made.controlnet.nets)
+    parts = {name: each for name, each in made.components.items() if name != "controlnet"}
+    extra = {"requires_safety_checker": False} if kind == "StableDiffusion" else {"add_watermarker": False}
+    cls = getattr(diffusers, f"{kind}ControlNetPipeline")
+    saved = tmp_path / "saved"
+    cls(**parts, controlnet=modules[0] if nets == 1 else modules, **extra).save_pretrained(saved)
+
+    base = "tiny" if kind == "StableDiffusion" else "stable_diffusion_xl"
+    text = f"extends: base/{base}.yaml\nmodel: {saved}\ntarget: cpu\n"
+    named = {name: str(saved / name) for name in names}
+
+    def planned(also: str = "") -> Any:
+        (tmp_path / "w.yaml").write_text(text + also)
+        workflow = load_workflow(tmp_path / "w.yaml", catalog=catalog())
+        (plan,) = make_plan(workflow, Cache(tmp_path / "cache")).pipelines
+        return plan
+
+    found = planned()
+    assert found.pipeline.controlnets == named
+    assert {f"controlnet_{name}" for name in names} <= {chain.submodel for chain in found.chains}
+    for name, module in zip(names, modules, strict=True):
+        loaded = load_module(f"controlnet_{name}", found.checkpoint.submodels[f"controlnet_{name}"].load).state_dict()
+        assert all(torch.equal(loaded[key], each) for key, each in module.state_dict().items())
+    said = planned(f"controlnets: {json.dumps(named)}\n")
+    assert {name: each.identity for name, each in said.checkpoint.submodels.items()} == {
+        name: each.identity for name, each in found.checkpoint.submodels.items()
+    }
+    assert isinstance(load_pipeline(found.checkpoint), cls)
+    assert planned("controlnets: {controlnet: null}\n").pipeline.controlnets == {
+        name: each for name, each in named.items() if name != "controlnet"
+    }
+    plain = opened(str(saved))
+    assert any("has ControlNets, which are left out" in note for note in plain.notes)
+    assert not any("left out" in note for note in found.checkpoint.notes)
