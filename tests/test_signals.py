@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +115,35 @@ def test_after_one_signal_a_run_that_verifies_ends_and_assembles_nothing(
     assert psutil.wait_procs(workers, timeout=max(0.1, SECONDS - took))[1] == []
     assert took < SECONDS
     assert not (place.folder / "pipelines").exists(), "nothing was assembled"
+    assert place.leftovers() == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler here")
+def test_after_one_signal_the_compiler_of_an_engine_ends_too(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the moment when torch.compile runs a C++ compiler."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    folder = next((place.folder / "unverified").iterdir())
+    arguments = ["--engine", "torch-compile", "--no-check", "--size", "64", "--steps", "1"]
+    process = place.start("bench", str(folder), *arguments)
+    found: list[psutil.Process] = []
+    for _ in range(30_000):
+        assert process.poll() is None, process.communicate()[1]
+        with suppress(psutil.Error):
+            found = processes_of(process)
+            if any(each.name() == "cc1plus" and each.status() != psutil.STATUS_ZOMBIE for each in found):
+                break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("nothing was compiled")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted: " in errors
+    assert psutil.wait_procs(found, timeout=SECONDS)[1] == []
     assert place.leftovers() == []
 
 

@@ -27,6 +27,7 @@ from sdflow.runtime.folder import (
 )
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas, shown
+from sdflow.stop import end_children_when_told
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
     if engine.compile_mode:
         from torch._inductor import config, list_mode_options
 
+        end_children_when_told()
         known = {name: value for name, value in (engine.flags or {}).items() if hasattr(config, name)}
         options = {**list_mode_options(engine.compile_mode), **known}
         compiled = {"fullgraph": True, "dynamic": False, "options": options}

@@ -48,9 +48,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     limit = threading.Timer(SECONDS_TO_END, _end_now)
     limit.daemon = True
     limit.start()
+    stop.end_children()  # before anything here sees them end, or lets go of them
     raise stop.Stopped
 
 
 def _end_now() -> None:
+    stop.end_children()
     os.write(2, f"{_GOODBYE}\n".encode())
     os._exit(INTERRUPTED)
