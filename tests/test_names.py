@@ -21,6 +21,7 @@ HOMES = ("models", "families")
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/app.py", "unet"): "an example in the help",
     ("config/override.py", "unet"): "an example in a remedy",
+    ("export/tokenizer.py", "CLIPTokenizer"): "an operator of onnxruntime-extensions",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
     ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",

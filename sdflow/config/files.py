@@ -34,22 +34,28 @@ class Files:
     read: every file that was read, in order, resolved.
     """
 
-    def __init__(self, problems: Problems) -> None:
+    def __init__(self, problems: Problems, beside: Files | None = None) -> None:
+        """beside: those of another workflow, of which nothing is read again."""
         self.problems = problems
-        self.folders: dict[str, Path] = {}
+        self.folders: dict[str, Path] = {} if beside is None else beside.folders
         self.read: list[Path] = []
-        self._sources: dict[Path, _Source] = {}
+        self._root: Path | None = None
+        self._sources: dict[Path, _Source] = {} if beside is None else beside._sources
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
     def load(self, path: Path) -> YamlMap:
         """The workflow at `path` for no target. Raises WorkflowError if any file of it cannot be read."""
-        self._read(path, Mark(str(path), 0, 0), ())
+        self._root = self._read(path, Mark(str(path), 0, 0), ())
         self.problems.check()
-        return self._tree(self.read[0], None, self.problems)
+        return self._tree(self._loaded(), None, self.problems)
 
     def for_target(self, target: str) -> YamlMap:
         """The loaded workflow with the changes for one target. Steps that a target removes cannot be changed there."""
-        return self._tree(self.read[0], target, Problems())
+        return self._tree(self._loaded(), target, Problems())
+
+    def _loaded(self) -> Path:
+        assert self._root is not None, "what cannot be read is a problem"
+        return self._root
 
     def _tree(self, path: Path, target: str | None, problems: Problems) -> YamlMap:
         key = (path, target)

@@ -180,7 +180,7 @@ class _Loader:
         if not isinstance(written, YamlScalar) or not isinstance(written.value, str) or not written.value:
             expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
             return None
-        files = Files(self.problems)
+        files = Files(self.problems, beside=self.files)
         document = files.load(self.files.found(written.value, written.mark))
         self.files.read.extend(files.read)
         for key in ("matrix", "refiner", "loras"):
