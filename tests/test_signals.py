@@ -118,6 +118,7 @@ def test_after_one_signal_a_run_that_verifies_ends_and_assembles_nothing(
     assert place.leftovers() == []
 
 
+@pytest.mark.slow  # a compiler runs for minutes on a small machine
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler here")
 def test_after_one_signal_the_compiler_of_an_engine_ends_too(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
