@@ -324,7 +324,7 @@ TOP = {
         "'steps'",
     ),
     "no YAML": ("model: [a\ntarget: cpu", 2, 7, "not valid YAML", None),
-    "a tab": ("model: a\n\ttarget: cpu", 2, 1, "not valid YAML", None),
+    "a tab": ("model: a\n\ttarget: cpu", 2, 1, "a tab, where YAML takes only spaces", "indent with spaces"),
     "a control character": ("model: a\ntarget: c\x07pu", 2, 10, "U+0007", None),
     "a tag": (
         "model: synthetic:sd15\ntarget: !!python/name:os.system cpu",
