@@ -116,6 +116,8 @@ def write_checkpoint(folder: Path, architecture: str, seed: int) -> None:
     folder.mkdir(parents=True)
     shutil.copyfile(source / "model_index.json", folder / "model_index.json")
     for companion in family.companions:
+        if not companion_folder(architecture, companion).is_dir():  # an image processor, which only some models have
+            continue
         shutil.copytree(companion_folder(architecture, companion), folder / companion)
     for component, (part, *_) in family.components.items():
         out = folder / component

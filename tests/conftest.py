@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 os.environ.update(
@@ -36,3 +37,16 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def children() -> Callable[..., list[psutil.Process]]:
+    """Asks for the processes that this one has started since the test began. Earlier ones stay: torch.compile keeps a pool,
+    multiprocessing a tracker."""
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+
+    def since(recursive: bool = False) -> list[psutil.Process]:
+        return [each for each in me.children(recursive=recursive) if each not in before]
+
+    return since

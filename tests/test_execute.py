@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -233,13 +234,13 @@ def test_ctrl_c_ends_two_running_workers_at_once_and_leaves_nothing(bench: Bench
     assert list((cache / "v1/staging").iterdir()) == []
 
 
-def test_a_failing_chain_stops_the_others(bench: Bench) -> None:
+def test_a_failing_chain_stops_the_others(bench: Bench, children: Callable[..., Any]) -> None:
     begun = time.monotonic()
     with pytest.raises(PassError, match=r"small/text_encoder/0 .*told to fail"):
         bench.run(two_chains(bench, sleep=2, fail=True), jobs=2)
     assert time.monotonic() - begun < 25
     assert bench.ran() == ["Convert", "Convert"]
-    assert psutil.Process().children() == []
+    assert children() == []
     assert list((bench.folder / "cache/v1/staging").iterdir()) == []
 
 
@@ -250,18 +251,22 @@ def test_only_passes_of_sdflows_own_have_packages_imported_before_they_start(ben
     assert (script.imported, traced.imported, bound.imported) == ((), TRACES, BINDS)
 
 
+@dataclass
 class Counter(Events):
     """Counts the workers, a few times a second."""
 
-    most = 0
+    children: Callable[[], list[psutil.Process]] = field(kw_only=True)
+    most: int = 0
 
     def memory(self, step: Step, resident: int) -> None:
-        self.most = max(self.most, len(psutil.Process().children()))
+        self.most = max(self.most, len(self.children()))
 
 
-def test_chains_that_carry_weights_run_one_after_the_other_unless_jobs_says_otherwise(bench: Bench) -> None:
+def test_chains_that_carry_weights_run_one_after_the_other_unless_jobs_says_otherwise(
+    bench: Bench, children: Callable[..., Any]
+) -> None:
     for jobs, workers in ((None, 1), (2, 2)):
-        counting = Bench(bench.folder, Counter())
+        counting = Bench(bench.folder, Counter(children=children))
         counting.run(two_chains(bench, sleep=1), "unet.passes.0.sleep=1", rebuild=True, jobs=jobs)
         assert counting.events.most == workers  # type: ignore[attr-defined]
 

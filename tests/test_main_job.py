@@ -212,8 +212,9 @@ def test_a_folder_of_an_earlier_sdflow_is_verified_with_its_recipes(shell: Shell
     assert verified["passed"], done.stderr
     assert verified["name"] == "tiny_cpu", "as its manifest calls it"
     assert list(verified["submodels"]) == ["text_encoder", "unet", "vae_encoder", "vae_decoder", "safety_checker"]
-    for name in verified["submodels"]:
-        assert f"{name}: recipes" in done.stderr
+    for name, submodel in verified["submodels"].items():
+        assert f"{name}: without rounding" in done.stderr
+        assert submodel["weights"] > 0, "its stored weights are computed again by their recipes"
 
 
 def test_a_folder_of_an_earlier_sdflow_takes_a_lora_and_builds_only_the_weights(

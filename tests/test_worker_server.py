@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,16 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def group() -> Iterator[WorkerGroup]:
+def servers(children: Callable[..., list[psutil.Process]]) -> Callable[[], list[psutil.Process]]:
+    """Asks for all processes that the test has started."""
+    return partial(children, recursive=True)
+
+
+@pytest.fixture
+def group(servers: Callable[[], list[psutil.Process]]) -> Iterator[WorkerGroup]:
     with WorkerGroup(2) as group:
         yield group
-    assert psutil.Process().children() == []
+    assert servers() == []
 
 
 @pytest.fixture
@@ -48,11 +55,9 @@ def run(group: WorkerGroup, tmp_path: Path) -> Callable[..., WorkerResult]:
     return run
 
 
-def servers() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
-def test_the_layers_of_the_passes_are_imported_once_each_by_processes_of_one_thread(run: Callable[..., Any]) -> None:
+def test_the_layers_of_the_passes_are_imported_once_each_by_processes_of_one_thread(
+    run: Callable[..., Any], servers: Callable[[], list[psutil.Process]]
+) -> None:
     modules = set(run("modules", TRACES).value)
     assert {name for layer in TRACES for name in layer} <= modules
     bottom, graph, top = servers()
@@ -64,14 +69,16 @@ def test_the_layers_of_the_passes_are_imported_once_each_by_processes_of_one_thr
     assert run("echo", BINDS, value=0).peak_memory < run("echo", TRACES, value=0).peak_memory / 3
 
 
-def test_servers_end_with_the_group(tmp_path: Path) -> None:
+def test_servers_end_with_the_group(servers: Callable[[], list[psutil.Process]]) -> None:
     with WorkerGroup() as group:
         group._start((("json",), ("numpy",)))
         assert len(running := servers()) == 2
     assert not any(server.is_running() for server in running)
 
 
-def test_a_server_forks_nothing_once_a_package_has_started_a_thread() -> None:
+def test_a_server_forks_nothing_once_a_package_has_started_a_thread(
+    servers: Callable[[], list[psutil.Process]],
+) -> None:
     with pytest.raises(NoServerError, match="importing the packages started 1 thread"):
         WorkerServer(["starts_thread"], spawn, lambda worker: None)
     assert servers() == []
@@ -95,7 +102,9 @@ def test_a_package_that_remembers_the_servers_home_leaves_nothing_there(run: Cal
         run("write where the server was at home", (("keeps_home",),))
 
 
-def test_a_killed_server_takes_its_workers_along_and_is_reported(tmp_path: Path) -> None:
+def test_a_killed_server_takes_its_workers_along_and_is_reported(
+    tmp_path: Path, servers: Callable[[], list[psutil.Process]]
+) -> None:
     server = WorkerServer(["json"], spawn, lambda worker: None)
     (process,) = servers()
     started: list[psutil.Process] = []
