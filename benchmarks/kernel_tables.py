@@ -1,16 +1,21 @@
-"""Writes the kernel tables of `sdflow/verify/kernels/` that ONNX Runtime itself can tell: CPU, CUDA, ROCm.
+"""Writes the kernel tables of `sdflow/verify/kernels/` from the providers' own binaries, on a machine without their hardware.
 
     python benchmarks/kernel_tables.py cpu
     python benchmarks/kernel_tables.py cuda --wheel onnxruntime_gpu-1.31.1-cp311-cp311-manylinux_2_28_x86_64.whl
     python benchmarks/kernel_tables.py rocm --wheel onnxruntime_rocm-1.22.2.post3-cp312-*.whl --python /usr/bin/python3.12
+    python benchmarks/kernel_tables.py migraphx --wheel onnxruntime_migraphx-1.27.1-cp312-*.whl --python /usr/bin/python3.12
+    python benchmarks/kernel_tables.py directml --wheel onnxruntime_directml-1.24.4-cp311-cp311-win_amd64.whl
+    python benchmarks/kernel_tables.py tensorrt --document operators.md
 
-A provider's list of kernels is made when the provider is, and that asks for the GPU's libraries. No GPU is needed to
-list kernels: for a wheel, empty libraries are compiled in which every function that the provider's library wants
-returns 0, "success", and ONNX Runtime is asked from a process that finds those. Needs gcc, readelf, and a Python that
-fits the wheel and has numpy and onnx. No kernel is run.
+pip fetches a wheel for another system: `pip download --no-deps --only-binary=:all: --platform win_amd64
+--python-version 3.11 onnxruntime-directml`.
 
-The tables of DirectML (Windows only), MIGraphX and TensorRT (which take whole graphs, not nodes) are written by hand
-from the sources that they name.
+CPU, CUDA, ROCm: a provider's list of kernels is made when the provider is, and that asks for the GPU's libraries. No GPU
+is needed to list kernels: for a wheel, empty libraries are compiled in which every function that the provider's library
+wants returns 0, "success", and ONNX Runtime is asked from a process that finds those. Needs gcc, readelf, and a Python
+that fits the wheel and has numpy and onnx. No kernel is run. MIGraphX is asked node by node (`kernels_asked.py`),
+DirectML's array is read out of its library (`kernels_in_dll.py`), TensorRT's out of its parser's document
+(`kernels_in_document.py`): it is not on the package index.
 """
 
 from __future__ import annotations
@@ -26,8 +31,20 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from kernels_asked import ASK as ASK_EACH
+from kernels_asked import migraphx_kernels
+from kernels_in_dll import directml_kernels
+from kernels_in_document import tensorrt_kernels
+
 KERNELS = Path(__file__).parents[1] / "sdflow" / "verify" / "kernels"
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "rocm": "ROCMExecutionProvider"}
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "migraphx": "MIGraphXExecutionProvider",
+    "directml": "DmlExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
 DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
 OPEN = 2**31 - 1  # ONNX Runtime's "and all later versions"
@@ -79,15 +96,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=sorted(PROVIDERS))
     parser.add_argument("--wheel", type=Path, help="the provider's wheel; for cpu, the installed ONNX Runtime")
+    parser.add_argument("--document", type=Path, help="for tensorrt: docs/operators.md of onnx-tensorrt")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that fits the wheel")
+    parser.add_argument("--out", type=Path, default=KERNELS, help="the folder of the tables")
     given = parser.parse_args()
-    provider = PROVIDERS[given.target]
-    if given.wheel is None:
-        answer, package = ask(given.python, provider, {}), "onnxruntime"
+    out = given.out / f"{given.target}.json"
+    if given.target == "tensorrt":
+        if given.document is None:
+            parser.error("tensorrt needs --document")
+        write_tensorrt(out, given.document)
+    elif given.wheel is None and given.target != "cpu":
+        parser.error(f"{given.target} needs --wheel")
+    elif given.target == "directml":
+        write_directml(out, given.wheel)
+    elif given.target == "migraphx":
+        write_migraphx(out, given.wheel, given.python)
     else:
-        package = given.wheel.name.split("-")[0].replace("_", "-")
+        write_listed(out, given.target, given.wheel, given.python)
+
+
+def write_listed(out: Path, target: str, wheel: Path | None, python: str) -> None:
+    """The table of a provider that lists its kernels."""
+    provider = PROVIDERS[target]
+    if wheel is None:
+        answer, package = ask(python, ASK, provider, {}), "onnxruntime"
+    else:
+        package = wheel.name.split("-")[0].replace("_", "-")
         with tempfile.TemporaryDirectory() as folder:
-            answer = ask(given.python, provider, unpacked(given.wheel, Path(folder)))
+            answer = ask(python, ASK, provider, unpacked(wheel, Path(folder)))
     table = {
         "provider": provider,
         "version": f"{package} {answer['runtime']}",
@@ -95,7 +131,64 @@ def main() -> None:
         "opset": answer["opset"],
         "ir_version": answer["ir_version"],
     }
-    write_table(KERNELS / f"{given.target}.json", table, answer["kernels"])
+    write_table(out, table, answer["kernels"])
+
+
+def write_directml(out: Path, wheel: Path) -> None:
+    """The table of DirectML. What registers elsewhere in ONNX Runtime, and so is not in the array, stays `unknown`."""
+    old = json.loads((KERNELS / "directml.json").read_text(encoding="utf-8"))
+    kernels = [row for row in directml_kernels(wheel) if not row[1].startswith("Memcpy")]
+    there = {f"{domain}.{name}".lstrip(".") for domain, name, *_ in kernels}
+    table = {
+        "provider": PROVIDERS["directml"],
+        "version": f"onnxruntime-directml {wheel.name.split('-')[1]}",
+        "source": "operatorRegistrationInformationTable of that wheel's library, by benchmarks/kernel_tables.py; unknown: "
+        "github.com/microsoft/onnxruntime docs/OperatorKernels.md at 001d12d2623fd411ce0f83d05abb5e82304a3389, less what "
+        "the library tells; opset and ir_version: tried with onnxruntime 1.24.4",
+        "opset": old["opset"],
+        "ir_version": old["ir_version"],
+        "unknown": " ".join(name for name in old["unknown"].split() if name not in there),
+    }
+    write_table(out, table, kernels)
+
+
+def write_migraphx(out: Path, wheel: Path, python: str) -> None:
+    from onnx import defs
+
+    provider = PROVIDERS["migraphx"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = unpacked(wheel, Path(folder))
+        answer = ask(python, ASK_EACH, provider, environment)
+        loads = ask(python, ASK, provider, environment)
+    standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
+    table = {
+        "provider": provider,
+        "version": f"onnxruntime-migraphx {answer['runtime']}",
+        "source": "each operator in a graph of one node given to that wheel's provider, by benchmarks/kernel_tables.py; what "
+        "no such graph can ask: mgx_supported_ops of onnxruntime/core/providers/migraphx/migraphx_execution_provider.cc. "
+        "MIGraphX looks at names, not at versions; it takes the shapes that Reshape and the like are given as constants "
+        "only; which attributes it refuses when it compiles is not known",
+        "opset": loads["opset"],
+        "ir_version": loads["ir_version"],
+        "types": {"all": " ".join(sorted(answer["types"]))},
+    }
+    rows = {name: [[1, "any", {"*": "all"}]] for name in migraphx_kernels(answer["answers"], standard)}
+    write_rows(out, table, rows)
+
+
+def write_tensorrt(out: Path, document: Path) -> None:
+    """The table of TensorRT. ir_version is ONNX Runtime's own, which loads the graph first."""
+    release, opset, rows = tensorrt_kernels(document.read_text(encoding="utf-8"))
+    old = json.loads((KERNELS / "tensorrt.json").read_text(encoding="utf-8"))
+    table = {
+        "provider": PROVIDERS["tensorrt"],
+        "version": f"TensorRT {release}",
+        "source": f"github.com/onnx/onnx-tensorrt docs/operators.md for TensorRT {release}, by benchmarks/kernel_tables.py; "
+        "double is cast to float there; the restrictions in its last column are not in this table, but see conditions.json",
+        "opset": opset,
+        "ir_version": old["ir_version"],
+    }
+    write_rows(out, table, rows)
 
 
 def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
@@ -108,10 +201,13 @@ def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(libraries)}
 
 
-def ask(python: str, provider: str, environment: dict[str, str]) -> Any:
+def ask(python: str, question: str, provider: str, environment: dict[str, str]) -> Any:
     quiet = {"ORT_DISABLE_TELEMETRY": "1", "CI": "1"}
     done = subprocess.run(
-        [python, "-c", ASK, provider], env={**os.environ, **quiet, **environment}, stdout=subprocess.PIPE, check=True
+        [python, "-c", question, provider],
+        env={**os.environ, **quiet, **environment},
+        stdout=subprocess.PIPE,
+        check=True,
     )
     return json.loads(done.stdout)
 
@@ -153,14 +249,19 @@ def write_table(path: Path, about: dict[str, Any], kernels: list[Any]) -> None:
         if domain in DOMAINS:
             types = {key: {plain(value) for value in values} for key, values in constraints.items()}
             operators.setdefault(f"{domain}.{name}".lstrip("."), {}).setdefault((first, last), []).append(types)
-    lines = []
-    for operator, versions in sorted(operators.items()):
-        rows = [
+    rows = {
+        operator: [
             [first, None if last == OPEN else last, {key: " ".join(sorted(value)) for key, value in types.items()}]
             for (first, last), alternatives in sorted(versions.items())
             for types in merged(alternatives)
         ]
-        lines.append(f"  {json.dumps(operator)}: {json.dumps(rows)}")
+        for operator, versions in operators.items()
+    }
+    write_rows(path, about, rows)
+
+
+def write_rows(path: Path, about: dict[str, Any], rows: dict[str, Any]) -> None:
+    lines = [f"  {json.dumps(operator)}: {json.dumps(each)}" for operator, each in sorted(rows.items())]
     head = json.dumps(about, indent=1)[:-2]
     path.write_text(head + ',\n "kernels": {\n' + ",\n".join(lines) + "\n }\n}\n")
 

@@ -211,13 +211,12 @@ def test_equal_findings_are_one_with_a_count() -> None:
 
 
 def test_what_the_table_does_not_tell_is_a_warning_and_no_claim() -> None:
-    graph = one(
-        node("OneHot", "i depth v", "y", domain=""), {"i": (["n"], I64), "depth": ([], I64), "v": ([2], F32)}, F32
-    )
+    ports = {"x": (["n", 4, "h", "w"], F32), "grid": (["n", "a", "b", 2], F32)}
+    graph = one(node("GridSample", "x grid", "y", domain=""), ports, F32)
     found = fits(graph, TARGETS["directml"], "unet")
     assert errors(found) == []
-    what = ("DirectML", "OneHot", "not in the table", "onnxruntime-directml 1.24")
-    assert_told(of_level(found, "warning"), Told("warning", "kernel", "unet", "the_OneHot", what, ("sdflow run",)))
+    what = ("DirectML", "GridSample", "not in the table", "onnxruntime-directml 1.24")
+    assert_told(of_level(found, "warning"), Told("warning", "kernel", "unet", "the_GridSample", what, ("sdflow run",)))
 
 
 def test_an_operator_that_onnx_runtime_expands_is_a_warning() -> None:
