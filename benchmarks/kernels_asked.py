@@ -97,12 +97,11 @@ types = [t for t in TYPES if apart(lambda: owner(identity, 17, [t], 2, 1)) == PR
 json.dump({"runtime": onnxruntime.__version__, "answers": answers, "types": types}, sys.stdout)
 """
 
-READ = frozenset(
-    (
-        "Constant ConstantOfShape Einsum GroupNormalization If ImageScaler Loop NegativeLogLikelihoodLoss NonZero OneHot "
-        "Pad RandomNormal RandomUniform Range Resize ReverseSequence Scatter Size Upsample com.microsoft.QLinearAdd"
-    ).split()
+WORDS = (
+    "Constant ConstantOfShape Einsum GroupNormalization If ImageScaler Loop NegativeLogLikelihoodLoss NonZero OneHot Pad "
+    "RandomNormal RandomUniform Range Resize ReverseSequence Scatter Size Upsample com.microsoft.QLinearAdd"
 )
+READ = frozenset(WORDS.split())
 """What no graph of one node asks, or only in a later opset: read in `mgx_supported_ops` of migraphx_execution_provider.cc."""
 
 
