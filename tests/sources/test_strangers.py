@@ -193,7 +193,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path, entry: str, value: Any, n
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_entry_of_a_config_is_taken_or_refused(folder: Path, data: st.DataObject) -> None:
     component = data.draw(st.sampled_from(["unet", "vae", "text_encoder", "scheduler"]))
     file = folder / component / ("scheduler_config.json" if component == "scheduler" else "config.json")
