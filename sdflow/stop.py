@@ -20,6 +20,7 @@ class Stopped(BaseException):
 
 _told = threading.Event()
 _children_end = threading.Event()
+_ending = threading.Lock()
 
 
 def tell() -> None:
@@ -43,24 +44,25 @@ def end_children_when_told() -> None:
     _children_end.set()
 
 
-def end_children() -> None:
+def end_children(seconds_to_clear: float = SECONDS_TO_CLEAR) -> None:
     """End them, if that was asked for. Each is held first, so that none starts another while it is looked at; then each gets
-    SIGTERM, at which a compiler removes what it wrote; what is there after a second is killed."""
+    SIGTERM, at which a compiler removes what it wrote; what is there after `seconds_to_clear` is killed. One thread at a time."""
     if not _children_end.is_set():
         return
     import psutil
 
     logging.disable(logging.CRITICAL)  # torch tells in a traceback that its workers are gone
-    held: list[psutil.Process] = []
-    while new := [each for each in psutil.Process().children(recursive=True) if each not in held]:
-        for each in new:
+    with _ending:
+        held: list[psutil.Process] = []
+        while new := [each for each in psutil.Process().children(recursive=True) if each not in held]:
+            for each in new:
+                with suppress(psutil.Error):
+                    each.suspend()
+            held += new
+        for act in (psutil.Process.terminate, psutil.Process.resume):
+            for each in held:
+                with suppress(psutil.Error):
+                    act(each)
+        for each in psutil.wait_procs(held, timeout=seconds_to_clear)[1]:
             with suppress(psutil.Error):
-                each.suspend()
-        held += new
-    for act in (psutil.Process.terminate, psutil.Process.resume):
-        for each in held:
-            with suppress(psutil.Error):
-                act(each)
-    for each in psutil.wait_procs(held, timeout=SECONDS_TO_CLEAR)[1]:
-        with suppress(psutil.Error):
-            each.kill()
+                each.kill()

@@ -148,6 +148,42 @@ def test_after_one_signal_the_compiler_of_an_engine_ends_too(
     assert place.leftovers() == []
 
 
+def test_one_signal_ends_a_command_whose_main_thread_is_in_a_library(tmp_path: Path) -> None:
+    """And what the library has started: no Python instruction of the main thread runs, and no child heeds SIGTERM."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('there', flush=True); time.sleep(600)"
+    script = f"""
+import hashlib, subprocess, sys, threading
+from sdflow import cli, stop
+import sdflow.cli.app
+def busy():
+    stop.end_children_when_told()
+    child = subprocess.Popen([sys.executable, "-c", {deaf!r}], stdout=subprocess.PIPE, text=True)
+    child.stdout.readline()
+    threading.Timer(0.2, lambda: print(child.pid, flush=True)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+sdflow.cli.app.app = busy
+cli.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.count("interrupted: ") == 1
+    assert psutil.wait_procs([child], timeout=SECONDS)[1] == []
+
+
 @pytest.mark.parametrize("by", ["gc", "run"])
 def test_what_a_killed_verification_left_is_removed(place: Place, by: str) -> None:
     process = place.verify()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +25,7 @@ def main() -> NoReturn:
 
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
+    _watch_signals()
     try:
         app()
     except SdflowError as error:
@@ -40,19 +43,40 @@ def main() -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C or SIGTERM: the first ends all in order, others change nothing. What has not ended by then ends all the same,
-    as a kill ends it: workers die with this process, and the next run clears their folders away."""
+    """Ctrl-C or SIGTERM: the first ends all in order, others change nothing."""
     if stop.told():
         return
     stop.tell()
-    limit = threading.Timer(SECONDS_TO_END, _end_now)
-    limit.daemon = True
-    limit.start()
     stop.end_children()  # before anything here sees them end, or lets go of them
     raise stop.Stopped
 
 
+def _watch_signals() -> None:
+    """End all at the latest SECONDS_TO_END after a signal that `_interrupt` is there for, as a kill ends it: workers die with
+    this process, and the next run clears their folders away.
+
+    A handler runs in the main thread, between two of its Python instructions; a library's one may last for seconds. So a
+    thread of its own is told by the system, through a socket, and ends what a library started at once.
+    """
+    here, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    if hasattr(os, "register_at_fork"):  # a signal to a child that was forked is not one to this process
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        with here, told:
+            while numbers := here.recv(64):
+                if any(signal.getsignal(number) is _interrupt for number in numbers):
+                    begun = time.monotonic()
+                    stop.end_children()
+                    time.sleep(max(0.0, begun + SECONDS_TO_END - time.monotonic()))
+                    _end_now()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _end_now() -> None:
-    stop.end_children()
+    stop.end_children(seconds_to_clear=0)
     os.write(2, f"{_GOODBYE}\n".encode())
     os._exit(INTERRUPTED)
