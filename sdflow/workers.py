@@ -297,6 +297,17 @@ def deny_network() -> None:
     sys.addaudithook(hook)
 
 
+def limit_memory(most: int) -> None:
+    """From now on this process gets no more than `most` bytes of memory of its own: whoever asks for more is told so, by
+    MemoryError. What it maps from files does not count. Nothing on Windows, which has no such limit; on macOS it is not held."""
+    if os.name == "nt":
+        return
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def peak_memory() -> int:
     """The highest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")

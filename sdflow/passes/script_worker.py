@@ -1,7 +1,7 @@
 """The process in which a user's script is read for the first time: `python -m sdflow.passes.script_worker`.
 
 Reading is running: a script may exit, kill its process, print, or never end. What it does is told of it, and is not done
-to the process that asks.
+to the process that asks. Time and memory are limited.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from sdflow.errors import PassError
 from sdflow.input_file import read_input
 from sdflow.locked_folder import scratch_folder
 from sdflow.passes.user_pass import load_user_pass, user_script_files
-from sdflow.workers import Worker, run_worker, serve_request
+from sdflow.workers import Worker, limit_memory, run_worker, serve_request
 
 SECONDS = 60.0
 """In which a script must have been read; torch alone may take ten."""
+LEAST_MEMORY = 2 * 10**9
+"""That a script may take however little is free: libraries are swapped out where they must be."""
 
 _tried: set[tuple[str, str, str]] = set()
 
@@ -69,7 +71,10 @@ def try_user_pass(name: str, folder: Path) -> None:
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Load the pass that is asked for, and look at what planning looks at."""
+    """Load the pass that is asked for, and look at what planning looks at. It may take what memory the machine has free."""
+    import psutil
+
+    limit_memory(max(LEAST_MEMORY, psutil.virtual_memory().available))
     found = load_user_pass(request["name"], Path(request["folder"]))
     found.Config.model_json_schema()
     return {}

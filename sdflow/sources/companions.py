@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular
+from sdflow.input_file import TEXT_LIMIT, is_regular
 
 KNOWN = frozenset({
     "added_tokens.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
@@ -38,4 +38,13 @@ def require_inside(folder: Path, checkpoint: Path) -> None:
                 "a link to a file outside the checkpoint, which is not followed",
                 where=str(folder / name),
                 remedy="Put the file itself there.",
+            )
+
+
+def require_small(folder: Path) -> None:
+    """Raises CheckpointError for a known file that is larger than any of its kind: a library would read it whole."""
+    for name in companion_files(folder):
+        if (folder / name).stat().st_size > TEXT_LIMIT:
+            raise CheckpointError(
+                f"larger than {TEXT_LIMIT >> 20} MB", where=str(folder / name), remedy="Download the file again."
             )

@@ -15,6 +15,7 @@ from sdflow.file_stamp import check_stamps
 from sdflow.input_file import foreign_content, read_json
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
+from sdflow.sources.companions import require_small
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.synthetic import tensors_for
 
@@ -110,10 +111,12 @@ def load_pipeline(checkpoint: Checkpoint) -> Any:
 def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     """A tokenizer, scheduler or feature extractor from its folder, never from the hub.
 
-    Raises CheckpointError for one that is missing or damaged, or of a class that the installed library lacks.
+    Raises CheckpointError for one that is missing, damaged or too large, or of a class that the installed library lacks.
     """
     import importlib
 
+    if folder.is_dir():  # else the library says what is missing
+        require_small(folder)
     library = importlib.import_module(companion.library)
     name = companion.class_name
     what = f"its {folder.name} cannot be loaded"
@@ -248,14 +251,30 @@ def unpickled(file: Path, device: str) -> Any:
     if foreign:
         raise CheckpointError(f"not a pickle of weights alone: {foreign}", where=str(file))
     try:
-        in_parts = device == "cpu" and zipfile.is_zipfile(file)
-        return torch.load(file, map_location=device, weights_only=True, mmap=in_parts)
-    except (pickle.UnpicklingError, EOFError, struct.error, *_REJECTIONS) as error:
+        zipped = zipfile.is_zipfile(file)
+        if zipped:
+            _require_stored(file)
+        return torch.load(file, map_location=device, weights_only=True, mmap=zipped and device == "cpu")
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, MemoryError, struct.error, *_REJECTIONS) as error:
         raise CheckpointError(
             f"not a pickle of weights alone: {_refusal(error)}",
             where=str(file),
             remedy="It may be damaged, or run code when loaded. Use a .safetensors file of these weights.",
         ) from error
+
+
+def _require_stored(file: Path) -> None:
+    """Refuse an archive whose parts are larger than itself, before any is unpacked: torch stores them as they are."""
+    import zipfile
+
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(part.file_size for part in archive.infolist())
+    if unpacked > file.stat().st_size:
+        raise CheckpointError(
+            f"not a pickle of weights alone: {file.stat().st_size} bytes that unpack to {unpacked}",
+            where=str(file),
+            remedy="torch writes its parts as they are. Use a .safetensors file of these weights.",
+        )
 
 
 def _refusal(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,11 @@ class Mine(Pass[PassConfig]):
         (
             "class Odd(Exception):\n    def __str__(self): raise self\nraise Odd\n",
             r"mine.py:3: Odd when it is imported",
+        ),
+        pytest.param(
+            "filled = [bytes(1 << 30) for _ in range(1 << 30)]\n",
+            r"mine.py:1: MemoryError when it is imported",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="no limit is held there"),
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,29 @@ def test_a_lora_is_found_by_file_and_folder(tmp_path: Path) -> None:
             find_lora(str(reference), name, download=False)
     with pytest.raises(CheckpointError, match="not a LoRA"):
         find_lora("synthetic:sd15", download=False)
+
+
+def test_a_pickle_that_unpacks_to_more_than_itself_is_refused_before_it_is(folder: Path) -> None:
+    file = folder / f"{UNET}.bin"
+    with zipfile.ZipFile(file) as archive:
+        parts = {part.filename: archive.read(part) for part in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+        with archive.open("archive/data/zeros", "w") as stream:
+            for _ in range(64):
+                stream.write(bytes(1 << 20))
+    with pytest.raises(CheckpointError, match=r"\.bin: not a pickle of weights alone: \d+ bytes that unpack to \d+"):
+        load_module("unet", opened(folder, allow=True).submodels["unet"].load)
+
+
+def test_a_pickle_that_asks_for_all_memory_is_refused(folder: Path) -> None:
+    """Which is not had, so that nothing is filled."""
+
+    class Filled:
+        def __reduce__(self) -> Any:
+            return bytearray, (1 << 60,)
+
+    torch.save({"conv_in.bias": Filled()}, folder / f"{UNET}.bin")
+    with pytest.raises(CheckpointError, match=r"\.bin: not a pickle of weights alone: "):
+        load_module("unet", opened(folder, allow=True).submodels["unet"].load)

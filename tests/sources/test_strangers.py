@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdflow.errors import CheckpointError
+from sdflow.families import DEFAULT, FAMILIES
 from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoint
+from sdflow.sources.load import load_companion
 from sdflow.sources.safetensors_file import read_header
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -236,3 +238,13 @@ def test_what_no_tokenizer_has_is_left_alone(folder: Path) -> None:
     expected = opened(folder).provenance
     (folder / "tokenizer/passwd").write_text("root")
     assert opened(folder).provenance == expected
+
+
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "scheduler/scheduler_config.json"])
+def test_what_lies_beside_the_weights_is_of_its_kinds_size(folder: Path, name: str) -> None:
+    """The libraries that read it would read it whole."""
+    os.truncate(folder / name, 1 << 40)
+    place = folder / name.partition("/")[0]
+    companion = FAMILIES[DEFAULT].companions[place.name]
+    with pytest.raises(CheckpointError, match=rf"{name}: larger than 64 MB"):
+        load_companion(companion, place, str(place))
