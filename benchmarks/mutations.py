@@ -1,13 +1,14 @@
 """Plants faults in a built pipeline, from a seed, and counts which `sdflow verify --quick` finds.
 
     python benchmarks/mutations.py pipelines/shapes_cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
-        [--kinds epsilon scaled ...]
+        [--minutes 5] [--kinds epsilon scaled ...]
 
 The kinds are those of `mutation_kinds.py`, in turn; place and size come from the seed and the number of the fault. The digests
 are written anew, as whoever built the pipeline so would have written them. First the submodel with the fault is verified, and
-where that passes the whole pipeline. Of what is missed: how far the image is from the unchanged pipeline's (relative L2),
-beside fp16 PyTorch's own distance to fp32 PyTorch. Each result is a line of --out; what is there is not done again, so a run
-that was ended goes on. The exit status is 1 when a fault was missed that changes the image by more than that.
+where that passes the whole pipeline; each ends at the first part that finds something (`in_process.py`). Of what is missed: how
+far the image is from the unchanged pipeline's (relative L2), beside fp16 PyTorch's own distance to fp32 PyTorch. Each result is
+a line of --out; what is there is not done again, so a run that was ended goes on. The exit status is 1 when a fault was missed
+that changes the image by more than that.
 
 The cache is used as it is, and what passes is kept in it: take one that may be thrown away.
 """
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+from in_process import Found, Here, verified
 from mutation_kinds import KINDS, Folder
 
 from sdflow.config.workflow import VerifySpec
@@ -37,13 +39,11 @@ from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError
 from sdflow.families import FAMILIES
 from sdflow.store import Cache
-from sdflow.verify import images, subject_of_folder, verify
+from sdflow.verify import images
 from sdflow.verify.cases import read_description
 from sdflow.verify.judge import Desk, JudgeRequest
 from sdflow.verify.reference import IMAGE_FILE
 from sdflow.verify.selection import Selection
-from sdflow.verify.worker import work
-from sdflow.workers import WorkerResult
 
 IN_THE_STRUCTURE = ("the structure does not have it", "is not what the structure has")
 """What is said of a value that came into the graph behind the builder's back. A pass that is wrong would have put it into the
@@ -53,18 +53,8 @@ TRIES = 8
 """Of one kind, where the place that chance takes first has none of what it changes."""
 
 
-class Here:
-    """Stands for the group of processes: the work is done in this one, whose imports are made once."""
-
-    def __init__(self) -> None:
-        self.asked: JudgeRequest | None = None
-
-    def check(self) -> None:
-        pass
-
-    def run(self, module: str, request: Mapping[str, Any], **options: Any) -> WorkerResult:
-        self.asked = JudgeRequest.from_json(request["judge"])
-        return WorkerResult(work(request, lambda phrase: None), 0.0, 0)
+def counts(problem: str) -> bool:
+    return not problem.endswith(IN_THE_STRUCTURE)
 
 
 class Pipeline:
@@ -82,18 +72,17 @@ class Pipeline:
             self.yardstick = relative_l2(stored["float16"], stored["float32"])
 
     def problems(self, folder: Path, submodels: list[str] | None) -> list[str]:
-        """Why a folder does not pass, by `verify` itself."""
-        here = Here()
-        spec = VerifySpec()
+        """Why a folder does not pass, by `verify` itself; of one with a fault the first part that says so."""
+        here = Here(counts if self.request is not None else None)
         try:
-            subject = subject_of_folder(folder, self.cache)
-            found = verify(subject, spec, self.cache, submodels=submodels, fresh=True, threads=1, group=here)  # type: ignore[arg-type]
+            found = verified(folder, VerifySpec(), self.cache, here, submodels=submodels, fresh=True)
+        except Found as found_early:
+            return found_early.problems
         except SdflowError as error:
             return [f"refused: {error}"]
-        if submodels is None and self.request is None:
+        if self.request is None:
             self.request = here.asked
-        told = [f"{where}: {what}" for where, what, _ in found.result.problems]
-        return [each for each in told if not each.endswith(IN_THE_STRUCTURE)]
+        return [told for where, what, _ in found.problems if counts(told := f"{where}: {what}")]
 
     def draw(self, folder: Path) -> np.ndarray:
         """The image that the lowered artifacts draw."""
@@ -148,9 +137,9 @@ def table(results: list[dict[str, Any]], yardstick: float) -> int:
             image = result.get("image", float("inf"))
             grave += not image <= yardstick
             print(f"{result['verdict']}: {result['number']} {result['kind']}: {result['planted']}: image {image:.2e}")
-    counts: Callable[[str], int] = lambda word: sum(result["verdict"] == word for result in results)  # noqa: E731
+    count: Callable[[str], int] = lambda word: sum(result["verdict"] == word for result in results)  # noqa: E731
     print(
-        f"fp16 PyTorch's own image {yardstick:.2e}; {counts('found')} found, {counts('missed')} missed, {grave} beyond it"
+        f"fp16 PyTorch's own image {yardstick:.2e}; {count('found')} found, {count('missed')} missed, {grave} beyond it"
     )
     return grave
 
@@ -166,15 +155,22 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="results, a line of JSON each")
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="end after so many; what is missing is told"
+    )
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     results = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {(result["seed"], result["number"]) for result in results}
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         pipeline = Pipeline(options.pipeline.absolute(), Cache(options.cache), Path(scratch))
         for number in range(options.count):
             if (options.seed, number) in done:
                 continue
+            if time.perf_counter() - begun > 60 * options.minutes:
+                print(f"ended at number {number} of {options.count}; the same command goes on there")
+                break
             results.append(attempt(pipeline, options.seed, number, options.kinds))
             with options.out.open("a") as stream:
                 stream.write(json.dumps(results[-1]) + "\n")

@@ -1,10 +1,11 @@
 """No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
 
-    python benchmarks/verify_all.py SCRATCH [--full] [--targets cuda cpu ...]
+    python benchmarks/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny_cpu ...]
 
 The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. Not for CUDA,
 whose BiasSplitGelu and BiasAdd take the widths of Stable Diffusion alone: there the alarm is right. The sample's workflows
-are built as they are, with and without LoRAs. One line each; the exit status is 1 when one does not pass.
+are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, in this process. One line
+each; the exit status is 1 when one does not pass.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from in_process import Here, verified
 
 from sdflow.cli.progress import PlainLines
 from sdflow.config import load_workflow
@@ -44,9 +48,9 @@ class Quiet(PlainLines):
         pass
 
 
-def workflows(targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
+def workflows(names: Sequence[str], targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
     """One workflow for each pipeline."""
-    for name in FAMILIES:
+    for name in names:
         for target in targets:
             if (name, target) in RIGHTLY_REFUSED:
                 continue
@@ -73,21 +77,25 @@ def main() -> int:
     parser.add_argument("scratch", type=Path, help="folder for the cache and the pipelines")
     parser.add_argument("--full", action="store_true", help="the full level; by itself the quick one, as in a run")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, help="these workflows")
     options = parser.parse_args()
     scratch: Path = options.scratch
-    run = RunOptions(out=scratch / "pipelines", results=scratch / "results", evaluate=False)
+    run = RunOptions(out=scratch / "pipelines", results=scratch / "results", verify=False, evaluate=False)
     alarms = 0
-    for workflow in workflows(options.targets, VerifySpec(level="full" if options.full else "quick")):
+    for workflow in workflows(options.only, options.targets, VerifySpec(level="full" if options.full else "quick")):
         begun = time.perf_counter()
         (pipeline,) = workflow.pipelines
         try:
-            (built,) = run_workflow(workflow, Cache(scratch / "cache"), run, Quiet()).pipelines
+            cache = Cache(scratch / "cache")
+            (built,) = run_workflow(workflow, cache, run, Quiet()).pipelines
+            assert pipeline.verify is not None
+            result = verified(built.folder, pipeline.verify, cache, Here())
+            result.raise_for_failure()
         except VerificationError as error:
             alarms += 1
             print(f"{pipeline.name}: ALARM after {time.perf_counter() - begun:.0f} s: {error}", flush=True)
             continue
-        assert built.verification is not None
-        print(f"{pipeline.name}: passed in {built.verification.seconds:.0f} s; {line(built.verification)}", flush=True)
+        print(f"{pipeline.name}: passed in {result.seconds:.0f} s; {line(result)}", flush=True)
     print(f"{alarms} alarms")
     return int(alarms > 0)
 
