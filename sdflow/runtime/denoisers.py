@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning
 from sdflow.families.base import Conditions
@@ -19,7 +19,32 @@ KEPT = 2
 weights too."""
 
 
-class Denoisers:
+class DenoiserSource(Protocol):
+    """What a pipeline's call gets its denoiser from."""
+
+    def get(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None,
+        controls: Mapping[str, Control],
+        axes: Mapping[str, int],
+        *,
+        guess: bool,
+    ) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
+
+        rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
+        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Give the memory of all of them back, and of the graphs that they are made of."""
+        ...
+
+
+class Denoisers(DenoiserSource):
     """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
     image pixels per latent pixel. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
     nothing beside it."""
@@ -40,7 +65,6 @@ class Denoisers:
         self.kept: dict[tuple[Any, ...], Denoiser] = {}
 
     def unload(self) -> None:
-        """Give the memory of all of them back, and of the graphs that they are made of."""
         self.kept.clear()
         for submodel in (self._model, *self._nets.values()):
             submodel.unload()
@@ -55,11 +79,6 @@ class Denoisers:
         *,
         guess: bool,
     ) -> Denoiser:
-        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
-
-        rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
-        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes.
-        """
         images, channels, *size = start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
         if conditions is None:

@@ -20,7 +20,7 @@ from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser
-from sdflow.runtime.denoisers import Denoisers
+from sdflow.runtime.denoisers import Denoisers, DenoiserSource
 from sdflow.runtime.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -92,7 +92,7 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
-        self.denoisers = Denoisers(
+        self.denoisers: DenoiserSource = Denoisers(
             submodels[family.denoiser],
             self.nets,
             [self.submodels[name] for name in family.text],

@@ -43,7 +43,8 @@ class _Drawing:
 class Engine:
     """Draws jobs.
 
-    find: gives the pipeline that draws a job, with its LoRAs. seconds: of a run of each pipeline's denoiser by size of the
+    find: gives the pipeline that draws a job, with its LoRAs. ready: whether that is there; it begins to be made if the second
+    argument says so. seconds: of a run of each pipeline's denoiser by size of the
     batch; these sizes are used. places: how many images are drawn at once. tell: is told what happens.
     """
 
@@ -53,8 +54,9 @@ class Engine:
         seconds: Mapping[str, Mapping[int, float]],
         tell: Callable[[Message], None],
         places: int | None = None,
+        ready: Callable[[Job, bool], bool] = lambda job, begin: True,
     ) -> None:
-        self._find, self._seconds, self._tell = find, seconds, tell
+        self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
         self.places = places or max(max(each) for each in seconds.values())
         self._waiting: deque[Job] = deque()
         self._drawing: list[_Drawing] = []
@@ -64,6 +66,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether there is something to do."""
         return bool(self._waiting or self._drawing)
+
+    @property
+    def drawing(self) -> bool:
+        """Whether a turn has something to do; without it, what waits needs a pipeline that is being made."""
+        return bool(self._drawing)
 
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""
@@ -77,23 +84,40 @@ class Engine:
 
     def turn(self) -> None:
         """One step of every image that has a place."""
-        while self._waiting and len(self._drawing) < self.places:
-            self._begin(self._next())
+        while len(self._drawing) < self.places and (job := self._next()) is not None:
+            self._begin(job)
+        self._look_ahead()
+        if self._waiting and not self._drawing:
+            return
         batches: list[Batch] = []
         for pipeline, group in self._groups():
             batches += self._run(pipeline, group)
         self._tell(Turned(tuple(batches), len(self._drawing), len(self._waiting), resident_bytes()))
 
-    def _next(self) -> Job:
+    def _next(self) -> Job | None:
         """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is
-        not overtaken again and again."""
+        not overtaken again and again, unless its pipeline is still being made: then by anyone whose pipeline is there."""
+        if not self._waiting:
+            return None
         oldest, kinds = self._waiting[0], {_kind(drawing.job) for drawing in self._drawing}
-        found = oldest
-        if self._overtaken < MOST_OVERTAKEN * self.places:
-            found = next((job for job in self._waiting if _kind(job) in kinds), oldest)
-        self._overtaken = 0 if found is oldest else self._overtaken + 1
-        self._waiting.remove(found)
+        there = self._ready(oldest, True)
+        found = oldest if there else None
+        if not there or self._overtaken < MOST_OVERTAKEN * self.places:
+            found = next((job for job in self._waiting if _kind(job) in kinds), found)
+        if found is None:
+            found = next((job for job in self._waiting if self._ready(job, False)), None)
+        if found is not None:
+            self._overtaken = 0 if found is oldest else self._overtaken + 1
+            self._waiting.remove(found)
         return found
+
+    def _look_ahead(self) -> None:
+        """While all places are taken, the pipeline of the next job with other LoRAs is made."""
+        kinds = {_kind(drawing.job) for drawing in self._drawing}
+        for job in self._waiting:
+            if _kind(job) not in kinds:
+                self._ready(job, True)
+                return
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""

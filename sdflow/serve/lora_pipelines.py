@@ -39,37 +39,61 @@ class _Structure:
     own: tuple[LoraInput, ...]
 
 
+@dataclass(frozen=True)
+class Made:
+    """A pipeline with LoRAs, and about how many bytes of weights are its own."""
+
+    loras: tuple[LoraFile, ...]
+    pipeline: ServedPipeline
+    size: int
+
+
 class LoraPipelines:
-    """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights."""
+    """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
+
+    `make` may be called from another thread than the rest.
+    """
 
     def __init__(self, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> None:
         """Raises UsageError when the folder was built in a way that LoRAs cannot be bound, or its graphs are not in the cache."""
         self._folder, self._base, self._memory = folder, base, memory
         self._plan = _plan(folder, Cache(cache))
         self._structures = _structures(self._plan, Cache(cache), str(cache))
-        self._made: dict[tuple[LoraFile, ...], tuple[ServedPipeline, int]] = {}
+        self._made: dict[tuple[LoraFile, ...], Made] = {}
+        self._alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = weakref.WeakValueDictionary()
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
-        """The pipeline with these, in this order. Raises CheckpointError for one that does not fit."""
-        loras = tuple(lora for lora in loras if lora.scale)
+        """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
+        found = self.get(loras)
+        return self.keep(self.make(loras)) if found is None else found
+
+    def get(self, loras: tuple[LoraFile, ...]) -> ServedPipeline | None:
+        """The pipeline with these if it is there: kept, or in use."""
+        loras = _counting(loras)
         if not loras:
             return self._base
-        if loras not in self._made:
-            made, size = self._make(loras)
-            while self._made and size + sum(each for _, each in self._made.values()) > self._memory:
-                self._made.pop(next(iter(self._made)))
-            self._made[loras] = made, size
-        self._made[loras] = self._made.pop(loras)
-        return self._made[loras][0]
+        if loras in self._made:
+            self._made[loras] = self._made.pop(loras)
+        return self._alive.get(loras)
+
+    def keep(self, made: Made) -> ServedPipeline:
+        """Keep one for as long as there is room, and it is asked for more than others."""
+        while self._made and made.size + sum(each.size for each in self._made.values()) > self._memory:
+            self._made.pop(next(iter(self._made)))
+        self._made[made.loras] = made
+        self._alive[made.loras] = made.pipeline
+        return made.pipeline
 
     @property
     def kept(self) -> list[tuple[LoraFile, ...]]:
         """Which are there, the last one asked for at the end."""
         return list(self._made)
 
-    def _make(self, loras: Sequence[LoraFile]) -> tuple[ServedPipeline, int]:
+    def make(self, loras: tuple[LoraFile, ...]) -> Made:
+        """The pipeline with these, in this order, which is not there. Raises CheckpointError for one that does not fit."""
         from sdflow.weights.bind import BindRequest, bind
 
+        loras = _counting(loras)
         checkpoint = self._plan.checkpoint
         assert checkpoint is not None, "looked at when it was planned"
         for lora in loras:
@@ -97,7 +121,13 @@ class LoraPipelines:
             shutil.rmtree(scratch)
             raise
         weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
-        return made, COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
+        size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
+        return Made(loras, made, size)
+
+
+def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:
+    """Without those that count nothing."""
+    return tuple(lora for lora in loras if lora.scale)
 
 
 def _plan(folder: Path, cache: Cache) -> PipelinePlan:

@@ -12,10 +12,11 @@ from sdflow.families.base import Conditions
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser
-from sdflow.runtime.denoisers import Denoisers
+from sdflow.runtime.denoisers import DenoiserSource
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.split import TIMESTEP
+from sdflow.serve.cuts import Cuts
 from sdflow.serve.shared_steps import SharedSteps, Step, Texts
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class StepsOfSizes:
 
     KEPT = 4
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
+        self._cuts = cuts
         self._model = pipeline.submodels[pipeline.family.denoiser]
         self._texts = [pipeline.submodels[name].config for name in pipeline.family.text]
         self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
@@ -75,7 +77,7 @@ class StepsOfSizes:
             while len(self._made) >= self.KEPT:
                 self._made.pop(next(iter(self._made)))
             try:
-                self._made[key] = SharedSteps(self._model, sizes)
+                self._made[key] = SharedSteps(self._model, sizes, self._cuts)
             except PassError as error:
                 self.why_alone = str(error)
                 return None
@@ -90,10 +92,10 @@ class StepsOfSizes:
         return max(int(config["max_position_embeddings"]) for config in self._texts)
 
 
-class PausingDenoisers:
-    """In the place of a pipeline's `Denoisers`, for one call that draws one image."""
+class PausingDenoisers(DenoiserSource):
+    """In the place of a pipeline's own, for one call that draws one image."""
 
-    def __init__(self, steps: StepsOfSizes, own: Denoisers, ask: Ask) -> None:
+    def __init__(self, steps: StepsOfSizes, own: DenoiserSource, ask: Ask) -> None:
         """own: the pipeline's. ask: gives what the model makes of a step."""
         self._steps, self._own, self._ask = steps, own, ask
 
@@ -107,7 +109,6 @@ class PausingDenoisers:
         *,
         guess: bool,
     ) -> Denoiser:
-        """As of `Denoisers`."""
         images, channels, height, width = start.noise.shape
         assert images == 1, "one image a call"
         channels += 0 if start.context is None else start.context.shape[1]
@@ -116,6 +117,9 @@ class PausingDenoisers:
             whole = self._own.get(start, rows, conditions, controls, axes, guess=guess)
             return _AloneDenoiser(whole, self._ask)
         return _SharedDenoiser(steps, rows, (channels, height, width), start.noise.device, self._ask)
+
+    def unload(self) -> None:
+        self._own.unload()
 
 
 class _SharedDenoiser:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sdflow.errors import VerificationError
+from sdflow.families.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, load_submodel
@@ -23,6 +24,7 @@ from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.split import SAMPLE, TIMESTEP
 from sdflow.runtime.submodel import Submodel
 from sdflow.serve.batch_plan import worthwhile_sizes
+from sdflow.serve.cuts import Cuts
 from sdflow.serve.jobs import Image, Job
 from sdflow.serve.pausing import Ask, PausingDenoisers, StepsOfSizes
 from sdflow.serve.shared_steps import Step
@@ -56,11 +58,18 @@ class ServedPipeline:
 
     output_type: ClassVar[Literal["pil", "np"]] = "pil"
 
-    def __init__(self, pipeline: Pipeline | Ensemble, reload: Callable[[Path, str], Submodel] | None = None) -> None:
-        """reload: loads a submodel of another folder, of this name, as those of the pipeline were."""
+    def __init__(
+        self,
+        pipeline: Pipeline | Ensemble,
+        reload: Callable[[Path, str], Submodel] | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:
+        """reload: loads a submodel of another folder, of this name, as those of the pipeline were. cuts: of one with the same
+        graphs."""
         self.pipeline, self._reload = pipeline, reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
-        self._steps = [StepsOfSizes(stage) for stage in self.stages]
+        self._cuts = Cuts() if cuts is None else cuts
+        self._steps = [StepsOfSizes(stage, self._cuts) for stage in self.stages]
 
     @classmethod
     def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
@@ -91,7 +100,23 @@ class ServedPipeline:
         )
         pipeline.scheduler = base.scheduler
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
-        return type(self)(whole, self._reload)
+        return type(self)(whole, self._reload, self._cuts)
+
+    def prepare(self, job: Job) -> None:
+        """Load what the first step of a job like this waits for. May be in another thread than the one that draws, before that
+        has this pipeline. On a GPU nothing: its one stream may be captured meanwhile."""
+        base = self.base
+        if base.place.stream is not None or self.why_alone is not None:
+            return
+        for name in base.family.text:
+            base.submodels[name].load()
+        given = job.arguments
+        _, _, rows, columns = base.latents_shape(1, given.get("height"), given.get("width"))
+        task: Task = "text" if job.image is None else "image" if job.mask is None else "inpaint"
+        scale = given.get("guidance_scale", base.defaults[task].guidance_scale)
+        steps = self._steps[0].of(rows, columns)
+        if steps is not None:
+            steps.form(1, 2 if base.family.guided(base.configs, scale) else 1)
 
     @property
     def base(self) -> Pipeline:
@@ -136,7 +161,7 @@ class ServedPipeline:
         made = copy.copy(stage)
         if job.scheduler is not None:
             made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config)
-        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask)  # type: ignore[assignment]
+        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask)
         return made
 
     def _previewing(self, job: Job, told: Told) -> Callable[[Preview], None]:

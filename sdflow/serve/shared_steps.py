@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import PassError
 from sdflow.machine.onnx_runtime import numpy_type
 from sdflow.runtime.schedule import Schedule
-from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.split import SAMPLE, TIMESTEP, split
+from sdflow.runtime.split import SAMPLE, TIMESTEP
 from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.serve.cuts import Cuts
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,13 @@ class Step:
 class SharedSteps:
     """The runs of one denoiser for images of one size."""
 
-    def __init__(self, model: Submodel, sizes: Mapping[str, int]) -> None:
+    def __init__(self, model: Submodel, sizes: Mapping[str, int], cuts: Cuts) -> None:
         """sizes: of the graph's axes by name, without `batch`. Raises PassError for a graph that cannot be taken apart."""
         if model.path is None:
             raise PassError("this target runs whole graphs only")
         self._model, self.sizes = model, dict(sizes)
-        self._graph = read_graph(model.path)
-        parts = split(self._graph, {**sizes, "batch": 2}, guidance=True)
+        self._path, self._cuts = model.path, cuts
+        parts = cuts.of(model.path, {**sizes, "batch": 2}, guidance=True)
         text, timestep = model.part_session(parts.text), model.part_session(parts.timestep, capture=False)
         self._timestep_session = timestep
         self._time_values = parts.time_values
@@ -99,7 +99,7 @@ class SharedSteps:
         """The session for a batch of so many images, made when it is first wanted."""
         if (size, halves) not in self._forms:
             guided = halves == 2
-            parts = split(self._graph, {**self.sizes, "batch": size * halves}, guidance=guided)
+            parts = self._cuts.of(self._path, {**self.sizes, "batch": size * halves}, guidance=guided)
             if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
                 raise PassError("a batch of another size is taken apart in another way", where="split")
             session = self._model.part_session(parts.step)

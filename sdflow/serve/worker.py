@@ -19,10 +19,12 @@ from sdflow.serve.jobs import Cancel, End, Failed, Image, Job, Lost, Message, Re
 from sdflow.workers import deny_network
 
 if TYPE_CHECKING:
-    from sdflow.serve.lora_pipelines import LoraPipelines
     from sdflow.serve.served_pipeline import ServedPipeline
 
 WARM_UP = "warm-up"
+
+WAIT_SECONDS = 0.005
+"""Between two looks whether what the only jobs wait for is there."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def work(connection: Connection, options: WorkerOptions) -> None:
 
 def _draw(connection: Connection, options: WorkerOptions) -> None:
     from sdflow.serve.engine import Engine
+    from sdflow.serve.ready_pipelines import ReadyPipelines
     from sdflow.serve.served_pipeline import ServedPipeline
 
     pipelines = {
@@ -63,15 +66,21 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
         for name, folder in options.pipelines.items()
     }
     seconds = {name: _warm(name, pipeline, options) for name, pipeline in pipelines.items()}
-    bound = {name: _WithLoras(options, name, pipeline) for name, pipeline in pipelines.items()}
-    engine = Engine(lambda job: bound[job.pipeline].find(job), seconds, connection.send)
     found = {
-        name: {"batch_seconds": seconds[name], "alone": pipeline.why_alone} for name, pipeline in pipelines.items()
+        name: ReadyPipelines(options.pipelines[name], pipeline, options.cache, options.lora_memory)
+        for name, pipeline in pipelines.items()
     }
-    connection.send(Ready(found))
+    engine = Engine(
+        lambda job: found[job.pipeline].find(job),
+        seconds,
+        connection.send,
+        ready=lambda job, begin: found[job.pipeline].ready(job, begin=begin),
+    )
+    told = {name: {"batch_seconds": seconds[name], "alone": pipeline.why_alone} for name, pipeline in pipelines.items()}
+    connection.send(Ready(told))
     while True:
-        if not engine.busy:
-            connection.poll(None)
+        if not engine.drawing:
+            connection.poll(WAIT_SECONDS if engine.busy else None)
         while connection.poll(0):
             message = connection.recv()
             if isinstance(message, Job):
@@ -81,24 +90,6 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
             elif isinstance(message, End):
                 return
         engine.turn()
-
-
-class _WithLoras:
-    """A pipeline without LoRAs, and with them from the first time on that a job wants some."""
-
-    def __init__(self, options: WorkerOptions, name: str, pipeline: ServedPipeline) -> None:
-        self._options, self._folder, self._pipeline = options, options.pipelines[name], pipeline
-        self._made: LoraPipelines | None = None
-
-    def find(self, job: Job) -> ServedPipeline:
-        """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
-        if not job.loras:
-            return self._pipeline
-        if self._made is None:
-            from sdflow.serve.lora_pipelines import LoraPipelines
-
-            self._made = LoraPipelines(self._folder, self._pipeline, self._options.cache, self._options.lora_memory)
-        return self._made.served(job.loras)
 
 
 def _warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:

@@ -19,7 +19,8 @@ from sdflow.serve.engine import Engine
 from sdflow.serve.jobs import Begun, Drawn, Failed, Image, Job, LoraFile, Message, Preview, Stepped, Turned
 from sdflow.serve.served_pipeline import Finished, ServedPipeline, preview_steps
 
-SECONDS = {1: 1.0, 2: 1.2, 4: 1.5}
+SECONDS = {1: 1.0, 4: 1.5}
+"""Few sizes: each is a session of its own, for each size of image, with guidance and without."""
 
 
 class Keeping(ServedPipeline):
@@ -212,3 +213,35 @@ def test_loras_go_together_and_none_waits_for_ever(served: Keeping) -> None:
         engine.turn()
     begun = [int(each.request.split()[1]) for each in told if isinstance(each, Begun)]
     assert begun == [0, 2, 3, 4, 5, 1, 6, 7, 8]
+
+
+def test_whose_pipeline_is_still_being_made_holds_nobody_up_and_is_next_then(served: Keeping) -> None:
+    """One place. The oldest wants a LoRA that is not there yet; the next with another is made when that one has begun."""
+    told: list[Message] = []
+    there, asked = {()}, []
+
+    def ready(job: Job, begin: bool) -> bool:
+        if begin and job.loras not in there:
+            asked.append(job.loras[0].name)
+        return job.loras in there
+
+    engine = Engine(lambda job: served, {"tiny": {1: 1.0}}, told.append, ready=ready)
+    ink, oil = ((LoraFile(name, f"{name}.safetensors", "0", 1.0),) for name in ("ink", "oil"))
+    for number, loras in enumerate((ink, oil, (), (), ())):
+        engine.submit(job(number, arguments=call(1, 7.5), scheduler="ddim", loras=loras))
+
+    def begun() -> list[int]:
+        return [int(each.request.split()[1]) for each in told if isinstance(each, Begun)]
+
+    engine.turn()
+    engine.turn()
+    assert (begun(), set(asked)) == ([2, 3], {"ink"})
+    there.add(ink)
+    engine.turn()
+    assert begun() == [2, 3, 0]
+    engine.turn()
+    assert (begun(), set(asked)) == ([2, 3, 0, 4], {"ink", "oil"})
+    engine.turn()
+    assert engine.busy and not engine.drawing, "it waits for the last one's LoRA alone"
+    engine.cancel("request 1")
+    assert not engine.busy

@@ -6,6 +6,8 @@ import io
 import os
 import subprocess
 import sys
+import threading
+import time
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +23,11 @@ from serve.conftest import PATIENCE, RunningServer, running_server
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.jobs import LoraFile
-from sdflow.serve.lora_pipelines import LoraPipelines
+from sdflow.serve.engine import Engine
+from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message
+from sdflow.serve.lora_pipelines import LoraPipelines, Made
 from sdflow.serve.loras import Loras
+from sdflow.serve.ready_pipelines import ReadyPipelines
 from sdflow.serve.served_pipeline import ServedPipeline
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +79,54 @@ def test_the_weights_are_those_that_bake_writes_and_the_others_are_shared(built:
     assert pipelines.served(of_samples(("stripes", 0.0))) is base
 
 
+def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that makes them is held up until an image without any is drawn."""
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    told: list[Message] = []
+    engine = Engine(
+        pipelines.find, {"shapes": {1: 1.0}}, told.append, ready=lambda job, begin: pipelines.ready(job, begin=begin)
+    )
+
+    def submit(name: str, loras: tuple[LoraFile, ...]) -> None:
+        arguments = {"num_inference_steps": 4}
+        engine.submit(Job(name, 0, "shapes", "a large red circle", 1, arguments=arguments, loras=loras))
+
+    def drawn() -> dict[str, bytes]:
+        return {each.request: each.file for each in told if isinstance(each, Drawn)}
+
+    submit("first", ())
+    while engine.busy:
+        engine.turn()
+    monkeypatch.setattr("sdflow.serve.cuts.split", None)  # the parts are there
+    held, make = threading.Event(), LoraPipelines.make
+
+    def made_later(self: LoraPipelines, loras: tuple[LoraFile, ...]) -> Made:
+        assert held.wait(PATIENCE)
+        return make(self, loras)
+
+    monkeypatch.setattr(LoraPipelines, "make", made_later)
+    submit("with", of_samples(*BOTH))
+    submit("without", ())
+    submit("again", of_samples(*BOTH))
+    while "without" not in drawn():
+        engine.turn()
+    assert "with" not in drawn()
+    held.set()
+    while engine.busy:
+        engine.turn()
+        time.sleep(0 if engine.drawing else 0.01)
+    assert [each for each in told if isinstance(each, Failed)] == []
+    assert list(drawn()) == ["first", "without", "with", "again"]
+    assert drawn()["without"] == drawn()["first"] and drawn()["again"] == drawn()["with"]
+    for name, folder in (("without", "shapes_cpu"), ("with", "baked")):
+        found = np.asarray(PIL.Image.open(io.BytesIO(drawn()[name])), np.int16)
+        np.testing.assert_allclose(found, by_itself(built / "pipelines" / folder), atol=1)
+    assert np.abs(by_itself(built / "pipelines/baked") - by_itself(built / "pipelines/shapes_cpu")).max() > 50
+
+
 def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     one = 2 * sum(path.stat().st_size for path in (built / "pipelines/baked/unet").iterdir())
@@ -109,13 +161,14 @@ def by_itself(folder: Path) -> np.ndarray:
     return np.asarray(result.images[0], np.int16)
 
 
+@pytest.mark.slow  # a server of the sample pipeline
 def test_requests_with_and_without_loras_get_what_baked_pipelines_draw(server: RunningServer, built: Path) -> None:
     plain, baked = (by_itself(built / "pipelines" / name) for name in ("shapes_cpu", "baked"))
-    assert np.abs(plain - baked).max() > 50
     for expected, loras in ((plain, ()), (baked, BOTH), (plain, ()), (baked, BOTH)):
         np.testing.assert_allclose(pixels(draw(server, *loras)), expected, atol=1)
 
 
+@pytest.mark.slow  # a server of the sample pipeline
 def test_one_is_sent_used_and_taken_away(server: RunningServer) -> None:
     url = f"{server.url}/v1/loras"
     content = (SAMPLES / "stripes.safetensors").read_bytes()
