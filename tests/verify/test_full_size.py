@@ -35,8 +35,16 @@ ARCHITECTURES = {
     "lcm": "lcm",
     "lcm_sdxl": "lcm-sdxl",
     "sdxl_refiner": "sdxl-refiner",
+    **{f"{name}_{beside}": name for name in ("sd15", "sdxl") for beside in ("controlnet", "ip_adapter")},
 }
 """Base workflow -> the architecture that its checkpoint has."""
+BESIDE = {
+    "sd15_controlnet": "controlnets.canny=synthetic:sd15",
+    "sdxl_controlnet": "controlnets.canny=synthetic:sdxl",
+    "sd15_ip_adapter": "ip_adapters=[{file: synthetic:ip-adapter}]",
+    "sdxl_ip_adapter": "ip_adapters=[{file: synthetic:ip-adapter}]",
+}
+"""What stands in place of the nets and adapters that a base workflow takes from the hub."""
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +55,8 @@ def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 def planned(base: str, target: str, cache: Cache) -> PipelinePlan:
     """A base workflow for a target, of a checkpoint of its architecture."""
-    model = f"model=synthetic:{ARCHITECTURES[base]}"
-    workflow = load_workflow(BASES / f"{base}.yaml", catalog=catalog(), overrides=[model], targets=[target])
+    instead = [f"model=synthetic:{ARCHITECTURES[base]}", *([BESIDE[base]] if base in BESIDE else [])]
+    workflow = load_workflow(BASES / f"{base}.yaml", catalog=catalog(), overrides=instead, targets=[target])
     (plan,) = make_plan(workflow, cache).pipelines
     return plan
 
