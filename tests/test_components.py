@@ -1,4 +1,5 @@
-"""A workflow with another VAE: which steps keep their keys, and what becomes of the folder: verified, baked, measured."""
+"""A workflow with another VAE and another denoiser: which steps keep their keys, and what becomes of the folder: verified, baked,
+measured."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from sdflow.config import load_workflow
 from sdflow.errors import UsageError
 from sdflow.passes import registry
 from sdflow.plan import make_plan
-from sdflow.sources import PlainDigests, load_module, open_checkpoint
+from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
 from sdflow.store import Cache
 
 VAE = ("vae_encoder", "vae_decoder")
+LCM = "synthetic:lcm-tiny?seed=1"
 OTHER = "synthetic:sdxl-tiny?seed=1"
 
 
@@ -73,7 +75,10 @@ def test_the_plan_says_where_the_vae_comes_from(tmp_path: Path) -> None:
 def shell(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Shell:
     shell = Shell(tmp_path_factory.mktemp("components"))
     (shell.folder / "vae.safetensors").write_bytes(file.read_bytes())
-    content = {"extends": str(TINY), "name": "mine", "components": {"vae": "vae.safetensors"}}
+    load_pipeline(open_checkpoint(LCM, digests=PlainDigests(), download=False)).unet.save_pretrained(
+        shell.folder / "lcm"
+    )
+    content = {"extends": str(TINY), "name": "mine", "components": {"vae": "vae.safetensors", "unet": "lcm"}}
     (shell.folder / "mine.yaml").write_text(yaml.safe_dump(content))
     return shell
 
@@ -88,16 +93,21 @@ def built(shell: Shell) -> Path:
 
 def test_the_folder_is_verified_from_its_manifest(shell: Shell, built: Path) -> None:
     manifest = json.loads((built / "sdflow.json").read_text())
-    assert manifest["components"] == {"vae": str(shell.folder / "vae.safetensors")}
+    assert manifest["components"] == {"vae": str(shell.folder / "vae.safetensors"), "unet": str(shell.folder / "lcm")}
     assert manifest["checkpoint"]["components"]["vae"]["kind"] == "single_file"
+    assert manifest["checkpoint"]["components"]["unet"]["kind"] == "folder"
+    assert manifest["few_steps"]["because"] == "lcm is a latent consistency model"
     done = shell.run("verify", str(built), "--quick")
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_the_folder_is_measured_beside_its_own_vae(built: Path) -> None:
-    ours, theirs = torch_modules(built)["vae"].state_dict(), module().state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+def test_the_folder_is_measured_beside_its_own_vae_and_denoiser(built: Path) -> None:
+    unet = load_pipeline(open_checkpoint(LCM, digests=PlainDigests(), download=False)).unet
+    measured = torch_modules(built)
+    for ours, theirs in ((measured["vae"], module()), (measured["unet"], unet)):
+        ours, theirs = ours.state_dict(), theirs.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_a_baked_pipeline_keeps_the_vae(shell: Shell, built: Path) -> None:

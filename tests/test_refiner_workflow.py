@@ -84,17 +84,18 @@ def test_a_refiner_with_a_workflow_of_its_own_has_its_chains_and_their_promises(
         assert ours == theirs, "what is equal is built once"
 
 
-def test_its_checkpoint_may_be_another_and_components_are_of_both() -> None:
+def test_its_checkpoint_may_be_another_and_components_but_the_denoiser_are_of_both() -> None:
     written = [
         "refiner.model=synthetic:sdxl-refiner-tiny?seed=3",
-        "components={vae: synthetic:sdxl?seed=4}",
+        "components={vae: synthetic:sdxl?seed=4, unet: synthetic:lcm-sdxl}",
     ]
     (base,) = load_workflow(
         ROOT / "workflows/sdxl_with_refiner_cuda.yaml", catalog=catalog(), overrides=written
     ).pipelines
     refiner = base.refiner
     assert refiner is not None and refiner.model == "synthetic:sdxl-refiner-tiny?seed=3"
-    assert refiner.components == base.components == {"vae": "synthetic:sdxl?seed=4"}
+    assert base.components == {"vae": "synthetic:sdxl?seed=4", "unet": "synthetic:lcm-sdxl"}
+    assert refiner.components == {"vae": "synthetic:sdxl?seed=4"}
 
 
 @pytest.mark.parametrize(

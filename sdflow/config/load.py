@@ -34,7 +34,7 @@ from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
-from sdflow.families import DRAWING, EXCHANGEABLE, NET, PROMPTER, WITH_LORAS
+from sdflow.families import DENOISERS, DRAWING, EXCHANGEABLE, NET, PROMPTER, WITH_LORAS
 from sdflow.sources.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
 
@@ -193,11 +193,12 @@ class _Loader:
             own.files.folders.setdefault(model.mark.file, self.files.folder(model.mark))
         name = f"{pipeline.name}_refiner"
         found = own.pipeline(Cell(name, model or document.entries.get("model"), None, pipeline.target))
+        of_both = {name: each for name, each in pipeline.components.items() if name not in DENOISERS}
         return None if found is None else replace(
             found,
             evaluate=pipeline.evaluate,
             verify=pipeline.verify,
-            components={**pipeline.components, **found.components},
+            components={**of_both, **found.components},
             allow_pickle=pipeline.allow_pickle,
             carry_weights=pipeline.carry_weights,
         )  # fmt: skip

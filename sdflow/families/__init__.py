@@ -45,9 +45,15 @@ DRAWING: tuple[str, ...] = tuple(
 OPTIONAL: tuple[str, ...] = tuple(part.name for family in FAMILIES.values() for part in family.parts if part.optional)
 """The submodels that a checkpoint may lack."""
 
-EXCHANGEABLE: Mapping[str, str] = {"vae": "The autoencoder, both halves: latents to pixels, and pixels to latents."}
+EXCHANGEABLE: Mapping[str, str] = {
+    "vae": "The autoencoder, both halves: latents to pixels, and pixels to latents.",
+    "unet": "The denoiser, run once per step. Text encoders, VAE and scheduler stay the model's own.",
+}
 """The components that a workflow may take from elsewhere, with what they are. Nothing lies beside them that would have to
 be exchanged too, as tokenizers do beside text encoders."""
+
+DENOISERS: frozenset[str] = frozenset(family.part(family.denoiser).component for family in FAMILIES.values())
+"""The components that a base and its refiner never share."""
 
 LIBRARY_MODULES: tuple[str, ...] = tuple(
     dict.fromkeys(

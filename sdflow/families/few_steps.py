@@ -52,6 +52,9 @@ def spelled(changes: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+CONSISTENT = FewSteps("a latent consistency model", 4, 8.5, "lcm")
+"""Any denoiser that takes the guidance as an input, by itself: https://arxiv.org/abs/2310.04378."""
+
 _Row = tuple[re.Pattern[str], Callable[[re.Match[str]], FewSteps]]
 
 

@@ -52,7 +52,6 @@ class LatentConsistency(Family):
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
         """As diffusers' LatentConsistencyModelPipeline."""
-        request.require_no_negatives()
         return _PLAIN.condition(run, companions, options, request)
 
     def lora_loader(self) -> Any:

@@ -154,6 +154,8 @@ class StableDiffusion(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
+        if request.guidance_width is not None:
+            request.require_no_negatives()
         texts = list(request.prompts)
         if request.guided:
             texts = [*(request.negatives or [""] * len(texts)), *texts]

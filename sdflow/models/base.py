@@ -181,6 +181,10 @@ class Model:
         gives; none where nothing tells. Raises KeyError for a config that lacks something."""
         return {}
 
+    def told(self, config: Config, shapes: Shapes) -> Config:
+        """The config with what the tensors of a file, without a prefix, tell of such a model: a file has no config."""
+        return config
+
     def halves(self, config: Config) -> Mapping[str, Shapes]:
         """Of a model that is also published as a file for each half, in the original names: half -> the tensors by which its
         file is known. In `original_names` the halves' names begin with the half and a dot, which the files leave out."""

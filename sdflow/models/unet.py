@@ -95,6 +95,12 @@ class UNet(Model):
             f"mid_block.{attention}": (channels[-1], config["cross_attention_dim"]),
         }
 
+    def told(self, config: Config, shapes: Shapes) -> Config:
+        """Whether it takes the guidance: of all layouts the same tensor."""
+        guidance = shapes.get("time_embedding.cond_proj.weight")
+        width = None if guidance is None else guidance[1]
+        return config if config.get("time_cond_proj_dim") == width else {**config, "time_cond_proj_dim": width}
+
     def smallest(self, config: Config) -> Sizes:
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)

@@ -1,8 +1,8 @@
-"""A component of a checkpoint from elsewhere: another VAE in place of its own; `sdflow.sources.nets` uses it too.
+"""A component of a checkpoint from elsewhere: another VAE or denoiser in place of its own; `sdflow.sources.nets` uses it too.
 
 Where it may come from: a folder or repository that is the component, as save_pretrained writes it; one that is a pipeline
 and has it; a synthetic checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file
-holds no configuration: the checkpoint's own is taken, and the shapes must fit it.
+holds no configuration: the checkpoint's own is taken, with what the file's tensors tell, and the shapes must fit it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.digest import digest_json
-from sdflow.errors import CheckpointError
+from sdflow.errors import CheckpointError, PassError
 from sdflow.families import COMPONENT_ARCHITECTURES, EXCHANGEABLE
 from sdflow.families.base import Part
 from sdflow.file_stamp import file_stamp
-from sdflow.models.base import Port
+from sdflow.models.base import GUIDANCE, Port, Shapes
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import (
     Checkpoint,
@@ -43,8 +43,6 @@ from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import part_of_file, under
 from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -209,11 +207,13 @@ class Source:
         shapes = self._shapes(path)
         if (half := config_of_half(self.parts[0], shapes)) is not None:
             return self._halves(path, half)
-        parts, configs, prefix = self.parts, {part.name: self.own_config(part) for part in self.parts}, None
+        parts, prefix = self.parts, None
         if (config := self._instead(shapes)) is not None:
             parts, configs = [part.of(config) for part in self.parts], {part.name: config for part in self.parts}
         else:
             prefix = self.prefix(shapes)
+            inside = {name.removeprefix(prefix or ""): shape for name, shape in shapes.items()}
+            configs = {part.name: {**part.model.told(self.own_config(part), inside)} for part in parts}
             self.require_shapes(path, shapes, prefix)
         whole, *tensors = side_by_side(self._work(path, prefix or ""))
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
@@ -285,21 +285,25 @@ class Source:
         for layout in self.parts[0].layouts:
             if any(name.startswith(layout.prefix) for name in names):
                 return layout.prefix
-        # diffusers' blocks are `down_blocks.0`, the original ones `down.0`.
-        return None if any("_blocks." in name for name in names) else ""
+        # diffusers' blocks are `down_blocks.0`, the original ones `down.0` or `input_blocks.0`.
+        return None if any("down_blocks." in name or "up_blocks." in name for name in names) else ""
 
     def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
         """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
 
-        These are the first convolutions, which both layouts name alike. That every tensor fits is seen when it is loaded.
+        That every tensor fits is seen when it is loaded.
         """
         family, begins = self.checkpoint.family, self.parts[0].layouts[0].prefix
         configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts
                    if part.name in self.checkpoint.submodels}  # fmt: skip
+        ours: dict[str, str] = {}
+        if prefix is None:
+            ours = {each.name: name for name, each in self.parts[0].model.original_names(shapes).items()}
         for name, wanted in family.fingerprint(configs).items():
             if not name.startswith(begins) or wanted is None:
                 continue
-            stored = f"{prefix or ''}{name.removeprefix(begins)}"
+            plain = name.removeprefix(begins)
+            stored = ours.get(plain, f"{prefix or ''}{plain}")
             if stored not in shapes:
                 raise CheckpointError(
                     f"it holds no tensor {stored}: this is no {self.component}",
@@ -325,13 +329,14 @@ def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: F
     """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
     images fit."""
     for part in parts:
-        own = ports_of(part, checkpoint.submodels[part.name], checkpoint.reference)
-        other = ports_of(part, found.submodels[part.name], reference)
-        for wanted, port in zip(own, other, strict=True):
-            if port != wanted:
+        own = {port.name: port for port in ports_of(part, checkpoint.submodels[part.name], checkpoint.reference)}
+        other = {port.name: port for port in ports_of(part, found.submodels[part.name], reference)}
+        for name in {**own, **other}:
+            # One that takes the guidance as an input is given it, whatever was in its place.
+            if own.get(name) != other.get(name) and (name != GUIDANCE or name in own):
+                its, wanted = (f"({axes(ports[name])})" if name in ports else "not there" for ports in (other, own))
                 raise CheckpointError(
-                    f"{port.name} of its {part.name} is ({axes(port)}), and that of {checkpoint.reference} is "
-                    f"({axes(wanted)})",
+                    f"{name} of its {part.name} is {its}, and that of {checkpoint.reference} is {wanted}",
                     where=reference,
                     remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
                 )
@@ -344,6 +349,8 @@ def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port
         ports = part.of(config).model.ports(config)
     except KeyError as error:
         raise _lacking(error, where) from error
+    except PassError as error:
+        raise CheckpointError(error.what, where=where, remedy=error.remedy) from error
     return (*ports.inputs, *ports.outputs)
 
 

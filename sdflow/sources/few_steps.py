@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdflow.families.few_steps import FewSteps, known_lora, known_model
+from sdflow.families.few_steps import CONSISTENT, FewSteps, known_lora, known_model
 from sdflow.sources.checkpoint import Checkpoint
 from sdflow.sources.reference import HubReference, LocalReference, SyntheticReference, parse_reference
 from sdflow.sources.safetensors_file import read_metadata
@@ -24,7 +24,10 @@ def few_steps(checkpoint: Checkpoint, loras: Sequence[tuple[str, str | None, Pat
 
     loras: reference, weight name and file of each.
     """
-    found, because = few_steps_of_model(checkpoint), checkpoint.reference
+    if (denoiser := _from_elsewhere(checkpoint)) is not None:
+        found, because = few_steps_of_denoiser(checkpoint, denoiser), denoiser
+    else:
+        found, because = few_steps_of_model(checkpoint), checkpoint.reference
     for reference, weight_name, path in loras:
         if made := few_steps_of_lora(reference, weight_name, path):
             found, because = made, weight_name or Path(reference).name
@@ -37,6 +40,15 @@ def few_steps_of_model(checkpoint: Checkpoint) -> FewSteps | None:
     if found is None or checkpoint.provenance.get("kind") == "single_file":
         return found
     return found.with_its_own_scheduler()
+
+
+def few_steps_of_denoiser(checkpoint: Checkpoint, name: str) -> FewSteps | None:
+    """How a checkpoint draws with a denoiser from elsewhere that was published to draw in few steps, under this name. It
+    brings no scheduler."""
+    family = checkpoint.family
+    configs = {part: submodel.load["config"] for part, submodel in checkpoint.submodels.items()}
+    found = known_model([name, _made_of(configs[family.denoiser])])
+    return CONSISTENT if found is None and family.guidance_width(configs) is not None else found
 
 
 def few_steps_of_lora(reference: str, weight_name: str | None, path: Path) -> FewSteps | None:
@@ -52,9 +64,22 @@ def _model_names(checkpoint: Checkpoint) -> Iterator[str]:
         yield parsed.architecture
     elif isinstance(parsed, LocalReference):
         yield parsed.path.name
-    # What it was made of, as diffusers writes it.
     for submodel in checkpoint.submodels.values():
-        yield Path(str(submodel.load["config"].get("_name_or_path") or "")).name
+        yield _made_of(submodel.load["config"])
+
+
+def _made_of(config: Mapping[str, Any]) -> str:
+    """The name of what a model was made of, as diffusers writes it."""
+    return Path(str(config.get("_name_or_path") or "")).name
+
+
+def _from_elsewhere(checkpoint: Checkpoint) -> str | None:
+    """The name of what the denoiser comes from, if it is not the checkpoint's own."""
+    component = checkpoint.family.part(checkpoint.family.denoiser).component
+    found = checkpoint.provenance.get("components", {}).get(component)
+    if found is None:
+        return None
+    return Path(next(found[key] for key in ("repository", "path", "architecture", "name") if key in found)).name
 
 
 def _lora_names(reference: str, weight_name: str | None, path: Path) -> Iterator[str]:

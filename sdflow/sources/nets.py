@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import CheckpointError, PassError
+from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
 from sdflow.families.base import Part
+from sdflow.models.base import Shapes
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
-from sdflow.sources.component import Found, Shapes, Source, axes, ports_of
+from sdflow.sources.component import Found, Source, axes, ports_of
 from sdflow.sources.reference import SyntheticReference
 from sdflow.sources.synthetic import synthetic_identity
 
@@ -134,10 +135,7 @@ def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint
     family, facts = checkpoint.family, checkpoint.facts
     denoiser = checkpoint.submodels[family.denoiser].load["config"]
     taken = {port.name: port for port in family.part(family.denoiser).model.ports(denoiser).inputs}
-    try:
-        given = {port.name: port for port in ports_of(part, net, reference)}
-    except PassError as error:
-        raise CheckpointError(error.what, where=reference, remedy=error.remedy) from error
+    given = {port.name: port for port in ports_of(part, net, reference)}
     latents = given.pop(LATENTS)
     wrong = [
         f"{name} is ({axes(given[name])}), and {checkpoint.reference} takes ({axes(taken[name])})"

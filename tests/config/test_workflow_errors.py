@@ -74,11 +74,11 @@ TOP = {
         "'vae'",
     ),
     "a component that cannot be exchanged": (
-        "model: synthetic:sd15\ntarget: cpu\ncomponents: {unet: synthetic:sd15}",
+        "model: synthetic:sd15\ntarget: cpu\ncomponents: {tokenizer: synthetic:sd15}",
         3,
         14,
-        "unknown component 'unet'",
-        "known: vae",
+        "unknown component 'tokenizer'",
+        "known: vae, unet",
     ),
     "component of another type": (
         "model: synthetic:sd15\ntarget: cpu\ncomponents: {vae: [a]}",

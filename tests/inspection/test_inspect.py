@@ -147,7 +147,7 @@ def test_a_folder_of_diffusers_is_named_and_its_parts_too(saved: tuple[str, Path
         assert title_of(architecture) in alone.of
 
 
-def test_a_vae_comes_with_lines_that_take_it(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+def test_a_vae_or_a_unet_comes_with_lines_that_take_it(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     _, folder, pipeline = saved
     save_file({name: each.contiguous() for name, each in vae_tensors(pipeline.vae).items()}, tmp_path / "v.safetensors")
     for path in (folder / "vae", tmp_path / "v.safetensors"):
@@ -155,6 +155,10 @@ def test_a_vae_comes_with_lines_that_take_it(saved: tuple[str, Path, Any], tmp_p
         assert found.kind == "vae"
         assert found.workflow is not None
         assert yaml.safe_load(found.workflow)["components"] == {"vae": str(path)}
+    for path in (folder / "unet", *(folder / "unet").glob("*.safetensors")):
+        found = only(path)
+        assert found.workflow is not None
+        assert yaml.safe_load(found.workflow)["components"] == {"unet": str(path)}
 
 
 def test_what_a_folder_lacks_is_told(saved: tuple[str, Path, Any], tmp_path: Path) -> None:

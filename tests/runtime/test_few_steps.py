@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tiny_pipeline import artifact_of
 
+from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
@@ -27,7 +29,7 @@ from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.folder import folder_defaults, read_index
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
-from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+from sdflow.sources import Checkpoint, PlainDigests, few_steps, load_pipeline, open_checkpoint
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1]
 SIZE = 64
@@ -173,6 +175,39 @@ def test_the_folder_says_what_diffusers_or_optimum_load_it_as(built: Built) -> N
     own = folder_defaults(built.folder)["text"]
     assert own == built.ours.defaults["text"]
     assert {"steps": own.steps, "guidance_scale": own.guidance_scale} == built.own
+
+
+def test_with_the_denoiser_of_a_latent_consistency_model_the_image_is_that_of_diffusers(
+    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
+) -> None:
+    """In a model that had another, with LCMScheduler and its steps and guidance: nobody says so."""
+    other = "synthetic:lcm-tiny?seed=1"
+    opened = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False, components={"unet": other})
+    opened = replace(opened, said=few_steps(opened, []))
+    (tmp_path / "unet").mkdir()
+    OnnxConversion().run(
+        PassInputs("unet", None, opened.submodels["unet"].load), tmp_path / "unet", OnnxConversionConfig()
+    )
+    parts = {name: tiny_artifacts[name] for name in tiny_artifacts if name != "safety_checker"}
+    assemble(
+        tmp_path / "pipeline",
+        parts={**parts, "unet": artifact_of(tmp_path / "unet")},
+        companions=opened.companions,
+        origin=Origin("other", "cpu", few_steps=opened.said),
+        changed=opened.changed_companions(),
+    )
+    modules = load_pipeline(tiny_checkpoint).components
+    unet = load_pipeline(open_checkpoint(other, digests=PlainDigests(), download=False)).unet
+    scheduler = diffusers.LCMScheduler.from_config(modules["scheduler"].config)
+    theirs = diffusers.StableDiffusionPipeline(
+        **{**modules, "unet": unet, "scheduler": scheduler, "safety_checker": None}, requires_safety_checker=False
+    )
+    settings = {"output_type": "np", "height": SIZE, "width": SIZE}
+    expected = theirs(PROMPT, generator=generator(), num_inference_steps=4, guidance_scale=8.5, **settings).images
+    ours = Pipeline.load(tmp_path / "pipeline", "cpu", threads=1)
+    assert_equal(ours(PROMPT, generator=generator(), **settings).images, expected)
+    with pytest.raises(UsageError, match="no negative prompt"):
+        ours(PROMPT, negative_prompt="grey", **settings)
 
 
 # Defaults

@@ -281,7 +281,7 @@ def test_what_is_not_there_or_not_allowed_is_told(
 
 
 def test_only_what_nothing_lies_beside_is_exchanged() -> None:
-    with pytest.raises(CheckpointError, match=r"no component 'text_encoder' that can be exchanged\n  Known: vae"):
+    with pytest.raises(CheckpointError, match=r"no component 'text_encoder' that can be exchanged\n  Known: vae, unet"):
         opened(components={"text_encoder": OTHER})
 
 
