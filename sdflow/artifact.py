@@ -44,6 +44,11 @@ class Action:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", digest_json(self.content))
 
+    @property
+    def of_step(self) -> bool:
+        """Whether it is a step of a build: no verdict, and nothing that a verdict rests on. Those are each machine's own."""
+        return "user_scripts" in self.content
+
 
 @dataclass(frozen=True)
 class Record:

@@ -4,7 +4,7 @@ For each chain, in a thread of its own, from its first step on:
 
     action = the step's key, now that its input is known
     if the cache has the action: go on with its artifact
-    else, holding the action's lock: look again (another process may just have built it);
+    else, holding the action's lock: look again (another process may just have built it); fetch it from the remote cache;
         check the input's content; run the pass into staging; check the pass's and the workflow's promises; publish
 
 A corrupt artifact that is about to be read goes to quarantine, and the chain starts again from its first step: all that
@@ -46,16 +46,22 @@ T = TypeVar("T")
 ARRIVAL_SECONDS = 0.3
 """How long other chains wait at most for a longer one to look up what it has, and to be the first to build."""
 
-Outcome = Literal["cached", "built", "checked"]
+Outcome = Literal["cached", "fetched", "built", "checked"]
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step after execution. "checked": built again beside the cached result, with an equal digest."""
+    """A step after execution. "fetched": from the remote cache. "checked": built again beside the cached result, with an
+    equal digest."""
 
     step: Step
     outcome: Outcome
     record: Record
+
+    @property
+    def ran(self) -> bool:
+        """Whether its pass was executed."""
+        return self.outcome in ("built", "checked")
 
 
 Steps = Mapping[str, tuple[FinishedStep, ...]]
@@ -93,6 +99,10 @@ class Executor:
     keep_failed: bool = False
     jobs: int | None = None
     done: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.cache.remote is not None:
+            self.cache.remote.tell = self.listener.note
 
     def run(self, plan: PipelinePlan) -> Steps:
         """Run every chain of a pipeline; returns submodel -> its finished steps.
@@ -210,6 +220,8 @@ class _ChainRun:
             before = finished[-1].record if finished else None
             action = step.action(before.artifact.digest if before else None, self.cache.salt)
             result = self._run_step(step, action, before)
+            if result.outcome != "fetched":
+                self.cache.offer(result.record)
             self.cache.remember_step(step.id, action)
             self.listener.finished(result)
             if told := _beyond_float16(step, result.record.facts):
@@ -231,9 +243,26 @@ class _ChainRun:
             cached = None if fresh else self.cache.lookup(action)
             if cached is not None:
                 return self._accept(step, action, cached, before)
+            fetched = None if fresh else self._fetch(step, action)
+            if fetched is not None:
+                accepted = self._accept(step, action, fetched, before)
+                return FinishedStep(step, "fetched", fetched) if accepted.outcome == "cached" else accepted
             record = self._build(step, action, before, compare_with=None)
             self.executor.done.add(action.digest)
         return FinishedStep(step, "built", record)
+
+    def _fetch(self, step: Step, action: Action) -> Record | None:
+        """The result from the remote cache, if it has one that keeps what the workflow expects."""
+        record = self.cache.fetch(action, self.group.check)
+        if record is None:
+            return None
+        try:
+            check_expectations(step, record.facts)
+        except PassError as error:
+            self.listener.note(f"{step.id} {step.name}: not taken from the remote cache: {error.what}")
+            self.cache.forget(action)
+            return None
+        return record
 
     def _accept(self, step: Step, action: Action, cached: Record, before: Record | None) -> FinishedStep:
         check_expectations(step, cached.facts)

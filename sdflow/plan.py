@@ -39,10 +39,11 @@ BIND_PASS = "BindWeights"
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step with what is known of it now. `action` is None while its input has yet to be built."""
+    """A step with what is known of it now. `action` is None while its input has yet to be built. "remote": it comes from the
+    remote cache."""
 
     step: Step
-    state: Literal["cached", "to run"]
+    state: Literal["cached", "remote", "to run"]
     action: Action | None
     record: Record | None
     reasons: tuple[str, ...]
@@ -92,7 +93,7 @@ class PipelinePlan:
         """Each step as cached or to run, looked up in `cache` now."""
         for chain in self.chains:
             planned = list(_look_up(chain.steps, chain.ready, cache))
-            if any(each.action and each.record is None and reads_weights(each.action, cache) for each in planned):
+            if any(each.action and each.state == "to run" and reads_weights(each.action, cache) for each in planned):
                 planned = list(_look_up(chain.carried, chain.ready, cache))
             yield from planned
 
@@ -359,6 +360,9 @@ def _look_up(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[Plann
         if record is not None:
             yield PlannedStep(step, "cached", action, record, ())
             before = record.artifact.digest
+        elif cache.remote is not None and (entry := cache.remote.look(action)) is not None:
+            yield PlannedStep(step, "remote", action, None, (f"fetched from {cache.remote.spec.shown}",))
+            before = entry.object
         else:
             yield PlannedStep(step, "to run", action, None, why_not_cached(step, action, cache))
             waiting = "its input is built by the step before"

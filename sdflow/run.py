@@ -67,7 +67,7 @@ class PipelineResult:
     @property
     def ran(self) -> int:
         """How many steps did not come from the cache."""
-        return sum(step.outcome != "cached" for chain in self.steps.values() for step in chain)
+        return sum(step.ran for chain in self.steps.values() for step in chain)
 
 
 @dataclass(frozen=True)

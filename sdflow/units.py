@@ -41,3 +41,17 @@ def parse_size(text: str) -> int:
     if match is None or unit not in SIZE_UNITS:
         raise UsageError(f"{text!r} is not a size", where="--max-size", remedy="write it like 20GB or 500MB")
     return int(float(match.group(1)) * SIZE_UNITS[unit])
+
+
+AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_age(text: str) -> float:
+    """Seconds of "30d", "12 h" or "90m".
+
+    Raises UsageError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text)
+    if match is None:
+        raise UsageError(f"{text!r} is not an age", where="--older-than", remedy="write it like 30d or 12h")
+    return float(match.group(1)) * AGE_UNITS[match.group(2)]

@@ -15,6 +15,7 @@ from sdflow.cli.deploy import deploy, query, status, terminate
 from sdflow.cli.export import export
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
+from sdflow.cli.opened import open_cache
 from sdflow.cli.serve import serve
 
 app = typer.Typer(
@@ -124,7 +125,8 @@ def run(
         jobs=jobs,
     )
     with progress_view() as listener:
-        result = run_workflow(_load(workflow, overrides, target), _cache(cache, rehash), options, listener)
+        loaded = _load(workflow, overrides, target)
+        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), options, listener)
     print_run(result, as_json=json)
 
 
@@ -162,7 +164,7 @@ def verify(
 
     verify_all(
         subject,
-        _cache(cache, rehash),
+        open_cache(cache, rehash=rehash),
         load=lambda path: _load(path, overrides, target),
         targets=target or [],
         full=full,
@@ -211,7 +213,15 @@ def bake(
 
     with progress_view() as listener:
         result = bake_pipeline(
-            base, lora, out, _cache(cache, rehash), listener, copy=copy, jobs=jobs, verify=verify, results=results
+            base,
+            lora,
+            out,
+            open_cache(cache, rehash=rehash),
+            listener,
+            copy=copy,
+            jobs=jobs,
+            verify=verify,
+            results=results,
         )
     print_bake(result, as_json=json)
 
@@ -228,8 +238,9 @@ def plan(
     from sdflow.plan import make_plan
     from sdflow.report import print_plan
 
-    opened = _cache(cache)
-    print_plan([make_plan(_load(path, overrides, target), opened) for path in workflow], opened, as_json=json)
+    loaded = [_load(path, overrides, target) for path in workflow]
+    opened = open_cache(cache, loaded)
+    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json)
 
 
 @app.command()
@@ -247,8 +258,9 @@ def explain(
     from sdflow.plan import make_plan
     from sdflow.report import print_explanation
 
-    opened = _cache(cache)
-    plans = [make_plan(_load(path, overrides, target), opened) for path in workflow]
+    loaded = [_load(path, overrides, target) for path in workflow]
+    opened = open_cache(cache, loaded)
+    plans = [make_plan(each, opened) for each in loaded]
     print_explanation(plans, opened, only=step, as_json=json)
 
 
@@ -310,7 +322,7 @@ def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     from sdflow.doctor import diagnose
     from sdflow.report import print_diagnoses
 
-    diagnoses = diagnose(_cache(cache))
+    diagnoses = diagnose(open_cache(cache))
     print_diagnoses(diagnoses, as_json=json)
     if any(each.level == "error" for each in diagnoses):
         sys.exit(1)
@@ -321,9 +333,3 @@ def _load(path: Path, overrides: list[str] | None, targets: list[str] | None):  
     from sdflow.passes.registry import catalog
 
     return load_workflow(path, catalog=catalog(), overrides=overrides or (), targets=targets or ())
-
-
-def _cache(root: Path, rehash: bool = False):  # type: ignore[no-untyped-def]
-    from sdflow.store import Cache
-
-    return Cache(root, rehash=rehash)

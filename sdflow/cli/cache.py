@@ -3,24 +3,148 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sdflow.cli.opened import open_cache
+
+if TYPE_CHECKING:
+    from sdflow.plan import PlannedStep
+    from sdflow.store import Cache
+    from sdflow.store.remote import Remote
+
 app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_args_is_help=True, rich_markup_mode=None)
+
+_REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
 CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="The remote cache, a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
+]
+Workflows = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Only the steps of these workflows, to or from their remote cache.", metavar="[WORKFLOW]..."),
+]
 
 
 @app.command("ls")
-def list_entries(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def list_entries(
+    remote: Annotated[bool, typer.Option("--remote", help="List what the remote cache has.")] = False,
+    url: Url = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
     """List the cached steps: pass, submodel, size, when built and last used, which pipelines use it."""
-    from sdflow.report import print_entries
+    from sdflow.report import print_entries, print_remote_entries
     from sdflow.store import Cache
 
-    print_entries(Cache(cache).entries(), as_json=json)
+    if not remote and url is None:
+        print_entries(Cache(cache).entries(), as_json=json)
+        return
+    from sdflow import stop
+    from sdflow.store.remote.catalog import listed
+
+    shared = _shared(cache, url)
+    with _must_answer(shared):
+        print_remote_entries(listed(shared.place, stop.check), shared.spec.shown, as_json=json)
+
+
+@app.command()
+def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+    """Send what is cached here to the remote cache: what it has already is not sent again."""
+    from sdflow import stop
+    from sdflow.report import print_pushed
+    from sdflow.store.remote.up import Sent
+
+    opened, plans = _planned(cache, url, workflow or [])
+    shared = _remote_of(opened)
+    records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
+    total = Sent()
+    with opened.lease(), _must_answer(shared):
+        for record in {record.action.digest: record for record in records}.values():
+            total += shared.push(record, stop.check) or Sent()
+            _require_usable(shared)
+    print_pushed(total, len(records), shared.spec.shown, as_json=json)
+
+
+@app.command()
+def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+    """Fetch what the remote cache has and this one lacks: of workflows, or all of it."""
+    from sdflow import stop
+    from sdflow.report import print_pulled
+    from sdflow.store.remote.catalog import listed
+
+    opened, plans = _planned(cache, url, workflow or [])
+    shared = _remote_of(opened)
+    with opened.lease(), _must_answer(shared):
+        if workflow:
+            actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
+        else:
+            actions = [each.entry.action for each in listed(shared.place, stop.check)]
+        fetched = []
+        missing = {action.digest: action for action in actions if opened.lookup(action) is None}
+        for action in missing.values():
+            with opened.lock(action, meanwhile=stop.check):
+                record = opened.lookup(action) or opened.fetch(action, stop.check)
+            _require_usable(shared)
+            fetched += [] if record is None else [record]
+    print_pulled(fetched, len(missing), shared.spec.shown, as_json=json)
+
+
+def _planned(root: Path, url: str | None, workflows: Sequence[Path]) -> tuple[Cache, list[PlannedStep]]:
+    """The cache with its remote, and the steps of workflows."""
+    from sdflow.config import load_workflow
+    from sdflow.passes.registry import catalog
+    from sdflow.plan import make_plan
+
+    loaded = [load_workflow(path, catalog=catalog()) for path in workflows]
+    opened = open_cache(root, loaded, url=url)
+    _remote_of(opened)
+    plans = [make_plan(each, opened) for each in loaded]
+    return opened, [step for plan in plans for pipeline in plan.every for step in pipeline.steps(opened)]
+
+
+def _shared(root: Path, url: str | None) -> Remote:
+    return _remote_of(open_cache(root, url=url))
+
+
+def _remote_of(cache: Cache) -> Remote:
+    """Raises UsageError where none is named. What it has to say goes to standard error."""
+    from sdflow.errors import UsageError
+
+    if cache.remote is None:
+        raise UsageError(
+            "no remote cache is named",
+            where="sdflow cache",
+            remedy="Give --url, set SDFLOW_REMOTE_CACHE, or name a workflow that has `cache: {remote: …}`.",
+        )
+    cache.remote.tell = lambda text: print(text, file=sys.stderr)
+    return cache.remote
+
+
+@contextmanager
+def _must_answer(shared: Remote) -> Iterator[None]:
+    """Here the remote is what it is about: raises CacheError when it cannot be used."""
+    from sdflow.errors import CacheError
+    from sdflow.store.remote.place import Unusable
+
+    try:
+        yield
+    except Unusable as error:
+        raise CacheError(str(error), where=shared.spec.shown, remedy=_REMEDY) from error
+
+
+def _require_usable(shared: Remote) -> None:
+    from sdflow.errors import CacheError
+
+    if (why := shared.unusable or shared.closed) is not None:
+        raise CacheError(why, where=shared.spec.shown, remedy=_REMEDY)
 
 
 @app.command()
@@ -51,13 +175,33 @@ def gc(
         str | None, typer.Option(help="Keep at most this much, least recently used first out: 20GB, 500MB.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="Of the remote cache. Wants --older-than.")] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option(help="With --remote: remove what was pushed longer ago than this: 30d, 12h.", metavar="AGE"),
+    ] = None,
+    url: Url = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
     """Remove what nothing refers to and, with --max-size, what was used least recently. Pipelines keep theirs."""
-    from sdflow.report import parse_size, print_collection
+    from sdflow.errors import UsageError
+    from sdflow.report import parse_age, parse_size, print_collection, print_swept
     from sdflow.store import Cache
 
+    if remote:
+        from sdflow import stop
+        from sdflow.store.remote.catalog import sweep
+
+        if older_than is None or max_size is not None:
+            raise UsageError("a remote cache shrinks by age", where="--remote", remedy="Give --older-than 30d.")
+        shared = _shared(cache, url)
+        with _must_answer(shared):
+            swept = sweep(shared.place, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
+        print_swept(swept, shared.spec.shown, dry_run=dry_run, as_json=json)
+        return
+    if older_than is not None or url is not None:
+        raise UsageError("belongs to --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")
     result = Cache(cache).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
     print_collection(result, dry_run=dry_run, as_json=json)
 

@@ -62,10 +62,10 @@ class PlainLines:
         step = result.step
         known = result.record.action.digest in self._told
         self._told.add(result.record.action.digest)
-        if result.outcome == "cached":
+        if not result.ran:
             if known:  # many pipelines share it: once is enough
                 return
-            self._say(f"{step.pipeline} {step.submodel} {step.name}: cached")
+            self._say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome}")
             return
         took = time.perf_counter() - self._begun[step.id]
         peak = spell_bytes(result.record.built["peak_memory"])

@@ -35,6 +35,7 @@ WORKFLOW: Mapping[str, str] = {
     "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
+    "cache": "A cache that is shared with other machines. null: none. $SDFLOW_REMOTE_CACHE names another.",
 }
 REFINER: Mapping[str, str] = {
     "extends": "The workflow of the refiner: its chains, with their counts of `expect`, for the same target.",
@@ -173,6 +174,34 @@ class GenerateFields(_Fields):
     scheduler: Annotated[
         SchedulerName | None, Field(description="In place of the checkpoint's own, with its noise schedule.")
     ] = None
+
+
+class RemoteFields(_Fields):
+    """The remote cache."""
+
+    url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="s3://BUCKET/PREFIX, gs://, az://, https:// (for reading), any URL of fsspec, or a shared folder.",
+        ),
+    ]
+    timeout: Annotated[
+        Annotated[float, Field(gt=0, le=3600)] | None,
+        Field(description="Seconds without any answer after which it counts as gone for the run; null: 30."),
+    ] = None
+
+
+class CacheFields(_Fields):
+    """A cache that is shared with other machines."""
+
+    remote: Annotated[
+        Annotated[str, Field(min_length=1)] | RemoteFields | None,
+        Field(
+            description="Where finished steps are fetched from: a URL, a folder, or a map with `url`. null: nowhere."
+        ),
+    ] = None
+    push: Annotated[bool, Field(description="Send what is built here there as well.")] = False
 
 
 def _image_spec(fields: ImageFields) -> ImageSpec:

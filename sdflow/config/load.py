@@ -33,10 +33,12 @@ from sdflow.config.options import check
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
+from sdflow.config.remote import remote_spec
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.families import DENOISERS, DRAWING, EXCHANGEABLE, NET, PROMPTER, WITH_LORAS
 from sdflow.sources.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
+from sdflow.store.remote.spec import RemoteSpec
 
 
 def load_workflow(
@@ -62,8 +64,9 @@ def load_workflow(
         # Without a target there is no pipeline; this one is only there to find what else is wrong.
         combinations = [Cell("", document.entries.get("model"), document.entries.get("loras"), "")]
     pipelines = [each for cell in combinations if (each := loader.pipeline(cell)) is not None]
+    remote = loader.remote(document.entries.get("cache"))
     problems.check()
-    return Workflow(path.absolute(), tuple(files.read), tuple(pipelines))
+    return Workflow(path.absolute(), tuple(files.read), tuple(pipelines), remote)
 
 
 _Chain = tuple[tuple[StepSpec, PassInfo], ...]
@@ -286,6 +289,17 @@ class _Loader:
             return {}
         fields = check(GenerateFields, node, "generate", self.problems)
         return fields.model_dump(exclude_none=True) if fields else {}
+
+    def remote(self, node: Node | None) -> RemoteSpec | None:
+        if node is None or is_null(node):
+            return None
+        if not isinstance(node, YamlMap):
+            expect_kind(node, "a map like {remote: s3://bucket/prefix}, or null", "`cache`", self.problems)
+            return None
+        where = node.entries.get("remote", node)
+        if isinstance(where, YamlMap):
+            where = where.entries.get("url", where)
+        return remote_spec(node, self.files.folder(where.mark), self.problems)
 
     def _for_target(self, target: str) -> _ForTarget:
         if target not in self._targets:

@@ -19,6 +19,7 @@ from sdflow.config.fields import (
     SUBMODEL,
     WORKFLOW,
     AdapterFields,
+    CacheFields,
     EvaluateFields,
     GenerateFields,
     LoraFields,
@@ -134,6 +135,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "verify": verify,
             "carry_weights": {"type": "boolean"},
             "allow_pickle": {"type": "boolean"},
+            "cache": {"anyOf": [_model(CacheFields, "cache", defs), {"type": "null"}]},
         },
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "sdflow workflow", **top, "$defs": defs}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from sdflow.families.defaults import Defaults
 from sdflow.sources.reference import AdapterReference
+from sdflow.store.remote.spec import RemoteSpec
 
 
 @dataclass(frozen=True, order=True)
@@ -133,8 +134,10 @@ class PipelineSpec:
 
 @dataclass(frozen=True)
 class Workflow:
-    """A workflow file with everything it extends. `files`: every YAML file that was read, in order."""
+    """A workflow file with everything it extends. `files`: every YAML file that was read, in order. remote: the cache that is
+    shared with other machines; no part of any key."""
 
     path: Path
     files: tuple[Path, ...]
     pipelines: tuple[PipelineSpec, ...]
+    remote: RemoteSpec | None = None

@@ -74,7 +74,9 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
             "graph: built without weights, once for all checkpoints and LoRAs of an architecture; "
             "weights: written into that graph"
         )
-    print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached")
+    remote = sum(step.state == "remote" for step in every)
+    elsewhere = f", {remote} come from {cache.remote.spec.shown}" if cache.remote is not None and remote else ""
+    print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached{elsewhere}")
 
 
 def _planned_json(planned: PlannedStep) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
     if len(result.pipelines) > 1:
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
-    ran = sum(step.outcome != "cached" for step in every)
+    ran = sum(step.ran for step in every)
     print(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
 
 
@@ -155,7 +157,7 @@ def print_bake(result: PipelineResult, *, as_json: bool) -> None:
         print_json("bake", {"pipeline": _pipeline_json(result)})
         return
     for submodel, chain in result.steps.items():
-        ran = [step for step in chain if step.outcome != "cached"]
+        ran = [step for step in chain if step.ran]
         last = chain[-1].record
         took = (
             f"built in {spell_seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"

@@ -6,8 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from sdflow.artifact import Record
 from sdflow.report.output import print_json, print_table
 from sdflow.store import Entry, GcReport, VerifyReport
+from sdflow.store.remote.catalog import Listed, Swept
+from sdflow.store.remote.up import Sent
 from sdflow.units import spell_bytes
 
 
@@ -65,3 +68,77 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
     )
     if report.over:
         print(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")
+
+
+def print_remote_entries(entries: Sequence[Listed], remote: str, *, as_json: bool) -> None:
+    """Every finished step of a remote cache."""
+    if as_json:
+        print_json(
+            "remote cache entries",
+            {
+                "remote": remote,
+                "entries": [
+                    {
+                        "action": each.entry.action.digest,
+                        "object": each.entry.object,
+                        "pass_name": _pass(each),
+                        "submodel": str(each.entry.action.content.get("submodel", "?")),
+                        "bytes": each.bytes,
+                        "pushed": each.pushed,
+                    }
+                    for each in entries
+                ],
+            },
+        )
+        return
+    rows = [
+        (
+            each.entry.action.digest[:12],
+            str(each.entry.action.content.get("submodel", "?")),
+            _pass(each),
+            "its files are gone" if each.bytes is None else spell_bytes(each.bytes),
+            "" if each.pushed is None else _date(each.pushed),
+        )
+        for each in entries
+    ]
+    print_table("", ("action", "submodel", "pass", "size", "pushed"), rows, right=("size",))
+    objects = {each.entry.object: each.bytes or 0 for each in entries}
+    print(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects, in {remote}")
+
+
+def _pass(listed: Listed) -> str:
+    step = listed.entry.action.content.get("pass")
+    return str(step.get("name", "?")) if isinstance(step, dict) else "?"
+
+
+def print_pushed(sent: Sent, results: int, remote: str, *, as_json: bool) -> None:
+    """What went to a remote cache. results: how many there are here."""
+    if as_json:
+        counts = {"cached": results, "pushed": sent.results, "bytes": sent.bytes, "there": sent.there}
+        print_json("cache push", {"remote": remote, **counts})
+        return
+    print(
+        f"{sent.results} of {results} results were new to {remote}: {spell_bytes(sent.bytes)} sent, "
+        f"{spell_bytes(sent.there)} were there in parts"
+    )
+
+
+def print_pulled(fetched: Sequence[Record], missing: int, remote: str, *, as_json: bool) -> None:
+    """What came from a remote cache. missing: how many it has that were not here."""
+    size = sum({record.artifact.digest: record.artifact.bytes for record in fetched}.values())
+    if as_json:
+        actions = [record.action.digest for record in fetched]
+        print_json("cache pull", {"remote": remote, "missing": missing, "fetched": actions, "bytes": size})
+        return
+    print(f"{len(fetched)} of {missing} missing results fetched from {remote}, {spell_bytes(size)}")
+
+
+def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> None:
+    """What was removed from a remote cache, or would be."""
+    if as_json:
+        print_json("remote cache collection", {"remote": remote, "dry_run": dry_run, **asdict(swept)})
+        return
+    print(
+        f"{'would remove' if dry_run else 'removed'} {swept.actions} entries, {swept.manifests} manifests and "
+        f"{swept.pieces} pieces of {remote}; {spell_bytes(swept.bytes_freed)} freed, {spell_bytes(swept.bytes_kept)} kept"
+    )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.digest import digest_json
-from sdflow.errors import CacheError, UsageError
+from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
@@ -24,6 +25,10 @@ from sdflow.store.pins import Pin, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, dump, load, load_action, read_record
+from sdflow.store.remote.pieces import Cuts, no_cuts
+from sdflow.store.remote.remote import Remote, incoming, settle
+from sdflow.store.remote.spec import RemoteSpec
+from sdflow.store.remote.up import FROM
 from sdflow.store.stat_cache import StatCache
 from sdflow.store.verify import VerifyReport, verify
 
@@ -36,11 +41,20 @@ class Cache:
     """A cache directory. Opening it touches nothing; the directory is made by the first write.
 
     salt: for the planner to put into every action, so that a user can set apart what would be equal. rehash: read every file
-    once more, whatever was noted of it.
+    once more, whatever was noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at
+    which offsets files are best cut into pieces for it.
     Raises UsageError when the root is a file.
     """
 
-    def __init__(self, root: Path, *, salt: str = "", rehash: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        salt: str = "",
+        rehash: bool = False,
+        remote: RemoteSpec | None = None,
+        cuts: Cuts = no_cuts,
+    ) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
         self.root = root
@@ -48,6 +62,7 @@ class Cache:
         self._layout = Layout(root)
         self._rehash = rehash
         self.stat = StatCache(self._layout, rehash=rehash)
+        self.remote = None if remote is None else Remote(remote, self._layout, cuts)
         self._lease: leases.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 
@@ -81,6 +96,37 @@ class Cache:
         except OSError as error:
             log.debug("last use of %s not noted: %s", path, error)
         return Record(action, artifact, stored.facts, stored.built)
+
+    def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
+        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had.
+
+        To be called with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting.
+        """
+        if self.remote is None or not self.writable:
+            return None
+        entry = self.remote.look(action, meanwhile)
+        if entry is None:
+            return None
+        try:
+            self._layout.ensure()
+            with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), None, meanwhile):
+                folder = incoming(self._layout, entry)
+                if not self.remote.bring(entry, folder, meanwhile):
+                    return None
+                with self.staging(action) as staging:
+                    settle(folder, staging.files)
+                    if staging.tree_digest() != entry.object:
+                        self.remote.disbelieve(entry)
+                        return None
+                    return staging.publish(entry.facts, {**entry.built, FROM: self.remote.spec.shown})
+        except (CacheError, PassError) as error:
+            self.remote.tell(f"not fetched from {self.remote.spec.shown}: {error.what}")
+            return None
+
+    def offer(self, record: Record) -> None:
+        """Push a result to the remote, if there is one and that was asked for; `lease` ends when it is there."""
+        if self.remote is not None:
+            self.remote.offer(record)
 
     @property
     def writable(self) -> bool:
@@ -186,7 +232,8 @@ class Cache:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Protect every object that is looked up or published in here from `gc`, by whatever process.
+        """Protect every object that is looked up or published in here from `gc`, by whatever process, until what was offered
+        to the remote is there.
 
         On a read-only cache this does nothing.
         """
@@ -203,6 +250,12 @@ class Cache:
         try:
             self._lease = made[0] if made else None
             yield
+            if self.remote is not None:
+                self.remote.finish(stop.check)
+        except BaseException:
+            if self.remote is not None:
+                self.remote.abandon()
+            raise
         finally:
             self._lease = None
             for lease in made:
@@ -267,6 +320,15 @@ class Cache:
         """Every finished action that the cache holds."""
         with reading(self.root):
             return entries(self._layout)
+
+    def steps(self) -> Iterator[Record]:
+        """Every finished step of a build, as `lookup` gives it."""
+        for entry in self.entries():
+            with suppress(OSError, BadRecord):
+                action = load_action(read_record(self._layout.action(entry.action))).action
+                record = self.lookup(action) if action.of_step else None
+                if record is not None:
+                    yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
         """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.

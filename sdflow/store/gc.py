@@ -25,7 +25,7 @@ from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 
 KEEP_SECONDS = 14 * 24 * 3600
-"""How long damaged entries and kept failures stay."""
+"""How long damaged entries, kept failures, and what came half from a remote cache stay."""
 
 STRAY_SECONDS = 3600
 """From which age on a temporary file, which lives for milliseconds, is rubbish."""
@@ -178,7 +178,7 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
     """The trash, what dead processes left in staging, and damaged entries and failures kept long enough."""
     now = time.time()
     yield from layout.trash.glob("*")
-    for path in layout.quarantine.glob("*"):
+    for path in (*layout.quarantine.glob("*"), *layout.incoming.glob("*")):
         if path.stat().st_mtime < now - KEEP_SECONDS:
             yield path
     for path in layout.staging.glob("*"):
@@ -244,7 +244,7 @@ def clean(layout: Layout) -> None:
         # The actions first: from then on nothing of the rest counts.
         remove_abandoned_staging(layout)
         doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.outputs]
-        doomed += [layout.quarantine, layout.staging]
+        doomed += [layout.quarantine, layout.staging, layout.incoming]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
             with suppress(FileNotFoundError):
                 move(path, layout.trash / f"{path.name}-{time.time_ns()}")

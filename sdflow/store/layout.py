@@ -5,6 +5,7 @@ v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-o
    actions/ab/<action digest>.json                     the commit point: this action gave that object
    steps/<digest of step id>.json                      the last action of a step, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
+   incoming/<tree digest>/                             what is coming from a remote cache
    outputs/                                            the folders in which pipelines are put together
    stat.sqlite
 """
@@ -44,6 +45,7 @@ class Layout:
         self.actions = self.own / "actions"
         self.steps = self.own / "steps"
         self.staging = self.own / "staging"
+        self.incoming = self.own / "incoming"
         self.quarantine = self.own / "quarantine"
         self.trash = self.own / "trash"
         self.locks = self.own / "locks"

@@ -32,3 +32,16 @@ def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
         return False
     log.warning("damaged: %s: %s; moved to %s, it will be built again", paths[0], reason, place)
     return True
+
+
+def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | None:
+    """Keep what a remote gave in the place of something else. None if the cache cannot be written."""
+    place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(4).hex()}"
+    try:
+        place.mkdir(parents=True)
+        (place / Path(name).name).write_bytes(data)
+        (place / "reason.txt").write_text(f"{reason}\n")
+    except OSError as error:
+        log.debug("%s is not kept: %s", name, error)
+        return None
+    return place

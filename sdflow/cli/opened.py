@@ -1,0 +1,36 @@
+"""The cache that a command works with, and the remote that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sdflow.config.workflow import Workflow
+    from sdflow.store import Cache
+
+
+def open_cache(
+    root: Path, workflows: Sequence[Workflow] = (), *, rehash: bool = False, url: str | None = None
+) -> Cache:
+    """The cache in a folder, with the remote of these workflows, or the one that `url` or $SDFLOW_REMOTE_CACHE names.
+
+    Raises UsageError for workflows that name different ones, for a URL that nothing knows, and for a root that is a file.
+    """
+    from sdflow.errors import UsageError
+    from sdflow.onnx_model.tensor_offsets import tensor_offsets
+    from sdflow.store import Cache
+    from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
+
+    said = {workflow.remote: workflow for workflow in workflows}
+    if len(said) > 1:
+        raise UsageError(
+            "these workflows name different remote caches",
+            where=", ".join(workflow.path.name for workflow in said.values()),
+            remedy="Give them one at a time.",
+        )
+    named = next(iter(said), None)
+    remote = remote_from_environment(named) if url is None else replace(named or RemoteSpec(url), url=at(url, "--url"))
+    return Cache(root, rehash=rehash, remote=remote, cuts=tensor_offsets)

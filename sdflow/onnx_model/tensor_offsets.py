@@ -1,0 +1,30 @@
+"""Where tensors begin in the data files of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sdflow.artifact import MODEL_FILE
+
+
+def tensor_offsets(folder: Path) -> Mapping[str, Sequence[int]]:
+    """File name -> the offsets, in bytes, at which tensors begin; empty for a folder that holds no model."""
+    if not (folder / MODEL_FILE).is_file():
+        return {}
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
+
+    try:
+        model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
+    except DecodeError:
+        return {}
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for tensor, _ in initializers_and_constants(model):
+        if is_external(tensor):
+            location, offset, _ = data_span(tensor)
+            found[location].append(offset)
+    return found

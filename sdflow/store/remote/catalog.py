@@ -1,0 +1,156 @@
+"""What a remote holds, and how it shrinks.
+
+A listing may lack what was written a moment ago, and clocks differ: ages are by the store's own clock, and what nothing
+refers to stays for a day. Who fetches what is removed meanwhile builds it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sdflow.store.records import BadRecord
+from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
+from sdflow.store.remote.parallel import for_each, one
+from sdflow.store.remote.place import Absent, Found, Place
+
+GRACE = 24 * 3600.0
+"""Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
+_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})(\.json)?")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A finished action of the remote. bytes: of its object; None when its manifest is gone or wrong. pushed: by the store's
+    clock, seconds since 1970."""
+
+    entry: RemoteEntry
+    bytes: int | None
+    pushed: float | None
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What went from a remote: actions, manifests and pieces; bytes freed and kept, of pieces."""
+
+    actions: int
+    manifests: int
+    pieces: int
+    bytes_freed: int
+    bytes_kept: int
+
+
+def listed(place: Place, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
+    """Every action of the remote that can be read. Raises Unusable."""
+    files = _list(place, "actions", meanwhile)
+    entries: list[tuple[Found, RemoteEntry]] = []
+
+    def read(file: Found) -> tuple[Found, RemoteEntry] | None:
+        with suppress(Absent, BadRecord):
+            return file, read_entry(place.read(file.path, LIMIT), _digest(file))
+        return None
+
+    timeout = place.spec.timeout
+    for_each(
+        files, read, timeout=timeout, meanwhile=meanwhile, done=lambda found: entries.append(found) if found else None
+    )
+    contents = _manifests(place, sorted({entry.object for _, entry in entries}), meanwhile)
+    return [
+        Listed(entry, content.bytes if (content := contents.get(entry.object)) else None, file.changed)
+        for file, entry in sorted(entries, key=lambda each: each[0].path)
+    ]
+
+
+def sweep(
+    place: Place, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
+) -> Swept:
+    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to.
+
+    Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
+    """
+    now = _now(place, meanwhile)
+    pieces = _list(
+        place, "pieces", meanwhile
+    )  # before what refers to them: whatever is pushed from now on is not in it
+    manifests = _list(place, "objects", meanwhile)
+    actions = _list(place, "actions", meanwhile)
+
+    def older(file: Found, seconds: float) -> bool:
+        return file.changed is not None and now - file.changed > seconds
+
+    def remove(files: list[Found]) -> None:
+        if not dry_run:
+            for_each(files, lambda file: place.remove(file.path), timeout=place.spec.timeout, meanwhile=meanwhile)
+
+    old = [file for file in actions if older(file, older_than)]
+    gone = {file.path for file in old}
+    named: set[str] = set()
+
+    def read(file: Found) -> str | None:
+        with suppress(Absent, BadRecord):
+            return read_entry(place.read(file.path, LIMIT), _digest(file)).object
+        return None
+
+    for_each(
+        [file for file in actions if file.path not in gone],
+        read,
+        timeout=place.spec.timeout,
+        meanwhile=meanwhile,
+        done=lambda found: named.add(found) if found else None,
+    )
+    loose = [file for file in manifests if _digest(file) not in named and older(file, min(GRACE, older_than))]
+    lost = {file.path for file in loose}
+    kept = _manifests(place, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
+    used = {sha256 for content in kept.values() for sha256 in content.pieces}
+    unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
+    for files in (old, loose, unused):
+        remove(files)
+    freed = sum(file.size for file in unused)
+    return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
+
+
+def _list(place: Place, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
+    """The files of a folder that have a place in it. A long list takes its time."""
+    found = one(lambda: list(place.list(folder)), timeout=20 * place.spec.timeout, meanwhile=meanwhile)
+    return [file for file in found if _NAME.fullmatch(file.path.removeprefix(f"{folder}/"))]
+
+
+def _digest(file: Found) -> str:
+    return file.path.rpartition("/")[2].removesuffix(".json")
+
+
+def _manifests(place: Place, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
+    contents: dict[str, RemoteObject] = {}
+
+    def read(digest: str) -> tuple[str, RemoteObject] | None:
+        with suppress(Absent, BadRecord):
+            return digest, read_object(place.read(f"objects/{digest[:2]}/{digest}.json", LIMIT), digest)
+        return None
+
+    for_each(
+        digests,
+        read,
+        timeout=place.spec.timeout,
+        meanwhile=meanwhile,
+        done=lambda found: contents.update([found]) if found else None,
+    )
+    return contents
+
+
+def _now(place: Place, meanwhile: Callable[[], None]) -> float:
+    """What time it is by the store's clock: that of a file written just now."""
+    path = f"probe/{os.urandom(8).hex()}"
+
+    def ask() -> float | None:
+        place.write(path, b"probe")
+        try:
+            return place.changed(path)
+        finally:
+            place.remove(path)
+
+    told = one(ask, timeout=place.spec.timeout, meanwhile=meanwhile)
+    return time.time() if told is None else told

@@ -1,0 +1,202 @@
+"""The remote's files through fsspec: read, write, look, list, remove; and what each failure means.
+
+One rule for all stores: a file is not there (`Absent`), or the remote cannot be used (`Unusable`). No message carries a
+credential: what libraries say is cleared of URLs' users and queries.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.store.remote.spec import RemoteSpec, is_url, without_secrets
+
+FOLDER = "sdflow-v1"
+_IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
+"""Stores that show a file while it is being written: there it is written under another name and renamed."""
+_URLS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)]+")
+_SECRETS = re.compile(r"(?i)((?:key|token|secret|signature|password|credential|sig)[\w-]*\s*[=:]\s*)[^\s,;&)'\"]+")
+
+
+class Absent(Exception):
+    """There is no such file in the remote."""
+
+
+class Unusable(Exception):
+    """The remote does not answer, refuses, or fails. The message says how, without credentials. final: it will again."""
+
+    def __init__(self, what: str, *, final: bool = False) -> None:
+        super().__init__(what)
+        self.final = final
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file of the remote: its path under the prefix, bytes, and the store's own time of its last change (seconds)."""
+
+    path: str
+    size: int
+    changed: float | None
+
+
+class Place:
+    """A remote's files. Opening it reaches for nothing. Its methods may be called from several threads."""
+
+    def __init__(self, spec: RemoteSpec) -> None:
+        self.spec = spec
+        self._files: Any = None
+        self._root = ""
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The content of a file. Of one that is longer than `limit`, so much that it shows. Raises Absent, Unusable."""
+        files = self._open()
+        try:
+            if self._ranges:
+                return bytes(files.cat_file(f"{self._root}/{path}", start=0, end=limit + 1))
+            return bytes(files.cat_file(f"{self._root}/{path}"))
+        except FileNotFoundError as error:
+            raise Absent(path) from error
+        except Exception as error:
+            if getattr(error, "status", None) == 416:  # a range of nothing: the file is empty
+                return b""
+            raise _unusable(error) from error
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none. Raises Unusable."""
+        files = self._open()
+        try:
+            return int(files.info(f"{self._root}/{path}")["size"] or 0)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise _unusable(error) from error
+
+    def write(self, path: str, data: bytes) -> None:
+        """Give a file its whole content at once. Raises Unusable."""
+        files, target = self._open(), f"{self._root}/{path}"
+        try:
+            if not self._whole_at_once:
+                aside = f"{target}.{os.urandom(6).hex()}.part"
+                files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                files.pipe_file(aside, data)
+                files.mv(aside, target)
+            else:
+                files.pipe_file(target, data)
+        except Exception as error:
+            raise _unusable(error) from error
+
+    def list(self, folder: str) -> Iterator[Found]:
+        """Every file under a folder. A store may not list yet what was written a moment ago. Raises Unusable."""
+        files, root = self._open(), f"{self._root}/{folder}"
+        try:
+            files.invalidate_cache()
+            found = files.find(root, detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise _unusable(error) from error
+        begins = len(files._strip_protocol(self._root)) + 1
+        for path, info in sorted(found.items()):
+            yield Found(path[begins:], int(info.get("size") or 0), _changed(info))
+
+    def remove(self, path: str) -> None:
+        """Remove a file. Missing is fine. Raises Unusable."""
+        files = self._open()
+        try:
+            files.rm_file(f"{self._root}/{path}")
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise _unusable(error) from error
+
+    def changed(self, path: str) -> float | None:
+        """The store's own time of a file's last change; None where it tells none. Raises Absent, Unusable."""
+        files = self._open()
+        try:
+            files.invalidate_cache()
+            return _changed(files.info(f"{self._root}/{path}"))
+        except FileNotFoundError as error:
+            raise Absent(path) from error
+        except Exception as error:
+            raise _unusable(error) from error
+
+    @property
+    def _protocol(self) -> str:
+        protocol = self._files.protocol
+        return str(protocol if isinstance(protocol, str) else protocol[0])
+
+    @property
+    def _whole_at_once(self) -> bool:
+        return self._protocol not in _IN_PLACE
+
+    @property
+    def _ranges(self) -> bool:
+        """Whether a reader asks for no more than it expects: over HTTP anything may answer."""
+        return self._protocol in ("http", "https")
+
+    def _open(self) -> Any:
+        if self._files is None:
+            try:
+                from fsspec.core import url_to_fs
+
+                url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
+                files, root = url_to_fs(url, **self._options(url))
+            except ImportError as error:
+                remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
+                raise Unusable(f"{error}; {remedy}", final=True) from error
+            except Exception as error:
+                raise _unusable(error) from error
+            self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
+        return self._files
+
+    def _options(self, url: str) -> dict[str, Any]:
+        """Limits of time in each store's own words; nothing listed is kept, since others write there too."""
+        scheme = re.split("::|://", url, maxsplit=1)[0].lower()
+        seconds = self.spec.timeout
+        if scheme in ("s3", "s3a"):
+            retries = {"max_attempts": 2, "mode": "standard"}
+            return {
+                "use_listings_cache": False,
+                "skip_instance_cache": True,
+                "config_kwargs": {"connect_timeout": seconds, "read_timeout": seconds, "retries": retries},
+            }
+        if scheme in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            limit = ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+            return {"use_listings_cache": False, "skip_instance_cache": True, "client_kwargs": {"timeout": limit}}
+        return {}
+
+
+def _changed(info: dict[str, Any]) -> float | None:
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value: Any = info.get(key)
+        if isinstance(value, int | float):
+            return float(value)
+        if hasattr(value, "timestamp"):
+            return float(value.timestamp())
+        if isinstance(value, str):
+            from datetime import datetime
+
+            try:
+                return datetime.fromisoformat(value).timestamp()
+            except ValueError:
+                continue
+    return None
+
+
+def _unusable(error: BaseException) -> Unusable:
+    if isinstance(error, TimeoutError):
+        return Unusable("no answer in time")
+    text = " ".join(str(error).split()) or "no reason given"
+    text = _URLS.sub(lambda match: without_secrets(match[0]), text)
+    text = _SECRETS.sub(r"\1…", text)
+    refused = isinstance(error, PermissionError | NotImplementedError) or getattr(error, "status", None) in (
+        401,
+        403,
+        405,
+    )
+    return Unusable(f"{type(error).__name__}: {text[:200]}", final=refused)

@@ -1,0 +1,279 @@
+"""A remote as a run uses it: asked, believed by digests alone, and given up for the rest of the run when it fails.
+
+Nothing here raises for what the remote does. It is said once, and the step is built here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from sdflow.artifact import Action, Record
+from sdflow.store.layout import Layout, free_bytes, log, remove_tree
+from sdflow.store.objects import BadTree, read_manifest
+from sdflow.store.quarantine import keep_bytes
+from sdflow.store.records import BadRecord
+from sdflow.store.remote.down import WrongBytes, bring
+from sdflow.store.remote.entry import LIMIT, RemoteEntry, action_path, object_path, read_entry, read_object
+from sdflow.store.remote.parallel import one
+from sdflow.store.remote.pieces import Cuts, no_cuts
+from sdflow.store.remote.place import Absent, Place, Unusable
+from sdflow.store.remote.spec import RemoteSpec
+from sdflow.store.remote.up import DamagedHere, Sent, send
+from sdflow.units import spell_bytes
+
+TRIES = 3
+PAUSE = 0.2
+"""Seconds before the second try; then twice as many."""
+PATIENCE = 300.0
+"""Seconds that an object may take at least; at most, twenty times what building it took elsewhere."""
+
+
+class Remote:
+    """A remote cache. `tell` gets what a user should know. It may be used from several threads."""
+
+    def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts) -> None:
+        self.spec = spec
+        self.place = Place(spec)
+        self.tell: Callable[[str], None] = log.warning
+        self.unusable: str | None = None  # why it is not asked any more
+        self.closed: str | None = None  # why nothing is pushed any more; it may still be read
+        self.pushed = Sent()
+        self._layout = layout
+        self._cuts = cuts
+        self._known: dict[str, RemoteEntry] = {}
+        self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
+        self._wrongs: set[str] = set()  # and of these all that it is made of
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self._offered: SimpleQueue[Record] = SimpleQueue()
+        self._seen: set[str] = set()  # offered before
+        self._waiting = 0
+        self._idle = threading.Condition(self._lock)
+        self._pusher: threading.Thread | None = None
+        self._abandoned = threading.Event()
+
+    # Down
+
+    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> RemoteEntry | None:
+        """What the remote says that the action gave; None when it has none, or cannot be asked."""
+        if self.unusable is not None or action.digest in self._mend:
+            return None
+        if action.digest not in self._known:
+            path = action_path(action.digest)
+            data = b""
+            try:
+                data = self._read(path, meanwhile)
+                self._known[action.digest] = read_entry(data, action.digest)
+            except Absent:
+                return None
+            except Unusable as error:
+                self._give_up(error)
+                return None
+            except BadRecord as error:
+                self._wrong(action.digest, path, data, str(error))
+                return None
+        return self._known[action.digest]
+
+    def bring(self, entry: RemoteEntry, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
+
+        False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
+        """
+        if self.unusable is not None:
+            return False
+        path = object_path(entry.object)
+        data = b""
+        try:
+            data = self._read(path, meanwhile)
+            content = read_object(data, entry.object)
+            if content.bytes > free_bytes(self._layout.root):
+                self._say(f"{spell_bytes(content.bytes)} of {self.spec.shown} have no room on the disk: building here")
+                return False
+            bring(
+                content,
+                folder,
+                self._tried_read,
+                timeout=self.spec.timeout,
+                patience=max(PATIENCE, 20 * float(entry.built["seconds"])),
+                like=self._like,
+                meanwhile=meanwhile,
+            )
+        except Absent as error:
+            self._mend.add(entry.action.digest)
+            self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")
+        except Unusable as error:
+            self._give_up(error)
+        except BadRecord as error:
+            self._wrong(entry.action.digest, path, data, str(error))
+        except WrongBytes as error:
+            self._wrong(entry.action.digest, error.path, error.data, error.reason)
+        except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a file below a file
+            self._wrong(entry.action.digest, path, data, f"its files do not fit together ({error.strerror})")
+        else:
+            return True
+        return False
+
+    def disbelieve(self, entry: RemoteEntry) -> None:
+        """The files of an entry are, all in all, not those that it names."""
+        self._wrong(entry.action.digest, object_path(entry.object), b"", "its pieces do not make up its files")
+
+    def _read(self, path: str, meanwhile: Callable[[], None]) -> bytes:
+        return one(lambda: self._tried_read(path, LIMIT), timeout=TRIES * self.spec.timeout, meanwhile=meanwhile)
+
+    def _tried_read(self, path: str, size: int) -> bytes:
+        """Read a file; a line that breaks is tried again."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                return self.place.read(path, size)
+            except Unusable as error:
+                if attempt == TRIES or error.final or self._abandoned.is_set():
+                    raise
+                log.debug("%s: %s; trying again", path, error)
+                time.sleep(PAUSE * 2 ** (attempt - 1))
+        raise AssertionError("the last try returns or raises")
+
+    def _like(self, path: str, size: int) -> Sequence[Path]:
+        """Files of the cache that may have pieces in common with one of this name and size, newest first."""
+        found = []
+        for folder in self._layout.objects.glob("*/*"):
+            with contextlib.suppress(BadTree, OSError):
+                if any(entry.path == path and entry.size == size for entry in read_manifest(folder, folder.name)):
+                    found.append((folder.stat().st_mtime, folder / "files" / path))
+        return [file for _, file in sorted(found, reverse=True)]
+
+    # Up
+
+    def offer(self, record: Record) -> None:
+        """Push a result beside what else goes on, if pushing was asked for. `finish` waits for it."""
+        if not self.spec.push or self._shut:
+            return
+        with self._lock:
+            if record.action.digest in self._seen:
+                return
+            self._seen.add(record.action.digest)
+            self._waiting += 1
+            self._offered.put(record)
+            if self._pusher is None:
+                self._pusher = threading.Thread(target=self._push_offered, name="remote cache push", daemon=True)
+                self._pusher.start()
+
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until all that was offered is pushed, or the remote is given up; then say what was sent."""
+        with self._idle:
+            while self._waiting and not self._shut:
+                self._idle.wait(0.1)
+                meanwhile()
+        if self.pushed.results:
+            self.tell(
+                f"pushed {self.pushed.results} results to {self.spec.shown}: {spell_bytes(self.pushed.bytes)} sent, "
+                f"{spell_bytes(self.pushed.there)} were there"
+            )
+            self.pushed = Sent()
+
+    def abandon(self) -> None:
+        """Push no more: the run has failed or was told to end. What is half sent does not count there."""
+        self._abandoned.set()
+
+    def push(self, record: Record, meanwhile: Callable[[], None] = lambda: None) -> Sent | None:
+        """Push one result now. None, and said why, when it did not get there."""
+        if self._shut:
+            return None
+        digest = record.action.digest
+        for attempt in range(1, TRIES + 1):
+            try:
+                sent = send(
+                    record,
+                    self.place,
+                    self._cuts,
+                    mend=digest in self._mend,
+                    rewrite=digest in self._wrongs,
+                    meanwhile=meanwhile,
+                )
+            except Unusable as error:
+                if attempt == TRIES or error.final:
+                    self._close(error)
+                    return None
+                time.sleep(PAUSE * 2 ** (attempt - 1))
+            except (DamagedHere, OSError) as error:
+                self._say(f"{error}: it is not pushed")
+                return None
+            else:
+                self._mend.discard(digest)
+                self._wrongs.discard(digest)
+                return sent
+        return None
+
+    def _push_offered(self) -> None:
+        while True:
+            record = self._offered.get()
+            with contextlib.suppress(_Abandoned):
+                sent = self.push(record, self._go_on)
+                self.pushed += sent or Sent()
+            with self._idle:
+                self._waiting -= 1
+                self._idle.notify_all()
+            if self._shut or self._abandoned.is_set():
+                return
+
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+
+    # What is said
+
+    def _give_up(self, error: Unusable) -> None:
+        with self._lock:
+            if self.unusable is not None:
+                return
+            self.unusable = str(error)
+        self._say(f"the remote cache {self.spec.shown} is not used from here on: {error}")
+
+    def _close(self, error: Unusable) -> None:
+        with self._lock:
+            if self.closed is not None:
+                return
+            self.closed = str(error)
+        self._say(f"nothing is pushed to {self.spec.shown} from here on: {error}; `sdflow cache push` does it later")
+
+    @property
+    def _shut(self) -> bool:
+        """Whether pushing has no use any more."""
+        return self.closed is not None or self.unusable is not None
+
+    def _wrong(self, action: str, path: str, data: bytes, reason: str) -> None:
+        """Put aside what the remote gave, and build the action here."""
+        self._mend.add(action)
+        self._wrongs.add(action)
+        place = keep_bytes(self._layout, path, data, f"{self.spec.shown}: {path}: {reason}")
+        kept = f"; what it gave is in {place}" if place else ""
+        self._say(f"{self.spec.shown} is wrong: {path}: {reason}{kept}; building here")
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            if text in self._said:
+                return
+            self._said.add(text)
+        self.tell(text)
+
+
+class _Abandoned(Exception):
+    """The run has ended before its results were pushed."""
+
+
+def incoming(layout: Layout, entry: RemoteEntry) -> Path:
+    """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
+    folder = layout.incoming / entry.object
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def settle(folder: Path, files: Path) -> None:
+    """Move what has come in to where it is published from."""
+    for path in folder.iterdir():
+        path.replace(files / path.name)
+    remove_tree(folder)

@@ -1,0 +1,100 @@
+"""Sending a finished action up: the pieces that are not there, the manifest, and last the action, which makes it count."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.artifact import Record
+from sdflow.digest import FileEntry
+from sdflow.store.records import Stored, dump_action
+from sdflow.store.remote.entry import RemoteObject, action_path, dump_object, object_path
+from sdflow.store.remote.parallel import for_each, one
+from sdflow.store.remote.pieces import Cuts, Piece, cut
+from sdflow.store.remote.place import Place
+
+FROM = "from"
+"""Of how an artifact was built: the remote that it came from. It stays on this machine."""
+
+
+class DamagedHere(Exception):
+    """A file of the local cache is not what was published: it is not passed on."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What pushing did: results that are new in the remote, bytes that went there, and bytes that it had already."""
+
+    results: int = 0
+    bytes: int = 0
+    there: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.results + other.results, self.bytes + other.bytes, self.there + other.there)
+
+
+def send(
+    record: Record,
+    place: Place,
+    cuts: Cuts,
+    *,
+    mend: bool = False,
+    rewrite: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Sent:
+    """Push a finished action, unless the remote has it. mend: even so. rewrite: every piece of it, whatever
+    the remote has in its place.
+
+    Raises Unusable, DamagedHere, OSError.
+    """
+    timeout = place.spec.timeout
+    committed = action_path(record.action.digest)
+
+    def is_there() -> bool:
+        return not mend and one(lambda: place.size(committed), timeout=timeout, meanwhile=meanwhile) is not None
+
+    if is_there():
+        return Sent()
+    artifact = record.artifact
+    cut_at = cuts(artifact.path)
+    files: list[tuple[FileEntry, tuple[Piece, ...]]] = []
+    where: dict[Piece, tuple[Path, int]] = {}
+    for entry in artifact.files:
+        meanwhile()
+        path = artifact.path / entry.path
+        try:
+            pieces, sha256 = cut(path, entry.size, cut_at.get(entry.path, ()))
+        except EOFError as error:
+            raise DamagedHere(str(error)) from error
+        if sha256 != entry.sha256:
+            raise DamagedHere(f"{path} does not have the content that was published")
+        files.append((entry, pieces))
+        offset = 0
+        for piece in pieces:
+            where.setdefault(piece, (path, offset))
+            offset += piece.size
+
+    def send_piece(piece: Piece) -> Sent:
+        if not rewrite and place.size(piece.path) == piece.size:
+            return Sent(there=piece.size)
+        path, offset = where[piece]
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            data = stream.read(piece.size)
+        if hashlib.sha256(data).hexdigest() != piece.sha256:
+            raise DamagedHere(f"{path} has changed while it was read")
+        place.write(piece.path, data)
+        return Sent(bytes=piece.size)
+
+    sent: list[Sent] = []
+    for_each(where, send_piece, timeout=timeout, meanwhile=meanwhile, done=sent.append)
+    manifest = dump_object(artifact.digest, RemoteObject(tuple(files)))
+    one(lambda: place.write(object_path(artifact.digest), manifest), timeout=timeout, meanwhile=meanwhile)
+    if not is_there():  # else another machine was first: the first result stands
+        built = {key: value for key, value in record.built.items() if key != FROM}
+        data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
+        one(lambda: place.write(committed, data), timeout=timeout, meanwhile=meanwhile)
+    return sum(sent, Sent(results=1))
