@@ -97,6 +97,14 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
     print_pulled(fetched, len(missing), shared.spec.shown, as_json=json)
 
 
+@app.command()
+def key(file: Annotated[Path, typer.Argument(help="A new file for the private key.", metavar="FILE")]) -> None:
+    """Make a key that signs what is pushed ($SDFLOW_SIGNING_KEY names its file), and print the public one, to be trusted."""
+    from sdflow.store.remote.trust import make_key
+
+    print(make_key(file))
+
+
 def _planned(root: Path, url: str | None, workflows: Sequence[Path]) -> tuple[Cache, list[PlannedStep]]:
     """The cache with its remote, and the steps of workflows."""
     from sdflow.config import load_workflow

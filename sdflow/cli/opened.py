@@ -17,12 +17,14 @@ def open_cache(
 ) -> Cache:
     """The cache in a folder, with the remote of these workflows, or the one that `url` or $SDFLOW_REMOTE_CACHE names.
 
-    Raises UsageError for workflows that name different ones, for a URL that nothing knows, and for a root that is a file.
+    Raises UsageError for workflows that name different ones, a URL that nothing knows, a key that is none, and for a root
+    that is a file.
     """
     from sdflow.errors import UsageError
     from sdflow.onnx_model.tensor_offsets import tensor_offsets
     from sdflow.store import Cache
     from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
+    from sdflow.store.remote.trust import signer_from_environment
 
     said = {workflow.remote: workflow for workflow in workflows}
     if len(said) > 1:
@@ -33,4 +35,5 @@ def open_cache(
         )
     named = next(iter(said), None)
     remote = remote_from_environment(named) if url is None else replace(named or RemoteSpec(url), url=at(url, "--url"))
-    return Cache(root, rehash=rehash, remote=remote, cuts=tensor_offsets)
+    signer = None if remote is None else signer_from_environment()
+    return Cache(root, rehash=rehash, remote=remote, cuts=tensor_offsets, signer=signer)

@@ -190,6 +190,12 @@ class RemoteFields(_Fields):
         Annotated[float, Field(gt=0, le=3600)] | None,
         Field(description="Seconds without any answer after which it counts as gone for the run; null: 30."),
     ] = None
+    trust: Annotated[
+        list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]],
+        Field(
+            description="Public keys of `sdflow cache key`: what none of them has signed counts as not there. []: any."
+        ),
+    ] = []
 
 
 class CacheFields(_Fields):

@@ -22,4 +22,5 @@ def remote_spec(node: YamlMap, folder: Path, problems: Problems) -> RemoteSpec |
         problems.add(place.mark, f"{without_secrets(remote.url)!r} is no URL of a remote cache", remedy)
         return None
     url = remote.url if is_url(remote.url) else str((folder / Path(remote.url).expanduser()).resolve())
-    return RemoteSpec(url, push=fields.push, timeout=TIMEOUT if remote.timeout is None else remote.timeout)
+    timeout = TIMEOUT if remote.timeout is None else remote.timeout
+    return RemoteSpec(url, push=fields.push, timeout=timeout, trust=tuple(remote.trust))

@@ -28,6 +28,7 @@ from sdflow.store.records import BadRecord, dump, load, load_action, read_record
 from sdflow.store.remote.pieces import Cuts, no_cuts
 from sdflow.store.remote.remote import Remote, incoming, settle
 from sdflow.store.remote.spec import RemoteSpec
+from sdflow.store.remote.trust import Signer
 from sdflow.store.remote.up import FROM
 from sdflow.store.stat_cache import StatCache
 from sdflow.store.verify import VerifyReport, verify
@@ -42,7 +43,7 @@ class Cache:
 
     salt: for the planner to put into every action, so that a user can set apart what would be equal. rehash: read every file
     once more, whatever was noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at
-    which offsets files are best cut into pieces for it.
+    which offsets files are best cut into pieces for it. signer: of what goes there.
     Raises UsageError when the root is a file.
     """
 
@@ -54,6 +55,7 @@ class Cache:
         rehash: bool = False,
         remote: RemoteSpec | None = None,
         cuts: Cuts = no_cuts,
+        signer: Signer | None = None,
     ) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
@@ -62,7 +64,7 @@ class Cache:
         self._layout = Layout(root)
         self._rehash = rehash
         self.stat = StatCache(self._layout, rehash=rehash)
-        self.remote = None if remote is None else Remote(remote, self._layout, cuts)
+        self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
         self._lease: leases.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 

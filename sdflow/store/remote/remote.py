@@ -23,6 +23,7 @@ from sdflow.store.remote.parallel import one
 from sdflow.store.remote.pieces import Cuts, no_cuts
 from sdflow.store.remote.place import Absent, Place, Unusable
 from sdflow.store.remote.spec import RemoteSpec
+from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
 from sdflow.store.remote.up import DamagedHere, Sent, send
 from sdflow.units import spell_bytes
 
@@ -34,9 +35,14 @@ PATIENCE = 300.0
 
 
 class Remote:
-    """A remote cache. `tell` gets what a user should know. It may be used from several threads."""
+    """A remote cache. `tell` gets what a user should know. It may be used from several threads.
 
-    def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts) -> None:
+    signer: of what is pushed. Raises UsageError when keys are trusted and signatures cannot be checked.
+    """
+
+    def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts, signer: Signer | None = None) -> None:
+        if spec.trust:
+            require_cryptography()
         self.spec = spec
         self.place = Place(spec)
         self.tell: Callable[[str], None] = log.warning
@@ -45,6 +51,7 @@ class Remote:
         self.pushed = Sent()
         self._layout = layout
         self._cuts = cuts
+        self._signer = signer
         self._known: dict[str, RemoteEntry] = {}
         self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
         self._wrongs: set[str] = set()  # and of these all that it is made of
@@ -68,11 +75,18 @@ class Remote:
             data = b""
             try:
                 data = self._read(path, meanwhile)
-                self._known[action.digest] = read_entry(data, action.digest)
+                entry = read_entry(data, action.digest)
+                if self.spec.trust:
+                    require_signed(data, self.spec.trust)
+                self._known[action.digest] = entry
             except Absent:
                 return None
             except Unusable as error:
                 self._give_up(error)
+                return None
+            except Untrusted:
+                self._mend.add(action.digest)
+                self._say(f"{self.spec.shown} has results that no key signed that is trusted: they count as not there")
                 return None
             except BadRecord as error:
                 self._wrong(action.digest, path, data, str(error))
@@ -192,6 +206,7 @@ class Remote:
                     self._cuts,
                     mend=digest in self._mend,
                     rewrite=digest in self._wrongs,
+                    signer=self._signer,
                     meanwhile=meanwhile,
                 )
             except Unusable as error:

@@ -20,11 +20,12 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
 @dataclass(frozen=True)
 class RemoteSpec:
     """url: where, as fsspec reads it. push: what is built here goes there. timeout: seconds without any answer after which
-    it counts as gone for this run."""
+    it counts as gone for this run. trust: public keys of which one must have signed what is fetched; empty: none must."""
 
     url: str
     push: bool = False
     timeout: float = TIMEOUT
+    trust: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -49,7 +50,8 @@ def without_secrets(url: str) -> str:
 def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
     """The remote of the workflow, or the one that the environment names in its place; an empty variable: none.
 
-    To another place nothing is pushed but where the environment asks for that too. Raises UsageError for a URL that fsspec
+    To another place nothing is pushed but where the environment asks for that too; the keys that the workflow trusts stay.
+    Raises UsageError for a URL that fsspec
     does not know.
     """
     url = environment.get(URL_VARIABLE)

@@ -15,6 +15,7 @@ from sdflow.store.remote.entry import RemoteObject, action_path, dump_object, ob
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.pieces import Cuts, Piece, cut
 from sdflow.store.remote.place import Place
+from sdflow.store.remote.trust import Signer
 
 FROM = "from"
 """Of how an artifact was built: the remote that it came from. It stays on this machine."""
@@ -43,6 +44,7 @@ def send(
     *,
     mend: bool = False,
     rewrite: bool = False,
+    signer: Signer | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Push a finished action, unless the remote has it. mend: even so. rewrite: every piece of it, whatever
@@ -96,5 +98,7 @@ def send(
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
+        if signer is not None:
+            data = signer.signed(data)
         one(lambda: place.write(committed, data), timeout=timeout, meanwhile=meanwhile)
     return sum(sent, Sent(results=1))

@@ -1,0 +1,171 @@
+"""Signatures: of what is pushed, and who is believed."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sdflow.errors import UsageError
+from sdflow.store import Cache
+from sdflow.store.records import dump, load
+from sdflow.store.remote import RemoteSpec
+from sdflow.store.remote.place import FOLDER
+
+from .machines import BUILT, files_of, make_action
+
+pytest.importorskip("cryptography", reason="pip install -e '.[test]'")
+
+from sdflow.store.remote.trust import SIGNATURES, Signer, make_key, signer_from_environment
+
+ACTION = make_action("signed")
+
+
+@pytest.fixture
+def folder(memory_path: Path) -> Path:
+    return memory_path
+
+
+@pytest.fixture
+def key(folder: Path) -> str:
+    return make_key(folder / "key.pem")
+
+
+def opened(
+    folder: Path, name: str, signer: Signer | None = None, trust: tuple[str, ...] = ()
+) -> tuple[Cache, list[str]]:
+    told: list[str] = []
+    cache = Cache(folder / name, remote=RemoteSpec(str(folder / "shared"), push=True, trust=trust), signer=signer)
+    assert cache.remote is not None
+    cache.remote.tell = told.append
+    return cache, told
+
+
+def build(cache: Cache, content: bytes = b"content") -> None:
+    with cache.lease(), cache.staging(ACTION) as staging:
+        (staging.files / "model.onnx").write_bytes(content)
+        cache.offer(staging.publish({}, BUILT))
+
+
+def entry(folder: Path) -> Path:
+    (path,) = (folder / "shared" / FOLDER / "actions").rglob("*.json")
+    return path
+
+
+def test_what_a_trusted_key_signed_is_fetched(folder: Path, key: str) -> None:
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    other, told = opened(folder, "other", trust=(make_key(folder / "second.pem"), key))
+    record = other.fetch(ACTION)
+    assert record is not None
+    assert files_of(record) == {"model.onnx": b"content"}
+    assert told == []
+
+
+def test_without_trust_a_signature_changes_nothing(folder: Path, key: str) -> None:
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    assert opened(folder, "other")[0].fetch(ACTION) is not None
+
+
+def test_what_nobody_signed_or_somebody_else_is_a_miss_said_once(folder: Path, key: str) -> None:
+    make_key(folder / "stranger.pem")
+    for signer in (None, Signer(folder / "stranger.pem")):
+        build(opened(folder, f"one {signer is None}", signer)[0])
+        other, told = opened(folder, f"other {signer is None}", trust=(key,))
+        assert other.fetch(ACTION) is None
+        assert other.fetch(ACTION) is None
+        assert len(told) == 1
+        assert "they count as not there" in told[0]
+        entry(folder).unlink()
+
+
+@pytest.mark.parametrize("what", ["object", "facts", "published", "signature", "key", "none", "shape"])
+def test_a_signature_holds_for_every_field(folder: Path, key: str, what: str) -> None:
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    path = entry(folder)
+    outer = json.loads(path.read_bytes())
+    signatures = outer[SIGNATURES]
+    body = load(path.read_bytes())
+    if what in body:
+        body[what] = {"object": "0" * 64, "facts": {"nodes": 1}, "published": 0}[what]
+    elif what == "signature":
+        signatures[0]["signature"] = "00" * 64
+    elif what == "key":
+        signatures[0]["key"] = make_key(folder / "another.pem")
+    elif what == "none":
+        signatures = []
+    else:
+        signatures = {"key": [1], "signature": None}
+    path.write_text(json.dumps({**json.loads(dump(body)), SIGNATURES: signatures}))
+    other, told = opened(folder, "other", trust=(key,))
+    assert other.fetch(ACTION) is None
+    assert "they count as not there" in told[0]
+
+
+def test_what_is_built_in_its_place_is_signed_and_trusted(folder: Path, key: str) -> None:
+    build(opened(folder, "stranger")[0], b"of a stranger")
+    mine, _ = opened(folder, "mine", Signer(folder / "key.pem"), (key,))
+    assert mine.fetch(ACTION) is None
+    build(mine, b"mine")
+    record = opened(folder, "third", trust=(key,))[0].fetch(ACTION)
+    assert record is not None
+    assert files_of(record) == {"model.onnx": b"mine"}
+
+
+def test_a_key_is_its_owners_and_overwrites_nothing(folder: Path, key: str) -> None:
+    path = folder / "key.pem"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="cannot be written"):
+        make_key(path)
+    assert path.read_bytes() == before
+    assert Signer(path).public == key
+
+
+def test_a_key_that_is_none_is_told(folder: Path) -> None:
+    (folder / "text").write_text("no key")
+    for name, said in (("text", "no private key"), ("missing", "cannot be read")):
+        with pytest.raises(UsageError, match=said):
+            signer_from_environment({"SDFLOW_SIGNING_KEY": str(folder / name)})
+    assert signer_from_environment({}) is None
+
+
+def test_the_key_stays_here(folder: Path, key: str) -> None:
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    secret = "".join((folder / "key.pem").read_text().splitlines()[1:-1])
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "key.pem":
+            assert secret.encode() not in path.read_bytes()
+
+
+def test_openssl_agrees(folder: Path, key: str) -> None:
+    """A signature is checked by another program: what is signed is the canonical JSON of the record."""
+    from sdflow.digest import canonical_json
+
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    outer = json.loads(entry(folder).read_bytes())
+    (folder / "content").write_bytes(canonical_json(outer["record"]))
+    (folder / "signature").write_bytes(bytes.fromhex(outer[SIGNATURES][0]["signature"]))
+    try:
+        checked = subprocess.run(
+            ["openssl", "pkeyutl", "-verify", "-inkey", folder / "key.pem", "-rawin", "-in", folder / "content",
+             "-sigfile", folder / "signature"], capture_output=True, text=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("no openssl on this machine")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_without_the_package_trust_is_an_error_and_no_trust_is_none(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from pathlib import Path\nfrom sdflow.store import Cache\nfrom sdflow.store.remote import RemoteSpec\n"
+        f"Cache(Path({str(folder)!r}) / 'c', remote=RemoteSpec('/x'))\n"
+        f"Cache(Path({str(folder)!r}) / 'c', remote=RemoteSpec('/x', trust=('0' * 64,)))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'sdflow[remote]'" in ended.stderr
+    assert "line 6" in ended.stderr, "the first is made"
