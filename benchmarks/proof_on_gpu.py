@@ -1,0 +1,140 @@
+"""The proof on a machine that builds nothing: pipelines are filled with their weights, and verified as `sdflow verify --quick`
+does, on their target's own hardware too where it is --run-on; then faults are planted in them.
+
+    python benchmarks/proof_on_gpu.py GRAPHS [--run-on cuda] [--mutations 500] [--jobs 16] [--minutes 8] [--out DIR]
+
+GRAPHS: what benchmarks/structures.py wrote of pipelines that pass. Weights are bound here, as BindWeights does. --mutations:
+how many faults in all, over the pipelines and over --jobs processes, each with a seed of its own; lines of JSON go to --out, a
+file for each process. What each verification took is printed in processor seconds, the part without roundings by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from in_process import Here
+from pipelines_on_gpu import materialize
+from structures import ACTIONS
+
+from sdflow.config.workflow import VerifySpec
+from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.store import Cache
+from sdflow.verify import judge, subject_of_folder, verify
+
+FIRST_SEED = 100
+
+
+def fill(graphs: Path, out: Path, cache: Path) -> None:
+    """The pipeline with its weights, and its recipes where a verification looks for them."""
+    materialize(graphs, out)
+    for name, chain in read_manifest(out).origin.chains.items():
+        action = chain.steps[-2].action
+        record = (graphs.parent / ACTIONS / f"{action}.json").read_bytes()
+        digest = json.loads(record)["record"]["object"]
+        place = cache / "v1/objects" / digest[:2] / digest
+        if not place.exists():
+            place.mkdir(parents=True)
+            (place / "files").symlink_to((graphs / name).absolute())
+        where = cache / "v1/actions" / action[:2]
+        where.mkdir(parents=True, exist_ok=True)
+        (where / f"{action}.json").write_bytes(record)
+
+
+def verified(folder: Path, cache: Path, run_on: str | None) -> bool:
+    """Print what the verification says and what it takes."""
+    exact, inner = [0.0], judge.prove
+
+    def timed(*given: object, **more: object) -> object:
+        begun = time.process_time()
+        try:
+            return inner(*given, **more)  # type: ignore[arg-type]
+        finally:
+            exact[0] += time.process_time() - begun
+
+    judge.prove = timed  # type: ignore[assignment]
+    store = Cache(cache)
+    subject = subject_of_folder(folder, store)
+    run_on = run_on if subject.target == run_on else None
+    begun = time.process_time()
+    found = verify(subject, VerifySpec(), store, fresh=True, run_on=run_on, group=Here()).result  # type: ignore[arg-type]
+    judge.prove = inner
+    spent = time.process_time() - begun
+    print(
+        f"{folder.name}: {'passed' if found.passed else 'FAILED'}; processor {spent:.1f} s, of which {exact[0]:.1f} s exact"
+    )
+    for where, what, _ in found.problems:
+        print(f"  {where}: {what}")
+    for name, part in found.submodels.items():
+        shares = [each.distance / each.limit for each in part.outputs if each.limit]
+        proofs = [each.distance for each in part.exact]
+        there = [each.distance / each.limit for each in (part.device.outputs if part.device else ()) if each.limit]
+        on_device = f"; on {run_on} {max(there, default=0):.2f}" if part.device else ""
+        print(f"  {name}: of the limit {max(shares, default=0):.2f}{on_device}; unrounded {max(proofs, default=0):.1e}")
+    if found.image:
+        print(f"  image {found.image.psnr} dB", flush=True)
+    return found.passed
+
+
+def mutate(pipelines: list[Path], cache: Path, options: argparse.Namespace) -> None:
+    """Faults, so many processes at a time, and what came of them."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    count = -(-options.mutations // options.jobs)
+    running = []
+    for job in range(options.jobs):
+        out = options.out / f"mutations-{job}.jsonl"
+        own = options.scratch / f"cache-{job}"
+        subprocess.run(["cp", "-r", str(cache), str(own)], check=True)
+        command = [sys.executable, str(Path(__file__).with_name("mutations.py")), str(pipelines[job % len(pipelines)])]
+        command += ["--cache", str(own), "--out", str(out), "--count", str(count), "--seed", str(FIRST_SEED + job)]
+        command += ["--minutes", str(options.minutes)]
+        log = (options.out / f"mutations-{job}.log").open("w")
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **threads}))
+    for each in running:
+        each.wait()
+    found = [json.loads(line) for path in options.out.glob("*.jsonl") for line in path.read_text().splitlines()]
+    print(Counter(each["verdict"] for each in found))
+    for each in found:
+        if each["verdict"] in ("missed", "crash"):
+            print(json.dumps(each))
+    for path in sorted(options.out.glob("*.log")):
+        print(path.name, path.read_text().splitlines()[-1:])
+
+
+def main() -> int:
+    """Fill, verify, plant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("graphs", type=Path)
+    parser.add_argument("--run-on", help="a target whose provider runs the artifacts too")
+    parser.add_argument("--mutations", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--out", type=Path, default=Path("mutations"))
+    options = parser.parse_args()
+    passed = True
+    with tempfile.TemporaryDirectory() as scratch:
+        options.scratch = Path(scratch)
+        cache, filled = options.scratch / "cache", []
+        for graphs in sorted(path.parent for path in options.graphs.glob(f"*/{MANIFEST_FILE}")):
+            filled.append(options.scratch / "pipelines" / graphs.name)
+            filled[-1].parent.mkdir(exist_ok=True)
+            fill(graphs, filled[-1], cache)
+            passed &= verified(filled[-1], cache, options.run_on)
+        if options.mutations:
+            mutate(filled, cache, options)
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
