@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.place import Absent, Found, Place
+from sdflow.store.remote.place import UNFINISHED, Absent, Found, Place
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -73,11 +73,10 @@ def sweep(
     Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
     """
     now = _now(place, meanwhile)
-    pieces = _list(
-        place, "pieces", meanwhile
-    )  # before what refers to them: whatever is pushed from now on is not in it
-    manifests = _list(place, "objects", meanwhile)
-    actions = _list(place, "actions", meanwhile)
+    # Pieces before what refers to them: whatever is pushed from now on is not among them.
+    folders = [_all(place, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
+    pieces, manifests, actions = ([file for file in files if _in_place(file)] for files in folders)
+    left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
 
     def older(file: Found, seconds: float) -> bool:
         return file.changed is not None and now - file.changed > seconds
@@ -107,16 +106,24 @@ def sweep(
     kept = _manifests(place, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
     used = {sha256 for content in kept.values() for sha256 in content.pieces}
     unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
-    for files in (old, loose, unused):
+    for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
         remove(files)
     freed = sum(file.size for file in unused)
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 
 
 def _list(place: Place, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
-    """The files of a folder that have a place in it. A long list takes its time."""
-    found = one(lambda: list(place.list(folder)), timeout=20 * place.spec.timeout, meanwhile=meanwhile)
-    return [file for file in found if _NAME.fullmatch(file.path.removeprefix(f"{folder}/"))]
+    """The files of a folder that have a place in it."""
+    return [file for file in _all(place, folder, meanwhile) if _in_place(file)]
+
+
+def _all(place: Place, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
+    """A long list takes its time."""
+    return one(lambda: list(place.list(folder)), timeout=20 * place.spec.timeout, meanwhile=meanwhile)
+
+
+def _in_place(file: Found) -> bool:
+    return _NAME.fullmatch(file.path.partition("/")[2]) is not None
 
 
 def _digest(file: Found) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from sdflow.store.remote.spec import RemoteSpec, is_url, without_secrets
 
 FOLDER = "sdflow-v1"
+UNFINISHED = ".part"
+"""Ends the name of a file that is being written, or was when its writer died."""
 _IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
 """Stores that show a file while it is being written: there it is written under another name and renamed."""
 _URLS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)]+")
@@ -49,6 +52,7 @@ class Place:
         self.spec = spec
         self._files: Any = None
         self._root = ""
+        self._opening = threading.Lock()
 
     def read(self, path: str, limit: int) -> bytes:
         """The content of a file. Of one that is longer than `limit`, so much that it shows. Raises Absent, Unusable."""
@@ -79,7 +83,7 @@ class Place:
         files, target = self._open(), f"{self._root}/{path}"
         try:
             if not self._whole_at_once:
-                aside = f"{target}.{os.urandom(6).hex()}.part"
+                aside = f"{target}.{os.urandom(6).hex()}{UNFINISHED}"
                 files.makedirs(target.rpartition("/")[0], exist_ok=True)
                 files.pipe_file(aside, data)
                 files.mv(aside, target)
@@ -138,18 +142,21 @@ class Place:
         return self._protocol in ("http", "https")
 
     def _open(self) -> Any:
-        if self._files is None:
-            try:
-                from fsspec.core import url_to_fs
+        with self._opening:
+            return self._files if self._files is not None else self._opened()
 
-                url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
-                files, root = url_to_fs(url, **self._options(url))
-            except ImportError as error:
-                remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
-                raise Unusable(f"{error}; {remedy}", final=True) from error
-            except Exception as error:
-                raise _unusable(error) from error
-            self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
+    def _opened(self) -> Any:
+        try:
+            from fsspec.core import url_to_fs
+
+            url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
+            files, root = url_to_fs(url, **self._options(url))
+        except ImportError as error:
+            remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
+            raise Unusable(f"{error}; {remedy}", final=True) from error
+        except Exception as error:
+            raise _unusable(error) from error
+        self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
         return self._files
 
     def _options(self, url: str) -> dict[str, Any]:

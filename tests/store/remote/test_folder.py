@@ -328,7 +328,13 @@ def test_gc_removes_what_is_old_and_what_nothing_refers_to(one: Machine, other: 
     would = catalog.sweep(one.remote.place, 30 * day, dry_run=True)
     assert (would.actions, would.manifests, would.pieces) == (1, 1, 1)
     assert len(stored(shared, "actions")) == 2
+    piece = stored(shared, "pieces")[0]
+    parts = [piece.with_name(f"{piece.name}.{name}.part") for name in ("dead", "alive")]
+    for path, seconds in zip(parts, (2 * day, 0), strict=True):
+        path.write_bytes(b"half")
+        age(path, seconds)
     assert catalog.sweep(one.remote.place, 30 * day) == would
+    assert [path.exists() for path in parts] == [False, True]
     assert other.fetch(make_action("old")) is None
     fetched = other.fetch(make_action("new"))
     assert fetched is not None
