@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -81,7 +82,8 @@ class Guard:
         most = self._limits.body_of(scope["path"])
         try:
             self._require_own(headers)
-            self._require_key(scope["path"], headers.get(b"authorization", b""))
+            if not self._asks_first(scope["method"], headers):
+                self._require_key(scope["path"], headers.get(b"authorization", b""))
             _require_body(headers.get(b"content-length", b"0"), most)
         except ApiError as error:
             self._metrics.refusals.labels("guard").inc()
@@ -105,7 +107,10 @@ class Guard:
                 begun = True
                 await send(message)
 
-        await self._app(scope, counted, once)
+        from starlette.requests import ClientDisconnect
+
+        with suppress(ClientDisconnect):  # its body was cut off here, or by the client: nobody waits for an answer
+            await self._app(scope, counted, once)
 
     def _require_own(self, headers: dict[bytes, bytes]) -> None:
         """A page of another server must not use a browser to get here, nor a name that was made to point here."""
@@ -115,6 +120,11 @@ class Guard:
             raise ApiError(403, f"this server is not known as {host!r}.", code="host")
         if origin and origin not in self._access.origins and urlsplit(origin).netloc != host:
             raise ApiError(403, f"pages of {origin} may not ask here: see --cors-origin.", code="origin")
+
+    def _asks_first(self, method: str, headers: dict[bytes, bytes]) -> bool:
+        """Whether a browser asks for a page of an allowed server if it may send a key: it sends none with that."""
+        allowed = headers.get(b"origin", b"").decode("latin-1") in self._access.origins
+        return method == "OPTIONS" and allowed and b"access-control-request-method" in headers
 
     def _require_key(self, path: str, authorization: bytes) -> None:
         key = self._access.key

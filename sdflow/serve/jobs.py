@@ -27,12 +27,41 @@ class LoraFile:
 
 
 @dataclass(frozen=True)
+class ControlImage:
+    """An image for the ControlNet of this name. scale, start, end: as of `runtime.control.Control`."""
+
+    name: str
+    image: Image
+    scale: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """An image for an IP-Adapter, and how much it counts. adapter: which, from 0 on."""
+
+    image: Image
+    scale: float
+    adapter: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Images beside the one to start from."""
+
+    controls: tuple[ControlImage, ...] = ()
+    prompts: tuple[ImagePrompt, ...] = ()
+
+
+@dataclass(frozen=True)
 class Job:
     """One image to draw. request: which it belongs to; index: the how-manieth of it.
 
     pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
     start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
-    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100.
+    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. beside:
+    further images.
     """
 
     request: str
@@ -49,6 +78,7 @@ class Job:
     previews: int = 0
     format: str = "PNG"
     quality: int = 90
+    beside: Beside = Beside()
 
 
 @dataclass(frozen=True)

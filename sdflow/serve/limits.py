@@ -12,7 +12,8 @@ from sdflow.serve.api_error import ApiError
 class Limits:
     """images: of one request. pixels: of an image, drawn or uploaded. steps: of an image. prompt: characters. body: bytes of
     a request. queue: images that are drawn or wait, of all requests. seconds: that a request may take, its waiting included.
-    previews: of an image. loras: of one request; lora_bytes: of one that is sent."""
+    previews: of an image. loras: of one request; lora_bytes: of one that is sent. beside: images for ControlNets, and for
+    IP-Adapters."""
 
     images: int = 10
     pixels: int = 2048 * 2048
@@ -24,6 +25,7 @@ class Limits:
     previews: int = 10
     loras: int = 8
     lora_bytes: int = 1 << 30
+    beside: int = 8
 
     def body_of(self, path: str) -> int:
         """Bytes that a request to this path may have."""

@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.beside import read_beside
 from sdflow.serve.drawing import Drawing
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 from sdflow.serve.limits import Limits
@@ -132,7 +133,8 @@ async def drawn(
     model = find_model(served.models, fields.model)
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
-    jobs = jobs_of(fields, model, served.limits, image, mask, loras)
+    beside = await run_in_threadpool(read_beside, fields, model, served.limits)
+    jobs = jobs_of(fields, model, served.limits, image, mask, loras, beside)
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:

@@ -18,6 +18,27 @@ class Lora(BaseModel):
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
+class ControlField(BaseModel):
+    """An image for a ControlNet of the pipeline, by name. It counts from `start` to `end` of the steps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=200)
+    image: str = Field(description="In base64.")
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    start: float = Field(0.0, ge=0, le=1)
+    end: float = Field(1.0, ge=0, le=1)
+
+
+class ImagePromptField(BaseModel):
+    """An image that an IP-Adapter of the pipeline reads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: str = Field(description="In base64.")
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
 def _from_json(value: Any) -> Any:
     """A form has texts only: what is a list there comes as JSON."""
     if isinstance(value, str):
@@ -62,6 +83,12 @@ class Fields(BaseModel):
     loras: Annotated[list[Lora], BeforeValidator(_from_json)] = Field(
         default_factory=list, description="LoRAs of `/v1/loras`."
     )
+    control: Annotated[list[ControlField], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="Images for the pipeline's ControlNets."
+    )
+    image_prompts: Annotated[list[ImagePromptField], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="Images for its IP-Adapters: all for the only one, or one for each in order."
+    )
     progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
 
 
@@ -100,6 +127,8 @@ def as_openai_edit_form() -> dict[str, Any]:
         },
         **schema["properties"],
         "loras": {"type": "string", "description": 'As JSON: [{"name": "ink", "scale": 0.8}].'},
+        "control": {"type": "string", "description": 'As JSON: [{"name": "canny", "image": "BASE64"}].'},
+        "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
     }
     schema["required"] = ["image", "prompt"]
     return schema

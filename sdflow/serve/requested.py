@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.jobs import Image, Job, LoraFile
+from sdflow.serve.jobs import Beside, Image, Job, LoraFile
 from sdflow.serve.limits import Limits, read_size
 from sdflow.serve.openai_fields import Edit, Fields
 from sdflow.serve.served_model import ServedModel
 
 MOST_SEED = 2**63
+
+NOTHING = Beside()
 
 
 def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
@@ -33,8 +35,9 @@ def jobs_of(
     image: Image | None,
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
+    beside: Beside = NOTHING,
 ) -> list[Job]:
-    """The images of a request. image, mask: what it begins with. loras: of the fields, found.
+    """The images of a request. image, mask: what it begins with. loras, beside: of the fields, found and read.
 
     Raises ApiError for what cannot be.
     """
@@ -47,7 +50,7 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     arguments: dict[str, Any] = {
-        **_size(fields, model, limits, image),
+        **_size(fields, model, limits, image or next((each.image for each in beside.controls), None)),
         "num_inference_steps": fields.steps,
         "guidance_scale": fields.guidance_scale,
         "eta": fields.eta,
@@ -75,6 +78,7 @@ def jobs_of(
             previews if fields.stream else 0,
             (fields.output_format or "png").upper(),
             90 if fields.output_compression is None else max(1, fields.output_compression),
+            beside,
         )
         for index in range(images)
     ]
@@ -94,7 +98,7 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
 
 
 def _size(fields: Fields, model: ServedModel, limits: Limits, image: Image | None) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; those of the image to start from where none are said."""
+    """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
     if wanted is None and image is None:
         return {}

@@ -10,15 +10,24 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.families.base import Latents
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import adapter_count
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
-from sdflow.runtime.folder import folder_defaults, folder_family, folder_latents, folder_task, onnx_submodels
+from sdflow.runtime.folder import (
+    folder_defaults,
+    folder_family,
+    folder_latents,
+    folder_task,
+    onnx_submodels,
+    submodel_config,
+)
 from sdflow.runtime.soundness import require_sound_pipeline
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970."""
+    """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
+    nets: its ControlNets by name. adapters: how many IP-Adapters it has."""
 
     name: str
     folder: Path
@@ -31,6 +40,8 @@ class ServedModel:
     from_images: bool
     checker: bool
     created: int
+    nets: tuple[str, ...] = ()
+    adapters: int = 0
 
     @property
     def verified(self) -> str | None:
@@ -54,6 +65,8 @@ class ServedModel:
                 "task": self.task,
                 "from_images": self.from_images,
                 "checker": self.checker,
+                "control": list(self.nets),
+                "image_prompts": self.adapters,
                 "size": f"{latents.image_size}x{latents.image_size}",
                 "multiple": latents.granularity,
                 "defaults": {task: asdict(each) for task, each in self.defaults.items()},
@@ -85,6 +98,8 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         family.encoder in onnx_submodels(folder),
         family.checker in onnx_submodels(folder),
         int((folder / "sdflow.json").stat().st_mtime),
+        tuple(family.nets(onnx_submodels(folder))),
+        adapter_count(submodel_config(folder, family.denoiser)),
     )
     if require_verified and model.verified is None:
         raise UsageError(

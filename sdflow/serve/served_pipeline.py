@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sdflow.errors import VerificationError
 from sdflow.families.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.control import Control
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, load_submodel
 from sdflow.runtime.images import to_pil
@@ -25,7 +26,7 @@ from sdflow.runtime.split import SAMPLE, TIMESTEP
 from sdflow.runtime.submodel import Submodel
 from sdflow.serve.batch_plan import worthwhile_sizes
 from sdflow.serve.cuts import Cuts
-from sdflow.serve.jobs import Image, Job
+from sdflow.serve.jobs import Beside, Image, Job
 from sdflow.serve.pausing import Ask, PausingDenoisers, StepsOfSizes
 from sdflow.serve.shared_steps import Step
 from sdflow.targets import find_target
@@ -147,6 +148,7 @@ class ServedPipeline:
             callback_on_step_end=lambda index, timestep, total: told.step(index + 1, total),
             output_type=self.output_type,
             **given,
+            **_beside(job.beside),
             **job.arguments,
         )
         return self.finished(job, result)
@@ -228,6 +230,17 @@ def encoded(image: PIL.Image.Image, job: Job) -> bytes:
     options: dict[str, Any] = {} if job.format == "PNG" else {"quality": job.quality}
     image.save(file, job.format, **options)
     return file.getvalue()
+
+
+def _beside(images: Beside) -> dict[str, Any]:
+    """The arguments of a call: an image for each ControlNet, and for each IP-Adapter its images."""
+    controls = {each.name: Control(_pil(each.image), each.scale, each.start, each.end) for each in images.controls}
+    given: dict[str, Any] = {"control": controls} if controls else {}
+    if images.prompts:
+        scales = {each.adapter: each.scale for each in images.prompts}
+        shown = [[_pil(each.image) for each in images.prompts if each.adapter == adapter] for adapter in scales]
+        given |= {"ip_adapter_image": shown, "ip_adapter_scale": list(scales.values())}
+    return given
 
 
 def _pil(image: Image) -> PIL.Image.Image:

@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from serve.conftest import PATIENCE, wait_until
+from typer.testing import CliRunner
 
+from sdflow.cli.app import app
 from sdflow.errors import UsageError
 from sdflow.serve import client
 from sdflow.serve.deployments import Deployment, deploy, deployments, find_deployment, terminate
@@ -37,6 +41,11 @@ def sdflow(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
 
 
+def here(*arguments: str) -> str:
+    """What a command prints, run in this process. Raises what it raises."""
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False).stdout
+
+
 def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
@@ -45,23 +54,30 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
     found = find_deployment("tiny")
     assert found.url in done.stdout and found.pipelines == ("tiny",)
     assert psutil.Process(found.pid).ppid() != os.getpid(), "it outlives the command"
-    again = sdflow("deploy", "tiny", str(tiny_pipeline))
-    assert again.returncode == 2
-    assert f"it runs already, at {found.url}" in again.stderr
+    with pytest.raises(UsageError, match=f"it runs already, at {found.url}"):
+        here("deploy", "tiny", str(tiny_pipeline))
     out = tmp_path / "images"
-    drawn = sdflow("query", "tiny", "a", "--size", "64x64", "--steps", "1", "--seed", "3", "--out", str(out))
-    assert drawn.stdout.split() == [str(out / "001-3.png")], drawn.stderr
+    drawn = here("query", "tiny", "a", "--size", "64x64", "--steps", "1", "--seed", "3", "--out", str(out))
+    assert drawn.split() == [str(out / "001-3.png")]
     (image,) = client.query("tiny", "a", size="64x64", steps=1, seed=3)
     assert image.size == (64, 64)
     with pytest.raises(UsageError, match="steps is 1000, and may be at most 150"):
         client.query("tiny", "a", steps=1000)
-    assert "running" in sdflow("status").stdout
-    ended = sdflow("terminate", "tiny")
-    assert ended.returncode == 0, ended.stderr
-    assert not psutil.pid_exists(found.pid) or not found.running
-    assert sdflow("status").stdout == "nothing is deployed\n"
+    assert "running" in here("status")
+    body = {"prompt": "a", "size": "64x64", "steps": 40, "stream": True, "progress": True}
+    url, headers = f"{found.url}/v1/images/generations", {"Authorization": "Bearer secret"}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ending = threading.Thread(target=lambda: terminate("tiny"))
+        ending.start()
+        assert "event: image_generation.completed" in list(lines), "what was begun is finished"
+    ending.join(PATIENCE)
+    assert not found.running
+    assert here("status") == "nothing is deployed\n"
 
 
+@pytest.mark.slow  # another server
 def test_one_that_died_is_told_and_may_be_deployed_again(deployed: Path, tiny_pipeline: Path) -> None:
     made = deploy("frail", [tiny_pipeline], ["--port", "0", "--batch-sizes", "1"])
     os.kill(made.pid, signal.SIGKILL)

@@ -1,0 +1,68 @@
+"""Images for ControlNets and IP-Adapters in a request: what of it is taken. What is drawn: test_every_pipeline."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64encode
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.beside import read_beside
+from sdflow.serve.limits import Limits
+from sdflow.serve.openai_fields import Generation
+from sdflow.serve.requested import jobs_of
+from sdflow.serve.served_model import read_served
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    PIL.Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"control": [{"name": "depth"}]}, "control", "tiny has no ControlNet 'depth': only edges"),
+        ({"control": [{"name": "edges"}, {"name": "edges"}]}, "control", "has two images"),
+        ({"control": [{"name": "edges", "start": 0.5, "end": 0.5}]}, "control", "before it begins"),
+        ({"control": [{"name": "edges", "image": "/etc/passwd"}]}, "control", "no base64|cannot be read"),
+        ({"control": [{"name": "edges", "image": "http://127.0.0.1/x.png"}]}, "control", "no base64"),
+        ({"control": [{"name": "edges"}] * 9}, "control", "at most 8"),
+        ({"image_prompts": [{}] * 9}, "image_prompts", "at most 8"),
+        ({"image_prompts": [{"scale": 0.5}, {"scale": 0.6}]}, "image_prompts", "have one scale"),
+    ],
+)
+def test_what_means_nothing_is_told(tiny_pipeline: Path, fields: dict[str, Any], param: str, says: str) -> None:
+    model = replace(read_served(tiny_pipeline, check=False), nets=("edges",), adapters=1)
+    image = b64encode(png()).decode()
+    given = {name: [{"image": image, **each} for each in listed] for name, listed in fields.items()}
+    with pytest.raises(ApiError, match=says) as error:
+        read_beside(Generation(prompt="a", **given), model, Limits())
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows(tiny_pipeline: Path) -> None:
+    model, image = read_served(tiny_pipeline, check=False), b64encode(png()).decode()
+    told = model.to_json()["sdflow"]
+    assert (told["control"], told["image_prompts"]) == ([], 0)
+    for given, says in (
+        ({"control": [{"name": "edges", "image": image}]}, "it was built without any"),
+        ({"image_prompts": [{"image": image}]}, "has no IP-Adapter"),
+    ):
+        with pytest.raises(ApiError, match=says):
+            read_beside(Generation(prompt="a", **given), model, Limits())
+    able = replace(model, nets=("edges",), adapters=2)
+    shown = [{"image": image, "scale": 0.5}, {"image": image, "scale": 0.6}]
+    fields = Generation(prompt="a", control=[{"name": "edges", "image": image}], image_prompts=shown)
+    (job,) = jobs_of(fields, able, Limits(), None, None, (), read_beside(fields, able, Limits()))
+    assert (job.arguments["height"], job.arguments["width"]) == (64, 64)
+    assert [(each.adapter, each.scale) for each in job.beside.prompts] == [(0, 0.5), (1, 0.6)]
+    assert job.beside.controls[0].image.size == (64, 64)
+    with pytest.raises(ApiError, match="there are 1 images for 2 IP-Adapters"):
+        read_beside(Generation(prompt="a", image_prompts=shown[:1]), able, Limits())

@@ -1,0 +1,58 @@
+"""The requests of a worker, as the process that answers keeps them; the worker's part is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.drawing import Drawing
+from sdflow.serve.jobs import Cancel, Drawn, Job, Lost, Message, Ready
+from sdflow.serve.limits import Limits
+from sdflow.serve.metrics import Metrics
+
+JOBS = [Job("one", index, "tiny", "a", index) for index in range(2)]
+DRAWN = Drawn("one", 0, b"", (64, 64), None, {})
+
+
+def asked(limits: Limits, *said: Message) -> tuple[ApiError, list[Any], Drawing]:
+    """What a request for two images is answered when the worker says this, what was sent to it, and what is left."""
+    sent: list[Any] = []
+
+    def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == len(JOBS):
+            for each in said:
+                drawing.hear(each)
+
+    drawing = Drawing(limits, Metrics(), send)
+    drawing.hear(Ready({"tiny": {}}))
+
+    async def draw() -> None:
+        async for _ in drawing.draw(JOBS):
+            pass
+
+    with pytest.raises(ApiError) as error:
+        asyncio.run(draw())
+    return error.value, sent, drawing
+
+
+@pytest.mark.parametrize("said", [(), (DRAWN,)])
+def test_what_takes_too_long_is_given_up_and_drawn_no_more(said: tuple[Message, ...]) -> None:
+    error, sent, drawing = asked(Limits(seconds=0.05), *said)
+    assert (error.status, error.code, error.retry_after) == (504, "deadline", 1)
+    assert sent == [*JOBS, Cancel("one")]
+    assert drawing.images == 0 and drawing.ready
+
+
+def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there() -> None:
+    error, _, drawing = asked(Limits(), DRAWN, Lost("WorkerEnded", "it ended with signal 9"))
+    assert (error.status, error.code) == (503, "worker_lost")
+    assert "signal 9" in error.message
+    with pytest.raises(ApiError) as refused:
+        drawing.require_place(1)
+    assert (refused.value.status, refused.value.code) == (503, "not_ready")
+    drawing.hear(Ready({"tiny": {}}))
+    drawing.require_place(1)

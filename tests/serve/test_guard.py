@@ -1,0 +1,133 @@
+"""Who may ask: the key, the names of the server, pages of other servers, how large a request is. Nothing is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sdflow.serve.app import Settings, make_app
+from sdflow.serve.guard import LOOPBACK, Access
+from sdflow.serve.limits import Limits
+from sdflow.serve.loras import Loras
+from sdflow.serve.server import access_of
+from sdflow.serve.worker import WorkerOptions
+
+PAGE = "https://page.example"
+FIRST = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def ask(access: Access, path: str, method: str = "GET", *, body: int = 1000, **options: Any) -> httpx.Response:
+    loras = Loras(None)
+    settings = Settings({}, WorkerOptions({}), access, Limits(body=body), loras, log=lambda event, **fields: None)
+    transport = httpx.ASGITransport(app=make_app(settings))
+
+    async def answer() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **options)
+
+    try:
+        return asyncio.run(answer())
+    finally:
+        loras.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1@evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_was_made_to_point_here_is_refused(host: str, status: int) -> None:
+    """DNS rebinding: the browser believes that it asks its own server, and so sends no origin of another."""
+    answer = ask(Access(), "/healthz", headers={"Host": host})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["code"] == "host"
+
+
+def test_beyond_this_machine_any_name_will_do_but_a_key_is_needed(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    access = access_of("0.0.0.0", key, (), no_auth=False)
+    headers = {"Host": "draws.example"}
+    assert ask(access, "/v1/models", headers=headers).status_code == 401
+    assert ask(access, "/v1/models", headers={**headers, "Authorization": "Bearer secret"}).status_code == 200
+    assert access_of("127.0.0.1", None, (), no_auth=False).hosts == LOOPBACK
+
+
+@pytest.mark.parametrize("origin", [PAGE, "null", "http://127.0.0.1:9000", "http://evil.example"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_pages_of_other_servers_may_not_ask(origin: str, method: str) -> None:
+    answer = ask(Access(), "/v1/models", method, headers={"Origin": origin, **FIRST})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_own_page_may() -> None:
+    assert ask(Access(), "/v1/models", headers={"Origin": "http://127.0.0.1:8000"}).status_code == 200
+
+
+def test_pages_of_a_server_that_is_named_may_and_their_browser_may_ask_first_without_the_key() -> None:
+    access = Access("secret", (PAGE,))
+    first = ask(access, "/v1/images/generations", "OPTIONS", headers={"Origin": PAGE, **FIRST})
+    assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in first.headers["access-control-allow-headers"]
+    headers = {"Origin": PAGE, "Authorization": "Bearer secret"}
+    answer = ask(access, "/v1/models", headers=headers)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert ask(access, "/v1/models", headers={"Origin": PAGE}).status_code == 401
+    assert ask(access, "/v1/models", "OPTIONS", headers=FIRST).status_code == 401
+    other = {"Origin": "https://other.example", **FIRST}
+    assert ask(access, "/v1/models", "OPTIONS", headers=other).status_code == 403
+
+
+def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, as bytes, by the function that is made for that, also where the length tells that it is wrong."""
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def seen(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return compare(given, key)
+
+    monkeypatch.setattr("sdflow.serve.guard.hmac.compare_digest", seen)
+    wanted = (("secret", 200), ("secre", 401), ("x", 401), ("", 401), ("secretsecret", 401))
+    for given, status in wanted:
+        headers = {"Authorization": f"Bearer {given}"}
+        assert ask(Access("secret"), "/v1/models", headers=headers).status_code == status
+    assert compared == [(given.encode(), b"secret") for given, _ in wanted]
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'
+
+
+async def in_pieces(count: int) -> AsyncIterator[bytes]:
+    yield FORM
+    for _ in range(count):
+        yield b" " * 100
+
+
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/images/edits", "/sdapi/v1/txt2img"])
+def test_a_request_that_is_too_large_is_refused(path: str) -> None:
+    """By the length that it tells, and where it tells none, once more has come."""
+    for content in (b" " * 1001, in_pieces(11)):
+        headers = {"Content-Type": "multipart/form-data; boundary=x" if "edits" in path else "application/json"}
+        answer = ask(Access(), path, "POST", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_length_that_is_none_is_refused() -> None:
+    answer = ask(Access(), "/v1/images/generations", "POST", content=b"{}", headers={"Content-Length": "-5"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
