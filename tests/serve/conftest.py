@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 SIZE = "64x64"
-PATIENCE = 120
+PATIENCE = 600
 """Seconds; nothing is timed here, and machines are slow."""
 
 
