@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sdflow.store.remote import catalog, parallel
+from sdflow.store.remote import catalog, down, parallel, remote
 from sdflow.store.remote.pieces import MOST, SMALL, TOGETHER, sizes
 from sdflow.store.remote.place import FOLDER, Place, Unusable
 
-from .machines import Machine, files_of, make_action
+from .machines import BUILT, Machine, files_of, make_action
 
 
 @pytest.fixture
@@ -242,6 +242,23 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     assert files_of(fetched) == files
     total = len(list(sizes(17 << 20, ()))) + 2
     assert len(pieces) == total - first + 1, "one piece was damaged meanwhile"
+
+
+def test_a_remote_that_is_slow_is_left_when_building_takes_less(
+    one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the speed so far: pieces come all the time, but would do so for longer than an object may take."""
+    monkeypatch.setitem(BUILT, "seconds", 0.0)
+    action, files = make_action(), big(b"a", 17 << 20)
+    one.build(action, files)
+    monkeypatch.setattr(parallel, "LINES", 1)
+    monkeypatch.setattr(down, "SETTLING", 0.0)
+    monkeypatch.setattr(remote, "PATIENCE", 0.0)
+    record = other.build(action, files)
+    assert files_of(record) == files
+    assert "from" not in record.built
+    assert len(other.told) == 1
+    assert "is not used from here on: too slow: " in other.told[0]
 
 
 def test_what_this_machine_has_is_not_fetched(one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
