@@ -6,7 +6,8 @@
 GRAPHS: what benchmarks/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
 here, as BindWeights does; the same weights go to diffusers' own pipelines, in float32 (the reference) and in float16 (the
 yardstick, eager or compiled). NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
-its ControlNets, "refiner_start": with its refiner from there on. An image a call, the same latents for all.
+its ControlNets, "shown": 0.6 for an image prompt at this scale for each of its IP-Adapters, "refiner_start": with its refiner
+from there on. An image a call, the same latents for all.
 Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
 `--target cpu` is to try it: float32, nothing compiled.
 """
@@ -142,16 +143,23 @@ class Case:
     """One way to call one pipeline, by sdflow and by diffusers."""
 
     def __init__(self, pipeline: Any, arguments: dict[str, Any]) -> None:
+        from sdflow.families.image_prompts import adapter_count
+
         base = getattr(pipeline, "base", pipeline)
         what, given = base.latents, dict(arguments)
         size = int(given.pop("size", what.image_size))
         self.control = {name: edges(size) for name in base.nets} if given.pop("control", False) else {}
+        adapters = adapter_count(base.configs[base.family.denoiser])
+        self.scales = [float(given.pop("shown", 0.0))] * adapters
+        self.shown = [edges(256).rotate(30 * index) for index in range(len(self.scales))]
         self.common = {"height": size, "width": size, "output_type": "np", **given}
         shape = (1, what.channels, size // what.scale, size // what.scale)
         self.latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
     def ours(self, pipeline: Any) -> Any:
-        more = {"control": self.control} if self.control else {}
+        more: dict[str, Any] = {"control": self.control} if self.control else {}
+        if any(self.scales):
+            more |= {"ip_adapter_image": self.shown, "ip_adapter_scale": self.scales}
         generator = torch.Generator().manual_seed(
             0
         )  # of the CPU: schedulers that draw noise in every step draw the same
@@ -161,6 +169,9 @@ class Case:
         more: dict[str, Any] = {}
         if self.control:
             more["image"] = list(self.control.values())
+        if self.shown:  # at a scale of 0 too: diffusers takes no call without one
+            more["ip_adapter_image"] = self.shown
+            pipeline.set_ip_adapter_scale(self.scales)
         latents = self.latents.to(pipeline.unet.device, pipeline.unet.dtype)
         generator = torch.Generator().manual_seed(0)
         return pipeline(PROMPT, latents=latents, generator=generator, **self.common, **more).images

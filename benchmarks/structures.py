@@ -1,10 +1,13 @@
 """Assembled pipelines without their weights, to take along to a machine with a GPU.
 
     python benchmarks/structures.py PIPELINE... --out GRAPHS [--cache DIR]
+    python benchmarks/structures.py --workflow FILE... [--set KEY=VALUE]... --out GRAPHS [--cache DIR]
 
 Of each pipeline folder: its small files, and for each submodel the structure (a graph without weights, `parameters.json`,
 `config.json`), which the step before BindWeights left in the cache, and its record, by which a proof finds the recipes
 (`proof_on_gpu.py`). Some MB for Stable Diffusion XL.
+Of a workflow: the same but for the records, where no pipeline was built. Its chains run up to BindWeights: it takes neither the
+memory nor the disk of weights.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,14 +49,66 @@ def take(pipeline: Path, cache: Path, out: Path) -> None:
         shutil.copyfile(record, actions / record.name)
 
 
+class Progress:
+    """Says which steps are done."""
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def started(self, step: Any) -> None: ...
+    def phase(self, step: Any, phrase: str) -> None: ...
+    def memory(self, step: Any, resident: int) -> None: ...
+    def finished(self, result: Any) -> None:
+        print(result.outcome, result.step.id, file=sys.stderr, flush=True)
+
+
+def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
+    """The pipelines of a workflow without their weights, each a folder in `out`."""
+    from sdflow.assemble import assemble
+    from sdflow.config import load_workflow
+    from sdflow.execute import Executor
+    from sdflow.passes.registry import catalog
+    from sdflow.plan import make_plan
+    from sdflow.run import origin_of
+    from sdflow.store import Cache
+
+    store = Cache(cache)
+    for plan in make_plan(load_workflow(workflow, catalog=catalog(), overrides=overrides), store).pipelines:
+        if wrong := [chain.submodel for chain in plan.chains if chain.steps[-1].name != "BindWeights"]:
+            raise SystemExit(
+                f"{workflow}: the weights of {', '.join(wrong)} go through every pass: there is no structure"
+            )
+        symbolic = tuple(replace(chain, steps=chain.steps[:-1], carried=()) for chain in plan.chains)
+        steps = Executor(store, Progress(), jobs=1).run(replace(plan, chains=symbolic))
+        checkpoint = plan.checkpoint
+        assert checkpoint is not None, "a plan that was made has one"
+        assemble(
+            out / plan.pipeline.name,
+            parts={name: made[-1].record.artifact for name, made in steps.items()},
+            companions=checkpoint.companions,
+            origin=origin_of(plan, steps),
+            options=checkpoint.options,
+            changed=checkpoint.changed_companions(),
+            copy=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pipelines", type=Path, nargs="+")
+    parser.add_argument("pipelines", type=Path, nargs="*")
+    parser.add_argument("--workflow", type=Path, action="append", default=[])
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of the workflows"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("cache"))
     arguments = parser.parse_args()
+    if not (arguments.pipelines or arguments.workflow):
+        parser.error("name pipelines or workflows")
     for pipeline in arguments.pipelines:
         take(pipeline, arguments.cache, arguments.out / pipeline.name)
+    for workflow in arguments.workflow:
+        build(workflow, arguments.overrides, arguments.cache, arguments.out)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(f"{arguments.out}: {size / 1e6:.1f} MB")
 
