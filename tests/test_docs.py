@@ -37,6 +37,7 @@ PARSED_ONLY = {
     "init": "tests/test_init.py",
     "serve": "tests/serve/test_openai_client.py, tests/serve/test_faults.py",
     **dict.fromkeys(("deploy", "query", "status", "terminate"), "tests/serve/test_deploy.py"),
+    "selftest": "tests/selftest/test_selftest.py",
     "doctor": "its status depends on the machine",
 }
 """Of these it is held that they parse; where they are run. So too of what stands in a sentence (`sdflow plan`)."""

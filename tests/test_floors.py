@@ -26,6 +26,7 @@ FLOORS = {
             "runtime",
             "evaluate verify bench export doctor",
             "run bake init fix serve",
+            "selftest",
             "report cli __main__",
         )
     )

@@ -16,6 +16,7 @@ from sdflow.cli.export import export
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.opened import open_cache
+from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.command()(deploy)
 app.command()(query)
 app.command()(status)
 app.command()(terminate)
+app.command()(selftest)
 
 Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
 OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]

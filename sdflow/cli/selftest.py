@@ -1,0 +1,58 @@
+"""`sdflow selftest`: whether the sample pipeline draws on this machine what it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def selftest(
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="What to test. Default: the CPU, or what --pipeline was built for."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Write FILE.json and FILE.html, to attach to an issue.", metavar="FILE"),
+    ] = None,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option("--pipeline", help="A folder of the sample, built elsewhere with --copy.", metavar="PIPELINE"),
+    ] = None,
+    show: Annotated[
+        Path | None, typer.Option("--show", help="Print a report that somebody wrote; test nothing.", metavar="FILE")
+    ] = None,
+    engine_cache: Annotated[
+        Path | None,
+        typer.Option("--engine-cache", help="Where TensorRT or MIGraphX keep what they compile.", metavar="DIR"),
+    ] = None,
+    cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")] = Path("cache"),
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Build the sample pipeline, run it on a target, compare its images with the CPU's, time it. Nothing personal is kept."""
+    from sdflow.errors import TargetUnavailableError, UsageError, VerificationError
+    from sdflow.report.selftest import print_selftest
+    from sdflow.selftest.result import read_report
+
+    if show is not None:
+        if any(each is not None for each in (target, pipeline, report)):
+            raise UsageError("it tests nothing, so it takes no other option but --json", where="--show")
+        print_selftest(read_report(show), as_json=json)
+        return
+    from sdflow.cli.opened import open_cache
+    from sdflow.cli.progress import progress_view
+    from sdflow.selftest import selftest as run_selftest
+    from sdflow.selftest.files import report_files, write_report
+
+    files = () if report is None else report_files(report)  # a name that cannot be written is told before the work
+    with progress_view() as listener:
+        found = run_selftest(target, open_cache(cache), listener, pipeline=pipeline, engine_cache=engine_cache)
+    if files:
+        write_report(found, files)
+    print_selftest(found, files, as_json=json)
+    if found.verdict == "unavailable":
+        raise TargetUnavailableError(f"{found.target} is not available here", where="selftest")
+    if found.verdict != "passed":
+        raise VerificationError(f"the self-test of {found.target} is {found.verdict}", where="selftest")

@@ -1,0 +1,219 @@
+"""One command for somebody with hardware that we do not have: does the sample pipeline draw here what PyTorch draws on the CPU?
+
+Builds the sample for a target, runs it there in processes of its own, compares its images with those of the PyTorch model
+in float32 on this machine's CPU, times it, and names what fell back to another provider. What comes out is a `Report`
+(`sdflow.selftest.result`) with nothing personal in it; a target that is missing or breaks is a report, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.config import load_workflow
+from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+from sdflow.distance import largest_difference, psnr, ssim
+from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
+from sdflow.evaluate import EvaluationResult, evaluate
+from sdflow.execute import Listener
+from sdflow.locked_folder import scratch_folder
+from sdflow.machine.device import device
+from sdflow.machine.packages import versions
+from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.passes.registry import catalog
+from sdflow.run import RunOptions, run_workflow
+from sdflow.selftest.private import Private
+from sdflow.selftest.result import DrawnPair, Ran, Report, Verdict
+from sdflow.shipped import shipped_workflow
+from sdflow.store import Cache
+from sdflow.targets import TARGETS, find_target
+from sdflow.tolerances import IMAGE_DECIBELS
+from sdflow.workers import run_worker
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["MODEL", "Report", "selftest"]
+
+MODEL = "sample:shapes"
+WORKFLOW = "base/shapes.yaml"
+WORKER = "sdflow.selftest.worker"
+RUNS = LatencySpec(warmup=1, runs=5)
+STEPS = 20
+
+
+def selftest(
+    target: str | None,
+    cache: Cache,
+    listener: Listener,
+    *,
+    pipeline: Path | None = None,
+    engine_cache: Path | None = None,
+) -> Report:
+    """Build, run, compare, time.
+
+    target: None: the pipeline's, or the CPU. pipeline: a folder of the sample, built elsewhere, in place of building it.
+    engine_cache: where the provider keeps compiled engines.
+    Raises UsageError for a target or folder that cannot be tested at all; whatever fails later is in the report.
+    """
+    if pipeline is not None:
+        origin = read_manifest(pipeline).origin
+        if origin.model != MODEL or origin.loras:
+            raise UsageError(
+                "this is not the sample pipeline, whose images are known",
+                where=str(pipeline / MANIFEST_FILE),
+                remedy=f"Build it where you can: sdflow run of a workflow that extends {WORKFLOW}, with --copy.",
+            )
+        target = target or origin.target
+    target = find_target(target or "cpu", "--target").name
+    report = Report(target=target, versions=versions(), device=_device(target))
+    told = _Told(report)
+    with scratch_folder("selftest") as scratch, told.failures():
+        listener.note(f"{target}: what it is compared with, PyTorch in float32 on the CPU")
+        reference = _drawn(scratch, None, target, listener)
+        if pipeline is None:
+            begin = time.perf_counter()
+            pipeline = _built(scratch, target, cache, listener)
+            told.report = replace(told.report, build_seconds=time.perf_counter() - begin)
+        spec = EvaluateSpec(latency=RUNS, image=ImageSpec(steps=STEPS), allow_fallback=True)
+        measured = evaluate(
+            pipeline, spec, target, name="sample", required=True, engine_cache=engine_cache, progress=listener.note
+        )
+        told.report = _with_times(told.report, measured)
+        drawn = _drawn(scratch, pipeline, target, listener, engine_cache)
+        told.report = judged(told.report, reference, drawn)
+    return Private.here().cleared(told.report)
+
+
+@dataclass
+class _Told:
+    """The report as far as it goes. What fails becomes its verdict."""
+
+    report: Report
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        try:
+            yield
+        except TargetUnavailableError as error:
+            self._end("unavailable", error)
+        except SdflowError as error:
+            self._end("broken", error)
+
+    def _end(self, verdict: Verdict, error: SdflowError) -> None:
+        self.report = replace(self.report, verdict=verdict, reason=str(error))
+
+
+def _device(target: str) -> dict[str, Any]:
+    """The machine, without what a distribution or a user may have put into the kernel's name."""
+    import platform
+
+    return {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def _built(scratch: Path, target: str, cache: Cache, listener: Listener) -> Path:
+    workflow = shipped_workflow(WORKFLOW)
+    if workflow is None:
+        raise UsageError(f"{WORKFLOW} is not installed", remedy="Install sdflow again.")
+    loaded = load_workflow(workflow, catalog=catalog(), targets=(target,))
+    options = RunOptions(
+        out=scratch / "pipelines", results=scratch / "results", copy=True, verify=False, evaluate=False
+    )
+    return run_workflow(loaded, cache, options, listener).pipelines[0].folder
+
+
+def _drawn(
+    scratch: Path, folder: Path | None, target: str, listener: Listener, engine_cache: Path | None = None
+) -> list[dict[str, Any]]:
+    """The images that a folder draws on a target, or PyTorch on the CPU, each with what it shows."""
+    request = {
+        "folder": str(folder.absolute()) if folder else None,
+        "target": target,
+        "engine_cache": str(engine_cache.absolute()) if engine_cache else None,
+    }
+    done = run_worker(WORKER, request, log=scratch / "log.txt", on_phase=listener.note)
+    return list(done.value)
+
+
+def _with_times(report: Report, measured: EvaluationResult) -> Report:
+    parts = {
+        name: Ran(
+            nodes=dict(part.placement.nodes),
+            shapes_on_cpu=part.placement.shapes_on_cpu,
+            fallen=tuple((node.name, node.op_type, node.provider) for node in part.placement.fallen),
+            inputs=dict(part.inputs),
+            load_seconds=part.load_seconds,
+            median_ms=part.latency.median_ms if part.latency else None,
+        )
+        for name, part in measured.submodels.items()
+    }
+    steps, image = measured.settings["steps"], measured.pipeline
+    return replace(
+        report,
+        provider=measured.provider,
+        submodels=parts,
+        steps=steps,
+        image_ms=image.median_ms if image else None,
+        first_image_ms=image.first_ms if image else None,
+        peak_memory_bytes=measured.peak_memory_bytes,
+        notes=measured.notes,
+    )
+
+
+def judged(report: Report, reference: list[dict[str, Any]], drawn: list[dict[str, Any]]) -> Report:
+    """The report with its images and its verdict.
+
+    Passed: each image is as near to PyTorch's as `sdflow verify` asks of images, or, in float16 alone, shows the same shape
+    in the same colour: rounding may lead one trajectory elsewhere. Nodes on another provider fail it, whatever it draws.
+    """
+    half = any("float16" in shape for part in report.submodels.values() for shape in part.inputs.values())
+    limit = IMAGE_DECIBELS["float16" if half else "float32"]
+    pairs = []
+    for mine, other in zip(drawn, reference, strict=True):
+        image, wanted = _array(mine["png"]), _array(other["png"])
+        pairs.append(
+            DrawnPair(
+                prompt=mine["prompt"],
+                seed=mine["seed"],
+                decibels=min(psnr(image, wanted), 200.0),
+                ssim=ssim(image, wanted),
+                largest=largest_difference(image, wanted),
+                shows=mine["shows"],
+                shown_by_pytorch=other["shows"],
+                png=mine["png"],
+                pytorch_png=other["png"],
+            )
+        )
+    wrong = [
+        pair
+        for pair in pairs
+        if pair.decibels < limit and not (half and pair.shows and pair.shows == pair.shown_by_pytorch)
+    ]
+    fallen = {name: len(part.fallen) for name, part in report.submodels.items() if part.fallen}
+    reasons = [
+        f"{pair.prompt!r} is {pair.decibels:.1f} dB from PyTorch's image; {limit:.0f} are wanted" for pair in wrong
+    ]
+    reasons += [f"{name}: {count} nodes do not run on {report.provider}" for name, count in fallen.items()]
+    verdict: Verdict = "failed" if reasons else "passed"
+    return replace(report, images=tuple(pairs), verdict=verdict, reason="; ".join(reasons) or None)
+
+
+def _array(png: str) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(png))) as image:
+        return np.asarray(image.convert("RGB"), np.float32) / 255
+
+
+def png_of(image: Image) -> str:
+    """The pixels alone, as PNG in base64: no text goes in, and none comes along."""
+    stream = io.BytesIO()
+    image.convert("RGB").save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,33 @@
+"""The two files of a report: JSON for programs, a page for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdflow.atomic_write import require_makable, write_whole
+from sdflow.errors import UsageError
+from sdflow.selftest.html import page
+from sdflow.selftest.result import Report, document
+
+
+def report_files(wanted: Path) -> tuple[Path, Path]:
+    """The files for `--report FILE`, FILE with or without .json or .html. Raises UsageError where none can be written."""
+    stem = wanted.with_suffix("") if wanted.suffix in (".json", ".html") else wanted
+    files = (stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html"))
+    for path in files:
+        if path.is_dir():
+            raise UsageError("is a folder", where=str(path), remedy="Name a file with --report.")
+    try:
+        require_makable(stem.absolute().parent)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=f"--report {wanted}") from error
+    return files
+
+
+def write_report(report: Report, files: tuple[Path, Path]) -> None:
+    """Write both, each whole. Raises UsageError."""
+    try:
+        write_whole(files[0], document(report))
+        write_whole(files[1], page(report).encode())
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(files[0])) from error

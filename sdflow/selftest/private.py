@@ -1,0 +1,107 @@
+"""Nothing personal leaves in a report: who runs it, on which machine, and where anything lies is cleared from every text."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sdflow.selftest.result import Report
+
+PATH, NAME = "<path>", "<name>"
+_USERS = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
+_HOSTS = ("HOSTNAME", "COMPUTERNAME", "USERDOMAIN")
+_FOLDERS = ("HOME", "USERPROFILE", "HOMEPATH", "APPDATA", "LOCALAPPDATA", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "PWD")
+_PATHS = re.compile(
+    r"""file://\S+
+    | (?<![\w/\\]) [A-Za-z]: [\\/] [^\s"'<>|:;,()]*            # C:\\Users\\...
+    | \\\\ [^\s"'<>|:;,()]+                                    # \\\\server\\share
+    | (?<![\w<.]) ~? / [\w.@+-][^\s"'<>|:;,()]*                # /home/..., ~/...
+    | (?<![\w.]) (?:[\w.@+-]+ [\\/]){2,} [\w.@+-]*             # relative, of three parts or more
+    """,
+    re.VERBOSE,
+)
+_FREE = ("reason", "notes")
+"""The fields of a report that hold what somebody wrote: ONNX Runtime, a driver, an exception."""
+
+_KEPT = ("target", "verdict", "prompt", "png", "pytorch_png")
+"""Those that hold our own words, or pixels in base64."""
+
+
+@dataclass(frozen=True)
+class Private:
+    """folders: absolute paths that are replaced wherever they stand, the longest first. names: of users and machines."""
+
+    folders: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Private:
+        """This user's and this machine's."""
+        names = {os.environ.get(key, "") for key in (*_USERS, *_HOSTS)}
+        folders = {os.environ.get(key, "") for key in _FOLDERS} | {str(Path.cwd()), sys.prefix}
+        with suppress(OSError, KeyError, ImportError):  # no such user in the system's list
+            names.add(getpass.getuser())
+        with suppress(OSError):
+            names.add(socket.gethostname())
+        with suppress(RuntimeError):
+            folders.add(str(Path.home()))
+            names.add(Path.home().name)
+        names |= {name.split(".")[0] for name in names}
+        return cls.of(folders, names)
+
+    @classmethod
+    def of(cls, folders: Iterable[str], names: Iterable[str]) -> Private:
+        spelled = {
+            each for folder in folders for each in (folder, folder.replace("\\", "/"), folder.replace("/", "\\"))
+        }
+        long = sorted((each.rstrip("/\\") for each in spelled if len(each.strip("/\\")) > 1), key=len, reverse=True)
+        return cls(tuple(long), tuple(sorted({name for name in names if name.strip()}, key=len, reverse=True)))
+
+    def text(self, text: str, *, free: bool = True) -> str:
+        """The text without them. free: written by somebody, so that every path in it goes, whosever it is."""
+        for folder in self.folders:
+            text = re.sub(re.escape(folder) + r"(?![A-Za-z0-9])", lambda _: PATH, text, flags=re.IGNORECASE)
+        if free:
+            text = _PATHS.sub(PATH, text)
+            text = re.sub(rf"{PATH}[^\s\"'|:;,()]+", PATH, text)
+        for name in self.names:
+            text = re.sub(
+                rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", lambda _: NAME, text, flags=re.IGNORECASE
+            )
+        return text
+
+    def cleared(self, report: Report) -> Report:
+        """The report, each of its texts cleared. Pixels, which are base64, hold no text."""
+        from sdflow.selftest.result import from_json, to_json
+
+        plain = to_json(report).items()
+        return from_json({key: value if key in _KEPT else self._value(value, key in _FREE) for key, value in plain})
+
+    def _value(self, value: Any, free: bool) -> Any:
+        if isinstance(value, str):
+            return self.text(value, free=free)
+        if isinstance(value, list):
+            return [self._value(each, free) for each in value]
+        if isinstance(value, dict):
+            ours = _ours()
+            return {
+                key if key in ours else self.text(key, free=False): each if key in _KEPT else self._value(each, free)
+                for key, each in value.items()
+            }
+        return value
+
+
+def _ours() -> frozenset[str]:
+    """Our own keys: a user of one of these names does not make a report unreadable."""
+    from sdflow.selftest.result import DrawnPair, Ran, Report
+
+    return frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))

@@ -1,0 +1,60 @@
+"""The process that draws for `sdflow selftest`: a provider that crashes ends this one and leaves a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.workers import serve_request
+
+CASES = slice(7, None, 24)
+"""Of the sample's evaluation set: those that its own tests draw, some never shown in training."""
+AT_MOST = 2
+GUIDANCE = 7.5
+
+
+def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Each case's image from the same first latents: prompt, seed, png (base64), and whether it shows what was asked for.
+
+    request: folder, target and engine_cache of a pipeline; without a folder, PyTorch draws on the CPU.
+    """
+    import numpy as np
+    import torch
+
+    from sdflow.samples.prompts import evaluation_set, first_latents
+    from sdflow.samples.score import read
+    from sdflow.selftest import STEPS, png_of
+
+    cases = evaluation_set()[CASES][:AT_MOST]
+    pipeline = _pipeline(request)
+    latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
+    found = []
+    for index, case in enumerate(cases):
+        phase(f"image {index + 1} of {len(cases)}")
+        (image,) = pipeline(
+            case.prompt, latents=latents[index : index + 1], num_inference_steps=STEPS, guidance_scale=GUIDANCE
+        ).images
+        shows = read(image).shows(case.scene)
+        found.append({"prompt": case.prompt, "seed": case.seed, "png": png_of(image), "shows": shows})
+    return found
+
+
+def _pipeline(request: Mapping[str, Any]) -> Any:
+    from sdflow.runtime.pipeline import Pipeline
+    from sdflow.selftest import MODEL
+    from sdflow.sources import PlainDigests, open_checkpoint
+    from sdflow.sources.load import load_pipeline
+
+    if request["folder"] is not None:
+        engines = request["engine_cache"]
+        return Pipeline.load(
+            Path(request["folder"]), request["target"], engine_cache=Path(engines) if engines else None
+        )
+    pipeline = load_pipeline(open_checkpoint(MODEL, digests=PlainDigests(), download=False))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+if __name__ == "__main__":
+    serve_request(draw)
