@@ -57,14 +57,23 @@ def test_prompts_are_logged_where_that_is_asked_for(own: RunningServer) -> None:
 
 
 def test_a_crash_is_answered_and_the_worker_comes_back(own: RunningServer) -> None:
-    begun = len(own.lines)
+    """To a request that is being streamed, and to one that waits behind it for its answer."""
+    begun, losses = len(own.lines), "sdflow_worker_losses_total"
     headers = {"Authorization": "Bearer secret"}
+    before = own.metrics(losses, **headers)
     url = f"{own.url}/v1/images/generations"
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(post(own)))
     with httpx.stream("POST", url, json=LONG, headers=headers, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         assert next(lines) == "event: image_generation.progress"
+        asking.start()
+        wait_until(lambda: own.metrics("sdflow_waiting_images", **headers) == LONG["n"])
         own.worker().kill()
         assert "event: error" in list(lines)
+    asking.join(PATIENCE)
+    (lost,) = answers
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_lost")
     own.wait_for(lambda line: line["event"] == "worker lost", begun)
     unready = post(own)
     assert (unready.status_code, unready.json()["error"]["code"]) == (503, "not_ready")
@@ -72,22 +81,10 @@ def test_a_crash_is_answered_and_the_worker_comes_back(own: RunningServer) -> No
     assert ask(f"{own.url}/readyz").status_code == 503
     own.wait_until_ready(begun)
     assert post(own).status_code == 200
-    assert own.metrics("sdflow_worker_losses_total", **headers) == 1
+    assert own.metrics(losses, **headers) == before + 1
 
 
-def test_a_request_without_stream_is_answered_503_when_the_worker_dies(own: RunningServer) -> None:
-    begun = len(own.lines)
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(post(own, size="128x128", n=4, steps=150)))
-    asking.start()
-    wait_until(lambda: own.metrics("sdflow_drawing_images", Authorization="Bearer secret") == 1)
-    own.worker().kill()
-    asking.join(PATIENCE)
-    (answer,) = answers
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
-    own.wait_until_ready(begun)
-
-
+@pytest.mark.slow  # `terminate` does the same (test_deploy)
 def test_sigterm_finishes_what_was_begun(tiny_pipeline: Path) -> None:
     arguments = (str(tiny_pipeline), "--batch-sizes", "1", "--deadline", "200")
     with running_server(*arguments) as server:
@@ -101,6 +98,7 @@ def test_sigterm_finishes_what_was_begun(tiny_pipeline: Path) -> None:
         assert server.lines[-1]["event"] == "ended"
 
 
+@pytest.mark.slow  # a server of its own; the deadline itself is in test_drawing
 def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
     with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--deadline", "1") as server:
         body = {"prompt": "a", "n": 10, "steps": 150}
