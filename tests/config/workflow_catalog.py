@@ -64,6 +64,8 @@ class Resize(Options):
 class Separate(Options):
     """Take packed attentions apart."""
 
+    widest: int = Field(default=640, gt=0, description="channels of the widest attention that is taken apart")
+
 
 class Half(Options):
     """To fp16."""

@@ -24,6 +24,8 @@ const Kernel kernels[] = {
     {"group_norm_apply", run<group_norm_apply>, THREADS, 80},
     {"group_norm_held_4", run<group_norm_held_4>, THREADS, 90},
     {"group_norm_held_8", run<group_norm_held_8>, THREADS, 90},
+    {"group_norm_sums_single", run<group_norm_sums_single>, THREADS, 80},
+    {"group_norm_apply_single", run<group_norm_apply_single>, THREADS, 80},
     {"bias_split_gelu", run<bias_split_gelu_kernel>, GELU_THREADS, 80},
     {nullptr, nullptr, 0, 0},
 };

@@ -65,12 +65,24 @@ def test_group_normalizations_become_ours_with_the_sum_where_it_is_read() -> Non
     assert before.SerializeToString() == model(nodes, 320).SerializeToString(), "the artifact's graph was changed"
 
 
+def test_group_normalizations_in_float32_become_ours_and_a_gelu_does_not() -> None:
+    nodes = [
+        group_norm("GroupNorm", "x gamma beta", "a"),
+        group_norm("SkipGroupNorm", "a gamma beta skip bias", "y", channels_last=1),
+    ]
+    replaced = with_own_kernels(model(nodes, 320, TensorProto.FLOAT))
+    assert replaced is not None
+    assert [(node.domain, node.op_type) for node in replaced.graph.node] == [(DOMAIN, "GroupNormSingle")] * 2
+    gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
+    assert with_own_kernels(model([gelu], 320, TensorProto.FLOAT)) is None
+
+
 @pytest.mark.parametrize(
     ("channels", "element", "attributes"),
     [
         (64, TensorProto.FLOAT16, {}),  # groups of two channels
         (160, TensorProto.FLOAT16, {}),  # of five: three groups in a vector
-        (320, TensorProto.FLOAT, {}),
+        (320, TensorProto.DOUBLE, {}),
         (8192, TensorProto.FLOAT16, {}),
         (512, TensorProto.FLOAT16, {"groups": 64}),
         (320, TensorProto.FLOAT16, {"channels_last": 0}),

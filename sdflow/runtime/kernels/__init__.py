@@ -4,7 +4,7 @@ Artifacts keep ONNX Runtime's operators and run anywhere. As a session is made f
 `replace` puts our operators in; `library` compiles them on the machine at hand, once, and proves them there before they
 are used. Where they cannot be compiled, ONNX Runtime's kernels run, and a warning says why.
 
-    group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16
+    group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16 and float32
     bias_split_gelu.cu, .c   BiasSplitGelu, float16
     float16.cuh, cluster.cuh what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them

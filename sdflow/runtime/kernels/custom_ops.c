@@ -70,6 +70,8 @@ static const char *load_locked(void) {
         return refusal;
     }
     if (function(&gpu.sums, module, "group_norm_sums") || function(&gpu.apply, module, "group_norm_apply") ||
+        function(&gpu.sums_single, module, "group_norm_sums_single") ||
+        function(&gpu.apply_single, module, "group_norm_apply_single") ||
         function(&gpu.bias_split_gelu, module, "bias_split_gelu"))
         return "the kernels are not complete";
     if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
@@ -104,6 +106,7 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     if (!domain) {
         failed = CREATE_DOMAIN(api)("sdflow", &domain);
         if (!failed) failed = DOMAIN_ADD(api)(domain, &group_norm);
+        if (!failed) failed = DOMAIN_ADD(api)(domain, &group_norm_single);
         if (!failed) failed = DOMAIN_ADD(api)(domain, &bias_split_gelu);
         if (failed) domain = 0;
     }

@@ -1,7 +1,7 @@
-/* sdflow.GroupNorm: GroupNorm and SkipGroupNorm of com.microsoft.
+/* sdflow.GroupNorm, and sdflow.GroupNormSingle for float32: GroupNorm and SkipGroupNorm of com.microsoft.
  *
  * inputs: x (N, H, W, C) float16; gamma (C), beta (C) float32; optional skip, as x or (N, C) or (N, 1, 1, C), and bias
- * (C), float16. outputs: y as x; scratch for the sums; optional x + skip + bias. attributes: groups, epsilon, activation
+ * (C), of x's type. outputs: y as x; scratch for the sums; optional x + skip + bias. attributes: groups, epsilon, activation
  * (1: SiLU).
  */
 #include <stdlib.h>
@@ -27,15 +27,16 @@ typedef struct {
     Api api;
     float epsilon;
     int64_t groups, activation;
+    int single;
 } Kernel;
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
-    (void)op;
     const char *why = load_kernels();
     if (why) return failure(api, "GroupNorm: cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, "GroupNorm: out of memory", 0);
     kernel->api = api;
+    kernel->single = op == &group_norm_single;
     Status *failed = FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon);
     if (!failed) failed = INT_ATTRIBUTE(api)(info, "groups", &kernel->groups);
     if (!failed) failed = INT_ATTRIBUTE(api)(info, "activation", &kernel->activation);
@@ -67,7 +68,7 @@ static int plan_held(const Work *work, Slice *slice, int *cluster, int *threads)
     while (lanes < 4 && row_lanes % (2 * lanes) == 0) lanes *= 2;
     *slice = (Slice){work->rows, row_lanes, lanes, width, lanes * VECTOR / width, 0, work->skip_rows,
                      work->kernel->activation == 1, work->kernel->epsilon};
-    if (!gpu.held_4 || slice->groups > 32) return 0;
+    if (work->kernel->single || !gpu.held_4 || slice->groups > 32) return 0;
     int unit = 32; /* threads come in warps, and in rows */
     while (unit % lanes) unit += 32;
     const int slices = row_lanes / lanes, most = THREADS / unit * unit;
@@ -117,7 +118,7 @@ static Status *sum_and_apply(const Work *work) {
 
     void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
     Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
-    const char *why = launch(gpu.sums, config, sums_arguments);
+    const char *why = launch(work->kernel->single ? gpu.sums_single : gpu.sums, config, sums_arguments);
     if (why) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", why);
 
     if (work->sum) {
@@ -129,7 +130,7 @@ static Status *sum_and_apply(const Work *work) {
     config.grid[0] = ceil_div(work->rows, layout.rows_per_block);
     void *arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.at[GAMMA], &from.at[BETA], &scratch, &from.y,
                          &layout, &parts, &epsilon, &silu};
-    why = launch(gpu.apply, config, arguments);
+    why = launch(work->kernel->single ? gpu.apply_single : gpu.apply, config, arguments);
     return why ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", why) : 0;
 }
 
@@ -179,15 +180,18 @@ static Status *compute(void *op_kernel, void *context) {
     return hold(&work, slice, cluster, threads);
 }
 
-static const char *name(const Op *op) { return (void)op, "GroupNorm"; }
-static int input_type(const Op *op, size_t i) { return (void)op, i == 1 || i == 2 ? FLOAT : FLOAT16; }
+static const char *name(const Op *op) { return op == &group_norm_single ? "GroupNormSingle" : "GroupNorm"; }
+static int own_type(const Op *op) { return op == &group_norm_single ? FLOAT : FLOAT16; }
+static int input_type(const Op *op, size_t i) { return i == GAMMA || i == BETA ? FLOAT : own_type(op); }
 static size_t input_count(const Op *op) { return (void)op, 5; }
-static int output_type(const Op *op, size_t i) { return (void)op, i == 1 ? FLOAT : FLOAT16; }
+static int output_type(const Op *op, size_t i) { return i == 1 ? FLOAT : own_type(op); }
 static size_t output_count(const Op *op) { return (void)op, 3; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i < 3 ? REQUIRED : OPTIONAL; }
 static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 2 ? REQUIRED : OPTIONAL; }
 
-const Op group_norm = {
-    ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,
-    input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,
-};
+#define OP                                                                                                          \
+    {                                                                                                               \
+        ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,               \
+            input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
+    }
+const Op group_norm = OP, group_norm_single = OP;

@@ -1,6 +1,6 @@
-// Images that are read twice: a kernel that sums, and one that normalizes.
+// Images that are read twice: a kernel that sums, and one that normalizes. Vector: uint4 for float16, Singles for float32.
 
-#define IN_FLIGHT 4
+#define IN_FLIGHT (64 / (int)sizeof(Vector))  // what the registers hold
 
 // The eight channels' images are (images, rows, lanes): rows are positions, lanes channels / VECTOR.
 struct Layout {
@@ -10,7 +10,8 @@ struct Layout {
 };
 
 // What is the same at all positions: the bias, and a skip of one row.
-static __device__ __forceinline__ Floats constant_part(const uint4* skip, const uint4* bias, const Layout& layout,
+template <class Vector>
+static __device__ __forceinline__ Floats constant_part(const Vector* skip, const Vector* bias, const Layout& layout,
                                                        int image, int lane) {
     Floats result = {};
     if (bias) result = floats(bias[lane]);
@@ -18,7 +19,8 @@ static __device__ __forceinline__ Floats constant_part(const uint4* skip, const 
     return result;
 }
 
-static __device__ __forceinline__ Floats summed(uint4 x, uint4 skip, const Floats& constant, bool with_skip) {
+template <class Vector>
+static __device__ __forceinline__ Floats summed(const Vector& x, const Vector& skip, const Floats& constant, bool with_skip) {
     Floats result = floats(x);
     add(result, constant);
     if (with_skip) add(result, floats(skip));
@@ -27,10 +29,10 @@ static __device__ __forceinline__ Floats summed(uint4 x, uint4 skip, const Float
 
 // Grid (blocks, images), block: a multiple of 32, at least `lanes` threads. partials: (images, blocks, groups, 2).
 // sum: where s is kept, or null.
-extern "C" __global__ void __launch_bounds__(THREADS)
-group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, const uint4* __restrict__ bias,
-                uint4* __restrict__ sum, float2* __restrict__ partials, const Layout layout) {
-    __shared__ float4 found[THREADS];
+template <class Vector>
+static __device__ __forceinline__ void sums_of(const Vector* __restrict__ x, const Vector* __restrict__ skip,
+                                               const Vector* __restrict__ bias, Vector* __restrict__ sum,
+                                               float2* __restrict__ partials, const Layout& layout, float4* found) {
     const int image = blockIdx.y, lane = threadIdx.x % layout.lanes, row = threadIdx.x / layout.lanes;
     const int step = blockDim.x / layout.lanes;
     const bool with_skip = layout.skip_rows > 1;
@@ -40,7 +42,7 @@ group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, con
         const Floats constant = constant_part(skip, bias, layout, image, lane);
         Floats sums = {}, squares = {};
         for (int first = blockIdx.x * layout.rows_per_block + row; first < end; first += IN_FLIGHT * step) {
-            uint4 read[IN_FLIGHT], read_skip[IN_FLIGHT];
+            Vector read[IN_FLIGHT], read_skip[IN_FLIGHT];
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
                 const int at = min(first + i * step, end - 1);
@@ -53,7 +55,7 @@ group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, con
                 if (at >= end) break;
                 Floats values = summed(read[i], read_skip[i], constant, with_skip);
                 if (sum) {
-                    const uint4 rounded = halves(values);
+                    const Vector rounded = stored<Vector>(values);
                     sum[start + (size_t)at * layout.lanes] = rounded;
                     values = floats(rounded);
                 }
@@ -74,12 +76,12 @@ group_norm_sums(const uint4* __restrict__ x, const uint4* __restrict__ skip, con
 
 // Grid (blocks, images). partials: (images, parts, groups, 2), groups at most 32. Where s was kept, it comes as x, without
 // skip and bias.
-extern "C" __global__ void __launch_bounds__(THREADS)
-group_norm_apply(const uint4* __restrict__ x, const uint4* __restrict__ skip, const uint4* __restrict__ bias,
-                 const float* __restrict__ gamma, const float* __restrict__ beta, const float2* __restrict__ partials,
-                 uint4* __restrict__ y, const Layout layout, int parts, float epsilon, int silu) {
-    __shared__ float2 found[THREADS];
-    __shared__ float2 statistics[32];  // mean, 1 / deviation
+template <class Vector>
+static __device__ __forceinline__ void apply_to(const Vector* __restrict__ x, const Vector* __restrict__ skip,
+                                                const Vector* __restrict__ bias, const float* __restrict__ gamma,
+                                                const float* __restrict__ beta, const float2* __restrict__ partials,
+                                                Vector* __restrict__ y, const Layout& layout, int parts, float epsilon,
+                                                int silu, float2* found, float2* statistics) {
     const int image = blockIdx.y, groups = layout.groups;
     {
         const int group = threadIdx.x % groups, slice = threadIdx.x / groups, slices = blockDim.x / groups;
@@ -118,7 +120,7 @@ group_norm_apply(const uint4* __restrict__ x, const uint4* __restrict__ skip, co
     const int end = min((int)(blockIdx.x + 1) * layout.rows_per_block, layout.rows);
     const size_t start = (size_t)image * layout.rows * layout.lanes + lane;
     for (int first = blockIdx.x * layout.rows_per_block + row; first < end; first += IN_FLIGHT * step) {
-        uint4 read[IN_FLIGHT], read_skip[IN_FLIGHT];
+        Vector read[IN_FLIGHT], read_skip[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             const int at = min(first + i * step, end - 1);
@@ -131,7 +133,26 @@ group_norm_apply(const uint4* __restrict__ x, const uint4* __restrict__ skip, co
             if (at >= end) break;
             Floats values = floats(read[i]);
             if (with_skip) add(values, floats(read_skip[i]));
-            y[start + (size_t)at * layout.lanes] = halves(normalized(values, scale, shift, silu));
+            y[start + (size_t)at * layout.lanes] = stored<Vector>(normalized(values, scale, shift, silu));
         }
     }
 }
+
+#define GROUP_NORM_TWICE(sums, apply, Vector)                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                               \
+    sums(const Vector* __restrict__ x, const Vector* __restrict__ skip, const Vector* __restrict__ bias,                \
+         Vector* __restrict__ sum, float2* __restrict__ partials, const Layout layout) {                                \
+        __shared__ float4 found[THREADS];                                                                               \
+        sums_of(x, skip, bias, sum, partials, layout, found);                                                           \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                               \
+    apply(const Vector* __restrict__ x, const Vector* __restrict__ skip, const Vector* __restrict__ bias,               \
+          const float* __restrict__ gamma, const float* __restrict__ beta, const float2* __restrict__ partials,         \
+          Vector* __restrict__ y, const Layout layout, int parts, float epsilon, int silu) {                            \
+        __shared__ float2 found[THREADS];                                                                               \
+        __shared__ float2 statistics[32]; /* mean, 1 / deviation */                                                     \
+        apply_to(x, skip, bias, gamma, beta, partials, y, layout, parts, epsilon, silu, found, statistics);             \
+    }
+GROUP_NORM_TWICE(group_norm_sums, group_norm_apply, uint4)
+GROUP_NORM_TWICE(group_norm_sums_single, group_norm_apply_single, Singles)
+#undef IN_FLIGHT

@@ -78,7 +78,7 @@ enum { CLUSTER_DIMENSION = 4 };
 
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
-    void *context, *sums, *apply, *held_4, *held_8, *bias_split_gelu;
+    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu;
     int processors;
     int (*launch)(const Launch *, void *, void **, void **);
 } Gpu;
@@ -114,7 +114,7 @@ typedef struct Op {
     Status *(*kernel_compute_v2)(void *, void *);
 } Op;
 
-extern const Op group_norm, bias_split_gelu;
+extern const Op group_norm, group_norm_single, bias_split_gelu;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }

@@ -22,7 +22,7 @@ class GroupNormCase:
     """A group normalization.
 
     shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too. groups: of
-    channels.
+    channels. single: in float32.
     """
 
     shape: tuple[int, int, int, int]
@@ -31,6 +31,11 @@ class GroupNormCase:
     kept: bool = False
     silu: bool = True
     groups: int = 32
+    single: bool = False
+
+    @property
+    def operator(self) -> str:
+        return "GroupNormSingle" if self.single else "GroupNorm"
 
 
 CASES = (
@@ -45,6 +50,8 @@ CASES = (
     GroupNormCase((2, 160, 160, 128), skip="full", silu=False),
     GroupNormCase((1, 130, 128, 320), skip="row", bias=True),
     GroupNormCase((2, 96, 161, 320), skip="row", kept=True),
+    GroupNormCase((1, 128, 130, 128), single=True),
+    GroupNormCase((2, 33, 31, 320), skip="full", bias=True, kept=True, single=True),
 )
 
 
@@ -107,7 +114,7 @@ def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
         inputs.pop()
     outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
     node = helper.make_node(
-        "GroupNorm", inputs, outputs, domain=DOMAIN, groups=case.groups, epsilon=EPSILON, activation=int(case.silu)
+        case.operator, inputs, outputs, domain=DOMAIN, groups=case.groups, epsilon=EPSILON, activation=int(case.silu)
     )
     results = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
@@ -131,18 +138,24 @@ def group_norm_feeds(case: GroupNormCase) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     channels = case.shape[3]
 
-    def halves(*shape: int) -> np.ndarray:
-        spread, mean = random.uniform(0.5, 2, shape[-1]), random.normal(size=shape[-1])
-        return (random.normal(size=shape) * spread + mean).astype(np.float16)
+    def values(*shape: int) -> np.ndarray:
+        return _spread(random, shape).astype(np.float32 if case.single else np.float16)
 
-    feeds = {"x": halves(*case.shape)}
+    feeds = {"x": values(*case.shape)}
     for name in ("gamma", "beta"):
         feeds[name] = random.normal(size=channels).astype(np.float32)
     if case.skip != "none":
-        feeds["skip"] = halves(*(case.shape if case.skip == "full" else (case.shape[0], channels)))
+        feeds["skip"] = values(*(case.shape if case.skip == "full" else (case.shape[0], channels)))
     if case.bias:
-        feeds["bias"] = halves(channels)
+        feeds["bias"] = values(channels)
     return feeds
+
+
+def _spread(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal values with a mean and a spread of their own per channel."""
+    spread, mean = random.uniform(0.5, 2, shape[-1]), random.normal(size=shape[-1])
+    result: np.ndarray = random.normal(size=shape) * spread + mean
+    return result
 
 
 def group_norm_expected(feeds: dict[str, np.ndarray], case: GroupNormCase) -> dict[str, np.ndarray]:

@@ -17,7 +17,8 @@ def with_own_kernels(model: Any) -> Any | None:
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
-    channels, stays with ONNX Runtime, and so does what is not float16, or of a type or shape that is not known.
+    channels, stays with ONNX Runtime, and so does what is not float16 (of a group normalization: or float32), or of a type
+    or shape that is not known.
     """
     import onnx
 
@@ -35,7 +36,7 @@ def with_own_kernels(model: Any) -> Any | None:
         if ours:
             node.domain = DOMAIN
             if node.op_type != "BiasSplitGelu":
-                _replace_group_norm(node)
+                _replace_group_norm(node, known[node.input[0]][0])
     result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return result
 
@@ -47,18 +48,18 @@ def _is_ours(node: Any, known: _Known) -> bool:
     if node.domain != "com.microsoft" or node.op_type not in ("GroupNorm", "SkipGroupNorm", "BiasSplitGelu"):
         return False
     element, axes = known.get(node.input[0], (0, []))
-    if element != half or not axes or not all(axes) or len(axes) > 4:
+    if element not in (half, single) or not axes or not all(axes) or len(axes) > 4:
         return False
     row = axes[-1:]
     if node.op_type == "BiasSplitGelu":
-        return row[0] % (2 * VECTOR) == 0 and known.get(node.input[1]) == (half, row)
+        return element == half and row[0] % (2 * VECTOR) == 0 and known.get(node.input[1]) == (half, row)
     if len(axes) != 4 or any(known.get(name) != (single, row) for name in node.input[1:3]):
         return False
     skip, bias = ((*node.input[3:], "", "")[i] for i in range(2))
     images = axes[:1]
-    if skip and known.get(skip) not in [(half, axes), (half, images + row), (half, [*images, 1, 1, *row])]:
+    if skip and known.get(skip) not in [(element, shape) for shape in (axes, images + row, [*images, 1, 1, *row])]:
         return False
-    if bias and known.get(bias) != (half, row):
+    if bias and known.get(bias) != (element, row):
         return False
     return _is_group_norm_ours(node, row[0])
 
@@ -75,11 +76,13 @@ def _is_group_norm_ours(node: Any, channels: int) -> bool:
     return channels // groups == 4 or channels // groups >= VECTOR
 
 
-def _replace_group_norm(node: Any) -> None:
+def _replace_group_norm(node: Any, element: int) -> None:
     """The outputs are y, the kernel's scratch and, where it is wanted, the sum."""
+    import onnx
+
     kept = [name for name in node.output[1:] if name]
     scratch = f"{node.output[0]}_sums"
-    node.op_type = "GroupNorm"
+    node.op_type = "GroupNorm" if element == onnx.TensorProto.FLOAT16 else "GroupNormSingle"
     outputs = [node.output[0], scratch, *kept]
     del node.output[:]
     node.output.extend(outputs)
