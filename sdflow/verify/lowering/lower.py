@@ -122,6 +122,9 @@ def lower(
     if unknown:
         raise VerificationError(f"no node of the model puts out {', '.join(map(repr, unknown[:5]))}")
     outputs = [item.name for item in model.graph.output]
+    unmade = [name for name in outputs if name not in builder.types]
+    if unmade:
+        raise VerificationError(f"no node of the model puts out {', '.join(map(repr, unmade[:5]))}, which it promises")
     result = onnx.ModelProto(ir_version=model.ir_version)
     result.opset_import.add(domain="", version=opset)
     graph = result.graph
