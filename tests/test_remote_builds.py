@@ -12,6 +12,7 @@ import pytest
 from small_workflows import Bench
 from typer.testing import CliRunner
 
+from sdflow.artifact import Action
 from sdflow.cli.app import app
 from sdflow.config import load_workflow
 from sdflow.errors import WorkflowError
@@ -129,6 +130,18 @@ def test_the_commands(machines: Sequence[Sharing], chain: Chain) -> None:
     gone = json.loads(asked("cache", "gc", "--remote", "--older-than", "0s", "--url", shared, "--json").stdout)
     assert gone["actions"] == 3
     assert not list(shared.rglob("*.json"))
+
+
+def test_a_verdict_that_somebody_has_put_there_is_not_pulled(tmp_path: Path) -> None:
+    stranger = Cache(tmp_path / "stranger", remote=RemoteSpec(str(tmp_path / "shared"), push=True))
+    built = {"seconds": 1, "peak_memory": 1, "finished": ""}
+    with stranger.lease():
+        for content in ({"verification": "a digest"}, {"user_scripts": {}}):
+            with stranger.staging(Action(content)) as staging:
+                (staging.files / "verification.json").write_text("{}")
+                stranger.offer(staging.publish({}, built))
+    done = asked("cache", "pull", "--url", tmp_path / "shared", "--cache", tmp_path / "mine", "--json")
+    assert json.loads(done.stdout)["fetched"] == [Action({"user_scripts": {}}).digest]
 
 
 def test_the_commands_want_a_remote(tmp_path: Path) -> None:

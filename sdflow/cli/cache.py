@@ -86,7 +86,8 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
         if workflow:
             actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
         else:
-            actions = [each.entry.action for each in listed(shared.place, stop.check)]
+            # Steps alone: a verdict is each machine's own, whatever somebody has put there.
+            actions = [each.entry.action for each in listed(shared.place, stop.check) if each.entry.action.of_step]
         fetched = []
         missing = {action.digest: action for action in actions if opened.lookup(action) is None}
         for action in missing.values():

@@ -26,7 +26,7 @@ def open_cache(
     from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
     from sdflow.store.remote.trust import signer_from_environment
 
-    said = {workflow.remote: workflow for workflow in workflows}
+    said = {workflow.remote: workflow for workflow in workflows if workflow.remote is not None}
     if len(said) > 1:
         raise UsageError(
             "these workflows name different remote caches",

@@ -98,7 +98,7 @@ class UNet(Model):
     def told(self, config: Config, shapes: Shapes) -> Config:
         """Whether it takes the guidance: of all layouts the same tensor."""
         guidance = shapes.get("time_embedding.cond_proj.weight")
-        width = None if guidance is None else guidance[1]
+        width = guidance[1] if guidance is not None and len(guidance) == 2 else None
         return config if config.get("time_cond_proj_dim") == width else {**config, "time_cond_proj_dim": width}
 
     def smallest(self, config: Config) -> Sizes:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.limits import Limits
@@ -116,9 +116,9 @@ class Guard:
         """A page of another server must not use a browser to get here, nor a name that was made to point here."""
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         hosts = self._access.hosts
-        if hosts is not None and urlsplit(f"//{host}").hostname not in hosts:
+        if hosts is not None and _parts(f"//{host}").hostname not in hosts:
             raise ApiError(403, f"this server is not known as {host!r}.", code="host")
-        if origin and origin not in self._access.origins and urlsplit(origin).netloc != host:
+        if origin and origin not in self._access.origins and _parts(origin).netloc != host:
             raise ApiError(403, f"pages of {origin} may not ask here: see --cors-origin.", code="origin")
 
     def _asks_first(self, method: str, headers: dict[bytes, bytes]) -> bool:
@@ -138,6 +138,14 @@ class Guard:
                 given = ""
         if not hmac.compare_digest(given.strip().encode("utf-8"), key.encode("utf-8")):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
+
+
+def _parts(url: str) -> SplitResult:
+    """Of what is no URL, as with half a pair of brackets, nothing."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _require_body(length: bytes, most: int) -> None:

@@ -249,6 +249,8 @@ class Cache:
             made.append(leases.Lease(self._layout))
 
         self._note(make, "a lease")
+        if self.remote is not None:
+            self.remote.begin()
         try:
             self._lease = made[0] if made else None
             yield

@@ -179,8 +179,9 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
     now = time.time()
     yield from layout.trash.glob("*")
     for path in (*layout.quarantine.glob("*"), *layout.incoming.glob("*")):
-        if path.stat().st_mtime < now - KEEP_SECONDS:
-            yield path
+        with suppress(FileNotFoundError):  # it came whole meanwhile, and was published
+            if path.stat().st_mtime < now - KEEP_SECONDS:
+                yield path
     for path in layout.staging.glob("*"):
         try:
             age = now - path.stat().st_mtime

@@ -47,6 +47,7 @@ def ask(access: Access, path: str, method: str = "GET", *, body: int = 1000, **o
         ("127.0.0.1.evil.example:8000", 403),
         ("localhost.evil.example", 403),
         ("127.0.0.1@evil.example", 403),
+        ("[", 403),
         ("", 403),
     ],
 )
@@ -67,7 +68,7 @@ def test_beyond_this_machine_any_name_will_do_but_a_key_is_needed(tmp_path: Path
     assert access_of("127.0.0.1", None, (), no_auth=False).hosts == LOOPBACK
 
 
-@pytest.mark.parametrize("origin", [PAGE, "null", "http://127.0.0.1:9000", "http://evil.example"])
+@pytest.mark.parametrize("origin", [PAGE, "null", "http://127.0.0.1:9000", "http://evil.example", "http://["])
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_pages_of_other_servers_may_not_ask(origin: str, method: str) -> None:
     answer = ask(Access(), "/v1/models", method, headers={"Origin": origin, **FIRST})

@@ -178,3 +178,13 @@ def test_a_file_of_another_generation_is_refused(tmp_path: Path, unets: Mapping[
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(CheckpointError, match="this is no unet"):
         with_unet(path)
+
+
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_a_guidance_that_is_no_matrix_is_refused(
+    shape: tuple[int, ...], tmp_path: Path, unets: Mapping[str, Any]
+) -> None:
+    tensors = {**unets[f"{XL}?seed=1"].state_dict(), "time_embedding.cond_proj.weight": torch.zeros(shape)}
+    save_file(tensors, tmp_path / "unet.safetensors")
+    with pytest.raises(CheckpointError, match="cond_proj"):
+        module(with_unet(str(tmp_path / "unet.safetensors")))

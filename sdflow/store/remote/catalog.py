@@ -108,6 +108,25 @@ def sweep(
     unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
     for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
         remove(files)
+    if not dry_run:
+        known, gone_pieces = {file.path for file in actions} - gone, {_digest(file) for file in unused}
+        come: list[tuple[Found, str | None]] = []
+        for_each(
+            [file for file in _list(place, "actions", meanwhile) if file.path not in known],
+            lambda file: (file, read(file)),
+            timeout=place.spec.timeout,
+            meanwhile=meanwhile,
+            done=come.append,
+        )
+        whole = _manifests(place, sorted({digest for _, digest in come if digest}), meanwhile)
+        # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
+        remove(
+            [
+                file
+                for file, digest in come
+                if digest and (digest not in whole or gone_pieces & whole[digest].pieces.keys())
+            ]
+        )
     freed = sum(file.size for file in unused)
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 

@@ -25,7 +25,7 @@ LOOKED_INTO = 2
 WORTH_LOOKING = 4 << 20
 """From how many bytes of a file on."""
 SETTLING = 15.0
-"""Seconds after which the speed is taken for what it is."""
+"""Seconds. Before they have passed, the speed is not judged."""
 
 
 class WrongBytes(Exception):

@@ -58,10 +58,13 @@ def read_entry(data: bytes, digest: str) -> RemoteEntry:
     built, facts = stored.built, stored.facts
     if not _is_digest(stored.object):
         raise BadRecord("it names no object")
+    if not isinstance(stored.action.content, dict):
+        raise BadRecord("its action is no map")
     if not isinstance(facts, dict) or not isinstance(built, dict):
         raise BadRecord("its facts are no map")
-    times = (built.get("seconds"), built.get("peak_memory"))
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in times):
+    if not _are_counts(facts.get("operators", {})) or not _are_sizes(facts.get("dtypes", {})):
+        raise BadRecord("its facts count nothing")
+    if not all(_is_number(built.get(each)) for each in ("seconds", "peak_memory")):
         raise BadRecord("it does not say what building took")
     if not isinstance(built.get("finished"), str):
         raise BadRecord("it does not say when it was built")
@@ -108,6 +111,21 @@ def _inside(path: str) -> bool:
     posix, windows = PurePosixPath(path), PureWindowsPath(path)
     plain = bool(path) and "\0" not in path and "\\" not in path and str(posix) == path
     return plain and not posix.is_absolute() and not windows.drive and ".." not in posix.parts and path != "."
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it can be reckoned with: an integer of JSON may have thousands of digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(each) for each in value.values())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(each, dict) and _is_number(each.get("bytes")) for each in value.values()
+    )
 
 
 def _is_digest(text: Any) -> bool:

@@ -6,12 +6,14 @@ Nothing here raises for what the remote does. It is said once, and the step is b
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.store.layout import Layout, free_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
@@ -189,6 +191,10 @@ class Remote:
             )
             self.pushed = Sent()
 
+    def begin(self) -> None:
+        """Another run on the same cache: what it offers is pushed, whatever became of the one before."""
+        self._abandoned.clear()
+
     def abandon(self) -> None:
         """Push no more: the run has failed or was told to end. What is half sent does not count there."""
         self._abandoned.set()
@@ -226,13 +232,17 @@ class Remote:
     def _push_offered(self) -> None:
         while True:
             record = self._offered.get()
-            with contextlib.suppress(_Abandoned):
-                sent = self.push(record, self._go_on)
-                self.pushed += sent or Sent()
-            with self._idle:
-                self._waiting -= 1
-                self._idle.notify_all()
-            if self._shut or self._abandoned.is_set():
+            try:
+                self.pushed += self.push(record, self._go_on) or Sent()
+            except (_Abandoned, stop.Stopped):  # the run's own end tells it
+                self._seen.discard(record.action.digest)
+            except Exception as error:  # noqa: BLE001  (else this thread ends, and `finish` waits for ever)
+                self._close(Unusable(f"{type(error).__name__}: {error}"))
+            finally:
+                with self._idle:
+                    self._waiting -= 1
+                    self._idle.notify_all()
+            if self._shut:
                 return
 
     def _go_on(self) -> None:
@@ -284,6 +294,7 @@ def incoming(layout: Layout, entry: RemoteEntry) -> Path:
     """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
     folder = layout.incoming / entry.object
     folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)  # `gc` removes what nobody went on with for long
     return folder
 
 

@@ -15,6 +15,7 @@ URL_VARIABLE = "SDFLOW_REMOTE_CACHE"
 PUSH_VARIABLE = "SDFLOW_REMOTE_CACHE_PUSH"
 TIMEOUT = 30.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
+_LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,14 @@ def is_url(text: str) -> bool:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without what may be a credential: user and password, query, fragment."""
+    """A URL without what may be a credential: user and password, query, fragment; of a chain, as simplecache::https://…, of
+    each link."""
+    return "::".join(_plain(link) for link in _LINKS.split(url))
+
+
+def _plain(url: str) -> str:
+    if not is_url(url):
+        return url
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -51,8 +59,7 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
     """The remote of the workflow, or the one that the environment names in its place; an empty variable: none.
 
     To another place nothing is pushed but where the environment asks for that too; the keys that the workflow trusts stay.
-    Raises UsageError for a URL that fsspec
-    does not know.
+    Raises UsageError for a URL that fsspec does not know.
     """
     url = environment.get(URL_VARIABLE)
     if url is None:

@@ -18,7 +18,7 @@ from sdflow.store.remote.place import Place
 from sdflow.store.remote.trust import Signer
 
 FROM = "from"
-"""Of how an artifact was built: the remote that it came from. It stays on this machine."""
+"""Of how an artifact was built: the remote that it came from. It stays on this machine, and what has it is not signed here."""
 
 
 class DamagedHere(Exception):
@@ -98,7 +98,7 @@ def send(
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
-        if signer is not None:
+        if signer is not None and FROM not in record.built:  # a signature says who has built it
             data = signer.signed(data)
         one(lambda: place.write(committed, data), timeout=timeout, meanwhile=meanwhile)
     return sum(sent, Sent(results=1))

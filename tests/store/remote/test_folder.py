@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from sdflow import stop
+from sdflow.store.layout import Layout
 from sdflow.store.remote import catalog, down, parallel, remote
 from sdflow.store.remote.pieces import MOST, SMALL, TOGETHER, sizes
 from sdflow.store.remote.place import FOLDER, Place, Unusable
+from sdflow.store.remote.spec import without_secrets
 
 from .machines import BUILT, Machine, files_of, make_action
 
@@ -173,16 +177,26 @@ def test_a_manifest_that_names_what_lies_outside_is_not_believed(
     assert not (other.folder.parent / "out").exists()
 
 
-@pytest.mark.parametrize("built", [{}, {"seconds": "x"}, {"seconds": 1, "peak_memory": None, "finished": ""}, [], None])
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        *(("built", built) for built in ({}, {"seconds": "x"}, {**BUILT, "peak_memory": None}, [], None)),
+        ("built", {**BUILT, "seconds": 10**400}),
+        *(
+            ("facts", facts)
+            for facts in ([], {"operators": 5}, {"operators": {"Conv": "x"}}, {"dtypes": {"float16": 1}})
+        ),
+    ],
+)
 def test_what_the_reports_would_stumble_on_is_not_believed(
-    one: Machine, other: Machine, shared: Path, built: object
+    one: Machine, other: Machine, shared: Path, what: str, value: object
 ) -> None:
     from sdflow.store.records import dump, load
 
     action = make_action()
     one.build(action)
     (entry,) = stored(shared, "actions")
-    entry.write_bytes(dump({**load(entry.read_bytes()), "built": built}))
+    entry.write_bytes(dump({**load(entry.read_bytes()), what: value}))
     assert other.fetch(action) is None
     assert "is wrong" in other.told[0]
 
@@ -236,6 +250,10 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
         return read(self, path, limit)
 
     monkeypatch.setattr(Place, "read", counts)
+    age(part.parent, 20 * 24 * 3600.0)
+    assert remote.incoming(Layout(other.folder), other.remote._known[action.digest]) == part.parent
+    other.cache.gc()
+    assert part.exists(), "what is gone on with is no rubbish"
     other.again()
     fetched = other.fetch(action)
     assert fetched is not None
@@ -325,6 +343,34 @@ def test_a_package_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatc
     assert "pip install 'sdflow[remote,s3]', or gs, or az" in machine.told[0]
 
 
+@pytest.mark.parametrize("error", [ValueError("odd"), stop.Stopped()])
+def test_nobody_waits_for_a_push_that_cannot_go_on(
+    error: BaseException, one: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+
+    def fails(folder: Path) -> Mapping[str, Sequence[int]]:
+        raise error
+
+    one.cuts = fails
+    one.again()
+    one.build(make_action())
+    assert ended == []
+    assert [text for text in one.told if "nothing is pushed" in text] == one.told
+    assert bool(one.told) == isinstance(error, ValueError)
+
+
+def test_a_run_behind_one_that_failed_pushes_too(one: Machine, other: Machine) -> None:
+    actions = [make_action(name) for name in "abc"]
+    one.build(actions[0])
+    with pytest.raises(RuntimeError, match="a build fails"), one.cache.lease():
+        raise RuntimeError("a build fails")
+    for action in actions[1:]:
+        one.build(action)
+    assert all(other.fetch(action) is not None for action in actions)
+
+
 # What a remote holds, and how it shrinks
 
 
@@ -379,6 +425,42 @@ def test_gc_leaves_what_is_on_its_way_where_listings_lag(
     assert other.fetch(make_action()) is not None
 
 
+def test_an_action_that_is_no_map_is_not_listed(one: Machine, shared: Path) -> None:
+    from sdflow.digest import digest_json
+    from sdflow.store.records import dump, load
+
+    one.build(make_action())
+    (entry,) = stored(shared, "actions")
+    digest = digest_json(["x"])
+    odd = shared / FOLDER / "actions" / digest[:2] / f"{digest}.json"
+    odd.parent.mkdir(exist_ok=True)
+    odd.write_bytes(dump({**load(entry.read_bytes()), "action": ["x"]}))
+    assert [each.entry.action for each in catalog.listed(one.remote.place)] == [make_action()]
+
+
+def test_what_is_pushed_again_while_gc_removes_it_does_not_stay_in_parts(
+    one: Machine, other: Machine, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.build(make_action())
+    for path in stored(shared, ""):
+        age(path, 40 * 24 * 3600.0)
+    remove, place = Place.remove, Place(one.remote.spec)
+
+    def and_pushed(self: Place, path: str) -> None:
+        remove(self, path)
+        if path.startswith("actions/"):
+            monkeypatch.undo()
+            one.again()
+            one.build(make_action())
+
+    monkeypatch.setattr(Place, "remove", and_pushed)
+    catalog.sweep(place, 30 * 24 * 3600.0)
+    assert stored(shared, "actions") == []
+    one.again()
+    one.build(make_action())
+    assert other.fetch(make_action()) is not None
+
+
 # Pieces
 
 
@@ -403,6 +485,20 @@ def test_nothing_secret_is_said_or_kept(tmp_path: Path) -> None:
             said += path.read_bytes().decode(errors="replace")
     assert "hunter2" not in said
     assert "abcdef" not in said
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:hunter2@host:1/a?sig=x#y", "https://host:1/a"),
+        ("simplecache::https://me:hunter2@host/a?sig=x", "simplecache::https://host/a"),
+        ("zip://a.zip::https://me:hunter2@host/a", "zip://a.zip::https://host/a"),
+        ("http://me:hunter2@[::1]:80/a", "http://[::1]:80/a"),
+        ("/mnt/a#b?c", "/mnt/a#b?c"),
+    ],
+)
+def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
 
 
 def test_what_goes_up_says_nothing_of_this_machine(one: Machine, shared: Path) -> None:

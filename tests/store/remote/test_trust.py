@@ -115,6 +115,18 @@ def test_what_is_built_in_its_place_is_signed_and_trusted(folder: Path, key: str
     assert files_of(record) == {"model.onnx": b"mine"}
 
 
+def test_what_came_from_elsewhere_is_not_signed_here(folder: Path, key: str) -> None:
+    build(opened(folder, "stranger")[0], b"of a stranger")
+    mine, _ = opened(folder, "mine", Signer(folder / "key.pem"))
+    record = mine.fetch(ACTION)
+    assert record is not None
+    entry(folder).unlink()
+    with mine.lease():
+        mine.offer(record)
+    assert SIGNATURES not in json.loads(entry(folder).read_bytes())
+    assert opened(folder, "third", trust=(key,))[0].fetch(ACTION) is None
+
+
 def test_a_key_is_its_owners_and_overwrites_nothing(folder: Path, key: str) -> None:
     path = folder / "key.pem"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
