@@ -49,13 +49,11 @@ def settled(
     own: Mapping[Task, Defaults], denoiser: Config, scheduler: Config, said: Mapping[str, Any]
 ) -> dict[Task, Defaults]:
     """A family's own defaults, changed by what the configs tell, and by what is said besides: values by name; those of other
-    names are nothing that a call takes."""
+    names are nothing that a call takes. From text alone all steps are gone through: a strength is not for that."""
     named = {field.name for field in fields(Defaults)}
-    changed = {**told_by_configs(denoiser, scheduler), **said}
-    return {
-        task: replace(each, **{name: value for name, value in changed.items() if name in named})
-        for task, each in own.items()
-    }
+    changed = {name: value for name, value in {**told_by_configs(denoiser, scheduler), **said}.items() if name in named}
+    of_text = {name: value for name, value in changed.items() if name != "strength"}
+    return {task: replace(each, **(of_text if task == "text" else changed)) for task, each in own.items()}
 
 
 def told_by_configs(denoiser: Config, scheduler: Config) -> dict[str, Any]:

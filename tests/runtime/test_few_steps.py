@@ -22,7 +22,7 @@ from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.defaults import Defaults, told_by_configs
+from sdflow.families.defaults import Defaults, settled, told_by_configs
 from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
@@ -248,6 +248,14 @@ def test_few_steps_leave_at_least_one_whatever_the_strength(steps: int, strength
     found = Defaults(steps, 0.0).steps_at(strength)
     assert found == expected
     assert int(found * strength) >= 1
+
+
+def test_what_is_said_of_the_strength_takes_no_steps_from_text() -> None:
+    """SD-Turbo draws from text in one step, and from an image at half the strength in two."""
+    said = {"steps": 1, "guidance_scale": 0.0, "strength": 0.5}
+    found = settled(FAMILIES["stable_diffusion"].defaults, {}, {}, said)
+    steps = {task: each.steps_at(each.strength) for task, each in found.items()}
+    assert steps == {"text": 1, "image": 2, "inpaint": 2}
 
 
 @pytest.mark.parametrize(
