@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +37,21 @@ def test_names_that_mean_nothing_make_no_difference(tmp_path: Path) -> None:
     assert written[0] == written[1]
     (made,) = helper.make_model(onnx.load_from_string(written[0]).graph).graph.node[:1]
     assert numpy_helper.to_array(made.attribute[0].t).tolist() == [1, 1, 1]
+
+
+def test_text_that_is_none_is_told_where_protobuf_is_the_one_in_python(tmp_path: Path) -> None:
+    """Some packages choose that one for their process and those that it starts. It decodes text as it reads."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph("a", "b").SerializeToString().replace(b"one", b"\xb2ne"))
+    read = (
+        "import pathlib, sys\n"
+        "from sdflow.errors import VerificationError\n"
+        "from sdflow.runtime.sessions import read_graph\n"
+        "try: read_graph(pathlib.Path(sys.argv[1]))\n"
+        "except VerificationError as error: print(error.what)\n"
+    )
+    environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+    done = subprocess.run(
+        [sys.executable, "-c", read, path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "is no ONNX model", done.stderr

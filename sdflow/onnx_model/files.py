@@ -132,6 +132,14 @@ def data_span(tensor: Any) -> tuple[str, int, int | None]:
     return entries["location"], int(entries.get("offset", 0)), None if length is None else int(length)
 
 
+def decode_errors() -> tuple[type[Exception], ...]:
+    """What protobuf raises for bytes that are no message. Its implementation in Python, which onnxruntime-extensions chooses
+    for the whole process and those that it starts, raises UnicodeDecodeError too."""
+    from google.protobuf.message import DecodeError
+
+    return (DecodeError, UnicodeDecodeError)
+
+
 def missing_data(model: Any, folder: Path) -> str | None:
     """What external data of a ModelProto is missing in its folder or cut off, in words; None when all is there."""
     sizes: dict[str, int] = {}

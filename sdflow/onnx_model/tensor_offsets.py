@@ -14,13 +14,12 @@ def tensor_offsets(folder: Path) -> Mapping[str, Sequence[int]]:
     if not (folder / MODEL_FILE).is_file():
         return {}
     import onnx
-    from google.protobuf.message import DecodeError
 
-    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
+    from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external
 
     try:
         model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
-    except DecodeError:
+    except decode_errors():
         return {}
     found: defaultdict[str, list[int]] = defaultdict(list)
     for tensor, _ in initializers_and_constants(model):

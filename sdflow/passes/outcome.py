@@ -28,7 +28,8 @@ def require_facts(facts: Any, name: str) -> Facts:
 def require_model(out: Path, name: str) -> None:
     """Raises PassError unless `out` holds a model with a graph whose values and data are all there, and no links."""
     import onnx
-    from google.protobuf.message import DecodeError
+
+    from sdflow.onnx_model.files import decode_errors
 
     if links := [path.name for path in out.rglob("*") if path.is_symlink()]:
         raise PassError(f"wrote a link, {links[0]}, where a file belongs", where=name, remedy=REMEDY)
@@ -36,7 +37,7 @@ def require_model(out: Path, name: str) -> None:
         raise PassError(f"wrote no {MODEL_FILE}", where=name, remedy=REMEDY)
     try:
         model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
-    except DecodeError as error:
+    except decode_errors() as error:
         raise PassError(f"wrote a {MODEL_FILE} that is no ONNX model", where=name, remedy=REMEDY) from error
     if wrong := next(_wrong(model, out), None):
         raise PassError(f"wrote a {MODEL_FILE} that is not valid: {wrong}", where=name, remedy=REMEDY)

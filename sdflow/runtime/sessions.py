@@ -160,16 +160,15 @@ def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.Mode
 def read_graph(model: Path) -> onnx.ModelProto:
     """The model without its external data. Raises VerificationError when there is none, or not all of its data."""
     import onnx
-    from google.protobuf.message import DecodeError
 
-    from sdflow.onnx_model.files import missing_data
+    from sdflow.onnx_model.files import decode_errors, missing_data
 
     try:
         read = onnx.load(str(model), load_external_data=False)
         lacking = missing_data(read, model.parent) if read.graph.node else "is no ONNX model"
     except FileNotFoundError:
         lacking = "there is no such file"
-    except DecodeError:
+    except decode_errors():
         lacking = "is no ONNX model"
     if lacking:
         raise VerificationError(lacking, where=str(model), remedy=DAMAGED)

@@ -69,19 +69,15 @@ def read_graph(path: Path) -> Any:
     """The ModelProto of a file, without its weights. Raises VerificationError when it is none."""
     import onnx
 
+    from sdflow.onnx_model.files import decode_errors
+
     path = path.resolve()
     try:
         return onnx.load(str(path), load_external_data=False)
     except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
         raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
-    except _decode_errors() as error:
+    except decode_errors() as error:
         raise VerificationError(f"this is no ONNX graph: {error}", where=str(path)) from error
-
-
-def _decode_errors() -> tuple[type[Exception], ...]:
-    from google.protobuf.message import DecodeError
-
-    return (DecodeError,)
 
 
 def scores_of(graph: Any) -> str | None:

@@ -93,13 +93,15 @@ def _reference(family: Family, loads: Mapping[str, Mapping[str, Any]], selection
 
 def _graph_in(folder: Path) -> int:
     import onnx
-    from google.protobuf.message import DecodeError
+
+    from sdflow.onnx_model.files import decode_errors
 
     weights = folder / WEIGHTS_FILE
+    unreadable: tuple[type[Exception], ...] = (OSError, ValueError, *decode_errors())
     try:
         graph = onnx.load(str(folder / MODEL_FILE), load_external_data=False).graph
         file = weights.stat().st_size if weights.is_file() else 0
-    except (OSError, ValueError, DecodeError):
+    except unreadable:
         return LIBRARIES  # it will not be loaded either, and that will be said
     float16 = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
     return graph_bytes(file, float16=float16)

@@ -138,14 +138,15 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
     port_types: takes the types of inputs and outputs.
     """
     import onnx
-    from google.protobuf.message import DecodeError
+
+    from sdflow.onnx_model.files import decode_errors
 
     submodel = part.name
     try:
         model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
     except FileNotFoundError:
         return [Finding(submodel, "missing", "error", MODEL_FILE, "is missing", REBUILD)]
-    except DecodeError as error:
+    except decode_errors() as error:
         return [Finding(submodel, "digest", "error", MODEL_FILE, f"is no ONNX model ({error})", REBUILD)]
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:

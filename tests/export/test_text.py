@@ -25,7 +25,11 @@ TEXTS = [
 
 
 def session(model: onnx.ModelProto | Path) -> Any:
-    extensions = pytest.importorskip("onnxruntime_extensions", reason="pip install sdflow[export-text]")
+    with (
+        pytest.MonkeyPatch.context() as patched
+    ):  # importing it chooses another protobuf for processes that start later
+        patched.setenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "upb")
+        extensions = pytest.importorskip("onnxruntime_extensions", reason="pip install sdflow[export-text]")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.register_custom_ops_library(extensions.get_library_path())
