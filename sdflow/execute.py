@@ -36,7 +36,7 @@ from sdflow.step import Step
 from sdflow.store import Cache, CorruptArtifactError, Staging
 from sdflow.weights.finite import told_beyond_float16
 from sdflow.weights.page_sums import PAGE_SUMS
-from sdflow.worker_group import GroupEndedError, WorkerGroup
+from sdflow.worker_group import MEMORY_PER_WORKER, GroupEndedError, Needs, WorkerGroup
 from sdflow.workers import WorkerResult
 
 WORKER = "sdflow.passes.worker"
@@ -90,6 +90,7 @@ class Executor:
     check: build cached steps again and compare digests, without replacing anything (`--check`).
     keep_failed: leave the staging folder of a failed pass for inspection.
     jobs: how many steps may run at a time; None: see `sdflow.worker_group`.
+    workers: makes the group that runs them, of `jobs` and of what takes notes.
     """
 
     cache: Cache
@@ -98,6 +99,7 @@ class Executor:
     check: bool = False
     keep_failed: bool = False
     jobs: int | None = None
+    workers: Callable[[int | None, Callable[[str], None]], WorkerGroup] = WorkerGroup
     done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -138,7 +140,7 @@ class Executor:
         return [future.result() for future in futures]
 
     def _group(self) -> WorkerGroup:
-        return WorkerGroup(self.jobs, self.listener.note)
+        return self.workers(self.jobs, self.listener.note)
 
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
         # The group lets the longest chain go first of those that wait: it must not come when others have begun, though it has
@@ -358,6 +360,7 @@ class _ChainRun:
                     on_phase=lambda phrase: self.listener.phase(step, phrase),
                     on_memory=lambda resident: self.listener.memory(step, resident),
                     imported=step.imported,
+                    needs=Needs(_memory(step, before), step.uses, anywhere=True),
                 )
             except (PassError, CheckpointError) as error:
                 if self.executor.keep_failed and isinstance(error, PassError):
@@ -382,6 +385,13 @@ def _beyond_float16(step: Step, facts: Facts) -> str | None:
 def _weights(record: Record | None) -> int:
     """Bytes of the weights of an artifact's graph, there or not."""
     return sum(each["bytes"] for each in record.facts.get("dtypes", {}).values()) if record else 0
+
+
+def _memory(step: Step, before: Record | None) -> int:
+    """Bytes that a step takes at its peak, by what was measured: a pass that carries weights holds them up to four times."""
+    if step.weights != "carried":
+        return MEMORY_PER_WORKER // (2 if step.weights == "bound" else 1)
+    return MEMORY_PER_WORKER + 4 * (_weights(before) or sum(stamp["size"] for stamp in step.stamps))
 
 
 def _compare(step: Step, again: str, cached: Record) -> None:

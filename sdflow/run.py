@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `sdflow run` was asked to do. Paths: folders for pipelines and for measurements."""
+    """What `sdflow run` was asked to do. Paths: folders for pipelines and for measurements. on: the cluster for the steps."""
 
     out: Path
     results: Path
@@ -51,6 +52,7 @@ class RunOptions:
     require_target: bool = False
     keep_failed: bool = False
     jobs: int | None = None
+    on: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def run_workflow(
             raise UsageError(
                 f"{folder} cannot be made: {error.strerror or error}", where=option, remedy="name another folder"
             ) from error
+    workers = _workers(options.on)
     if options.require_target:  # what is known beforehand costs no build
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
@@ -115,6 +118,7 @@ def run_workflow(
         check=options.check,
         keep_failed=options.keep_failed,
         jobs=options.jobs,
+        workers=workers,
     )
     with cache.lease():
         finished = executor.run_all(
@@ -123,6 +127,15 @@ def run_workflow(
         )
         evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
     return RunResult(tuple(evaluated), time.perf_counter() - started)
+
+
+def _workers(on: str | None) -> Callable[[int | None, Callable[[str], None]], WorkerGroup]:
+    """What makes the group that runs the steps. Raises UsageError for a place that is none."""
+    if on is None:
+        return WorkerGroup
+    from sdflow.on_ray.group import RayGroup, ray_address
+
+    return partial(RayGroup, ray_address(on))
 
 
 def _assemble(

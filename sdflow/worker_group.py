@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,22 @@ LOOK_SECONDS = 0.5
 
 Layers = tuple[tuple[str, ...], ...]
 """Modules that a worker has imported when it starts, in layers that workers of other kinds share from the first on."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a worker needs of the machine that it runs on, where that can be chosen.
+
+    memory: bytes at its peak, estimated. versions: of the distributions that its result depends on. anywhere: it may run on
+    another machine, which sees the same files.
+    """
+
+    memory: int = MEMORY_PER_WORKER
+    versions: Mapping[str, str] = field(default_factory=dict)
+    anywhere: bool = False
+
+
+NEEDS_LITTLE = Needs()
 
 
 class GroupEndedError(Exception):
@@ -114,9 +131,10 @@ class WorkerGroup:
         on_memory: Callable[[int], None] = lambda resident: None,
         environment: Mapping[str, str] = SIDE_BY_SIDE,
         imported: Layers = (),
+        needs: Needs = NEEDS_LITTLE,
     ) -> WorkerResult:
-        """`run_worker`, as one of the group; `imported` before it starts. Raises GroupEndedError when the group is
-        ended meanwhile."""
+        """`run_worker`, as one of the group; `imported` before it starts. needs: for groups that choose a machine. Raises
+        GroupEndedError when the group is ended meanwhile."""
         started: list[Worker] = []
 
         def add(worker: Worker) -> None:

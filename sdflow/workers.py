@@ -135,7 +135,7 @@ def run_worker(
                     if "phase" in message:
                         on_phase(message["phase"])
                     elif "error" in message:
-                        raise _rebuilt_error(message["error"], log)
+                        raise rebuilt_error(message["error"], log)
                     elif "result" in message:
                         return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
                 raise _death(worker.wait(), log)
@@ -224,7 +224,8 @@ def _memory_watched(pid: int, on_memory: Callable[[int], None]) -> Iterator[None
         thread.join()
 
 
-def _rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
+def rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
+    """What a worker raised, of what it told. log: what it printed, for errors that are not sdflow's."""
     if error["errno"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
     kind = getattr(errors, error["kind"], None)

@@ -102,6 +102,10 @@ def run(
         bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
     ] = False,
     jobs: Jobs = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="Run the steps on a Ray cluster: ray, or ray://HOST:PORT.", metavar="CLUSTER"),
+    ] = None,
     results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and images.")] = Path(
         "results"
     ),
@@ -125,6 +129,7 @@ def run(
         require_target=require_target,
         keep_failed=keep_failed,
         jobs=jobs,
+        on=on,
     )
     with progress_view() as listener:
         loaded = _load(workflow, overrides, target)
