@@ -43,7 +43,8 @@ def ray_address(on: str) -> str:
 class RayGroup(WorkerGroup):
     """The workers of one run, on a cluster; a context, which is connected to it from the first to the last.
 
-    address: as `ray_address` gives it. jobs: how many steps at a time; None: as many as the cluster has cores.
+    address: as `ray_address` gives it. jobs: how many steps at a time; None: twice as many as the cluster has cores, since a
+    pipeline that waits for a step of another counts too, and Ray keeps what has no core yet.
     Entering raises UsageError when Ray is not installed or there is no cluster.
     """
 
@@ -53,7 +54,7 @@ class RayGroup(WorkerGroup):
         self._address = address
         self._tasks: set[Any] = set()
         self._connect()
-        self.jobs = jobs or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self.jobs = jobs or max(2, 2 * int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _connect(self) -> None:
         ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
