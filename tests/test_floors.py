@@ -18,8 +18,8 @@ FLOORS = {
     for floor, names in enumerate(
         (
             "stop errors input_file digest file_stamp locked_folder units shipped image_sizes distance tolerances atomic_write",
-            "models families prompts targets artifact manifest machine workers worker_server worker_group on_ray samples replace_folder "
-            "user_folder",
+            "models families prompts targets artifact manifest machine workers worker_server worker_group on_ray samples "
+            "replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
             "step plan inspection compared_base execute assemble pipeline_folder disk_space",
