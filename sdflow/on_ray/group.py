@@ -161,12 +161,16 @@ class RayGroup(WorkerGroup):
             errors.ObjectLostError,
         )
 
+    @cached_property
+    def _step(self) -> Any:
+        return self._ray.remote(max_retries=0)(node.run_step)
+
     def _task(self, needs: Needs) -> Any:
         """The task of a step, with what it asks for: never more than the largest node has, or it would wait for ever."""
         alive = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
         most = max((int(each.get("memory", 0)) for each in alive), default=0)
         memory = min(needs.memory, most)
-        return self._ray.remote(num_cpus=1, memory=memory, max_retries=0)(node.run_step)
+        return self._step.options(num_cpus=1, memory=memory)
 
     def _wait(
         self, task: Any, name: str, on_phase: Callable[[str], None], on_memory: Callable[[int], None]
