@@ -48,6 +48,11 @@ def export(
     text: Annotated[
         bool, typer.Option("--text", help="Texts go in, not token ids: for programs with onnxruntime-extensions.")
     ] = False,
+    height: Annotated[
+        int | None, typer.Option(help="Pixels. With a size, the graph draws this one alone, and faster on a GPU.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's own size.")] = None,
+    images: Annotated[int | None, typer.Option(help="How many at once, where the size is one alone.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
@@ -69,6 +74,9 @@ def export(
         open_schedule=open_schedule,
         checker=checker,
         text=text,
+        height=height,
+        width=width,
+        images=images,
     )
     if schedule_file is not None:
         table = folder_schedule(pipeline, wanted)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import PassError
 from sdflow.export.builder import EXTENSIONS, EXTENSIONS_VERSION, Builder
-from sdflow.export.conditions import HEIGHT, PART, RUN, WIDTH, Traced, condition_names, read_outputs, trace_conditions
+from sdflow.export.conditions import (
+    HEIGHT,
+    PART,
+    RUN,
+    TOKENIZER,
+    WIDTH,
+    Traced,
+    condition_names,
+    read_outputs,
+    trace_conditions,
+)
 from sdflow.export.inline import inlined
 from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, TIMESTEPS, Loop, add_loop
 from sdflow.export.pixels import add_checker, add_decoder
@@ -18,8 +28,10 @@ from sdflow.export.schedule import Coefficients
 from sdflow.export.tokenizer import add_tokenizer
 from sdflow.export.told import tokenizer_table
 from sdflow.families.base import Family
+from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.sessions import read_graph
+from sdflow.runtime.specialize import specialize
 
 if TYPE_CHECKING:
     import onnx
@@ -42,16 +54,26 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Size:
+    """How many images, of how many rows and columns of latents."""
+
+    images: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class Form:
     """What the graph takes. text: prompts as strings, not token ids. guided: the guidance scale, and negative prompts.
     negative: token ids of these; else they are what the family takes where none are given. schedule: baked in; where it is
-    `open`, its table and the noises are inputs."""
+    `open`, its table and the noises are inputs. size: the only one; None for any."""
 
     guided: bool
     negative: bool
     schedule: Coefficients
     open_schedule: bool
     text: bool = False
+    size: Size | None = None
 
     @property
     def draws(self) -> bool:
@@ -82,6 +104,11 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     family = source.family
     models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
     opsets = _opsets(models)
+    latents = family.latents(source.configs)
+    if form.size is not None:
+        for name, rows in ((family.denoiser, 1 + form.guided), (family.decoder, 1)):
+            sizes = _axes(source, name, form.size, latents.scale)
+            models[name] = specialize(models[name], {**sizes, "batch": rows * form.size.images})
     traced = trace_conditions(
         family,
         source.configs,
@@ -91,7 +118,6 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         negative=form.negative,
         opset=opsets[""],
     )
-    latents = family.latents(source.configs)
     graph = Builder("pipeline")
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
@@ -99,7 +125,8 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     conditions = _conditions(graph, source, models, traced, ids, latents.scale)
     denoiser = models[family.denoiser]
     (output,) = (item.name for item in denoiser.graph.output)
-    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws))
+    shape = () if form.size is None else (form.size.images, latents.channels, form.size.rows, form.size.columns)
+    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws, shape))
     images = add_decoder(graph, models[family.decoder], family.decoder, result, latents)
     outputs = {IMAGES: images}
     if (checker := family.checker) is not None and checker in source.submodels:
@@ -111,7 +138,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         graph.nodes,
         "pipeline",
         _inputs(traced, form, latents.channels),
-        _outputs(outputs),
+        _outputs(outputs, form.size, latents.scale),
         graph.initializers,
     )
     if form.text:
@@ -123,6 +150,13 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         producer_name="sdflow",
     )
     return Composed(model, traced.ids)
+
+
+def _axes(source: Source, name: str, size: Size, scale: int) -> dict[str, int]:
+    """A submodel's axes, by name, but for `batch`."""
+    (tokens,) = {each.model_max_length for key, each in source.companions.items() if key.startswith(TOKENIZER)}
+    axes = Sizes(1, size.rows * scale, size.columns * scale, scale, tokens).axes()
+    return {**axes, **source.family.part(name).model.more_axes(source.configs[name])}
 
 
 def _read(path: Path, data_file: str | None) -> onnx.ModelProto:
@@ -220,8 +254,10 @@ def _baked(schedule: Coefficients) -> list[Any]:
 def _inputs(traced: Traced, form: Form, channels: int) -> list[Any]:
     from onnx import TensorProto, helper
 
+    fixed: Mapping[str, int] = {} if form.size is None else asdict(form.size)
+
     def tensor(name: str, *axes: int | str, kind: int = TensorProto.FLOAT) -> Any:
-        return helper.make_tensor_value_info(name, kind, axes)
+        return helper.make_tensor_value_info(name, kind, [fixed.get(str(axis), axis) for axis in axes])
 
     shape = ("images", channels, "rows", "columns")
     found = []
@@ -242,11 +278,14 @@ def _inputs(traced: Traced, form: Form, channels: int) -> list[Any]:
     return found
 
 
-def _outputs(names: Iterable[str]) -> list[Any]:
+def _outputs(names: Iterable[str], size: Size | None, scale: int) -> list[Any]:
     from onnx import TensorProto, helper
 
+    count, height, width = (
+        ("images", "height", "width") if size is None else (size.images, size.rows * scale, size.columns * scale)
+    )
     kinds = {
-        IMAGES: (TensorProto.FLOAT, ["images", "height", "width", 3]),
-        FLAGS: (TensorProto.BOOL, ["images"]),
+        IMAGES: (TensorProto.FLOAT, [count, height, width, 3]),
+        FLAGS: (TensorProto.BOOL, [count]),
     }
     return [helper.make_tensor_value_info(name, *kinds[name]) for name in names]

@@ -23,7 +23,8 @@ RUN, PART = "Run", "part"
 """The node for a text encoder, and its attribute that says which."""
 HEIGHT, WIDTH, SCALE = "height", "width", "guidance_scale"
 _PROMPT, _NEGATIVE = "the prompts", "the negative prompts"
-_TOKENIZER = "tokenizer"
+TOKENIZER = "tokenizer"
+"""How the names of companions that read texts begin."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def trace_conditions(
     import torch
 
     kinds = (False, True) if guided and negative else (False,)
-    tokenizers = {name: each for name, each in companions.items() if name.startswith(_TOKENIZER)}
+    tokenizers = {name: each for name, each in companions.items() if name.startswith(TOKENIZER)}
     ids = {_input(name, of_negative): (name, of_negative) for of_negative in kinds for name in tokenizers}
     run = _runner(family, configs)
 
@@ -106,7 +107,7 @@ def condition_names(traced: Traced) -> dict[str, str]:
 
 def _input(companion: str, of_negative: bool) -> str:
     """`input_ids` for `tokenizer`, `negative_input_ids_2` for `tokenizer_2`."""
-    return f"{'negative_' if of_negative else ''}input_ids{companion.removeprefix(_TOKENIZER)}"
+    return f"{'negative_' if of_negative else ''}input_ids{companion.removeprefix(TOKENIZER)}"
 
 
 class _Tokenizer:

@@ -18,7 +18,8 @@ BODY = "denoising"
 @dataclass(frozen=True)
 class Loop:
     """model: the denoiser's ModelProto; output: of it. conditions: its inputs beside latents and timestep -> values, a row for
-    each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises."""
+    each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises. shape:
+    of the latents, where it is always the same: then no shape is worked out in a round."""
 
     model: Any
     name: str
@@ -26,6 +27,7 @@ class Loop:
     conditions: Mapping[str, str]
     guided: bool
     draws: bool
+    shape: tuple[int, ...] = ()
 
 
 def add_loop(graph: Builder, loop: Loop) -> str:
@@ -59,7 +61,7 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     body = Builder(BODY)
     row = body.add("Gather", COEFFICIENTS, "round", axis=0)
     row = body.add("Reshape", row, body.whole(1, -1))
-    sample = body.add("Reshape", body.add("MatMul", row, "terms"), shape)
+    sample = body.add("Reshape", body.add("MatMul", row, "terms"), body.whole(*loop.shape) if loop.shape else shape)
     both = body.joined(sample, sample) if loop.guided else sample
     timestep = body.add("Reshape", body.add("Gather", TIMESTEPS, "round", axis=0), body.whole(1))
     denoiser = inlined(loop.model, loop.name, {SAMPLE: both, TIMESTEP: timestep, **conditions}, [loop.output])
@@ -71,8 +73,9 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     output = denoiser.outputs[loop.output]
     if loop.guided:
         axis = [0]
-        negative = body.part(output, [0], images, axis)
-        positive = body.part(output, images, [1 << 62], axis)
+        half = body.whole(loop.shape[0]) if loop.shape else images
+        negative = body.part(output, [0], half, axis)
+        positive = body.part(output, half, [1 << 62], axis)
         output = body.add("Add", negative, body.add("Mul", scale, body.add("Sub", positive, negative)))
     place = body.add("Add", body.add("Reshape", "round", body.whole(1)), first)
     output = body.add("Reshape", output, one_row)

@@ -13,7 +13,7 @@ from sdflow.artifact import WEIGHTS_FILE
 from sdflow.assemble import copy_file
 from sdflow.atomic_write import replacing, write_whole
 from sdflow.errors import CacheError, UsageError
-from sdflow.export.compose import Form, Source, compose
+from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
 from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
@@ -28,13 +28,15 @@ from sdflow.runtime.folder import (
     read_options,
     submodel_config,
 )
+from sdflow.runtime.start import require_size
 
 
 @dataclass(frozen=True)
 class Wanted:
     """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
     without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
-    put the safety checker in, where the pipeline has one. text: put the tokenizers in."""
+    put the safety checker in, where the pipeline has one. text: put the tokenizers in. height, width, images: of the only size
+    that the graph then draws; without any of them it draws all sizes. Those that are not given: the model's own size, one."""
 
     scheduler: str | None = None
     steps: int | None = None
@@ -43,6 +45,9 @@ class Wanted:
     open_schedule: bool = False
     checker: bool = True
     text: bool = False
+    height: int | None = None
+    width: int | None = None
+    images: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     configs = {name: submodel_config(folder, name) for name in there}
     scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
     schedule = folder_schedule(folder, wanted)
-    form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule, wanted.text)
+    size = _size(wanted, family.latents(configs))
+    form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule, wanted.text, size)
     data = {
         name: out.with_name(f"{out.stem}.{name}.data") for name in there if (folder / name / WEIGHTS_FILE).is_file()
     }
@@ -99,7 +105,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "format_version": FORMAT_VERSION,
         "graph": out.name,
         "data": [path.name for path in data.values()],
-        "latents": _latents(family.latents(configs)),
+        "latents": _latents(family.latents(configs), size),
         "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids),
@@ -120,9 +126,23 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     return Exported(files, sum(path.stat().st_size for path in files), inputs, outputs, schedule)
 
 
-def _latents(what: Latents) -> dict[str, int]:
-    """Of the model's own size; pixels: of an image for one of the latents, along each axis; multiple: as of `Latents`."""
-    sizes = {"rows": what.size, "columns": what.size, "multiple": what.multiple}
+def _size(wanted: Wanted, what: Latents) -> Size | None:
+    """Raises UsageError for one that the model cannot draw."""
+    if wanted.height is None and wanted.width is None and wanted.images is None:
+        return None
+    height, width = (what.image_size if each is None else each for each in (wanted.height, wanted.width))
+    require_size(what.granularity, height, width)
+    images = 1 if wanted.images is None else wanted.images
+    if images < 1:
+        raise UsageError(f"there are {images} images", where="--images", remedy="Take 1 or more.")
+    return Size(images, height // what.scale, width // what.scale)
+
+
+def _latents(what: Latents, size: Size | None) -> dict[str, int]:
+    """Of the only size, or the model's own; pixels: of an image for one of the latents, along each axis; multiple: as of
+    `Latents`."""
+    rows, columns = (what.size, what.size) if size is None else (size.rows, size.columns)
+    sizes = {"rows": rows, "columns": columns, "multiple": what.multiple}
     return {"channels": what.channels, **sizes, "pixels": what.scale}
 
 

@@ -182,6 +182,27 @@ def test_a_guidance_scale_up_to_1_is_none(tiny_pipeline: Path, tiny: Pipeline, t
     assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=False))
 
 
+def test_a_graph_of_one_size_works_out_no_shape_in_a_round(tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path) -> None:
+    size = {"height": ROWS * tiny.latents.scale, "width": COLUMNS * tiny.latents.scale, "images": len(PROMPTS)}
+    made = exported(tiny_pipeline, tmp_path / "tiny.onnx", **size)
+    assert f"latents float (2, 4, {ROWS}, {COLUMNS})" in made.inputs
+    assert "input_ids int32 (2, 77)" in made.inputs
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx")
+    assert (drawing.told["latents"]["rows"], drawing.told["latents"]["columns"]) == (ROWS, COLUMNS)
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
+    graph = onnx.load(tmp_path / "tiny.onnx", load_external_data=False).graph
+    (loop,) = (node for node in graph.node if node.op_type == "Loop")
+    assert not [node.name for node in loop.attribute[0].g.node if node.op_type == "Shape"]
+
+
+def test_a_size_that_the_model_cannot_draw_is_told(tiny_pipeline: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="height is 100 pixels"):
+        exported(tiny_pipeline, tmp_path / "tiny.onnx", height=100)
+    with pytest.raises(UsageError, match="there are 0 images"):
+        exported(tiny_pipeline, tmp_path / "tiny.onnx", images=0)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("architecture", ["sd21-tiny", "sdxl-tiny", "lcm-tiny"])
 def test_every_family_is_one_graph(architecture: str, tmp_path: Path) -> None:
     folder = build(architecture, tmp_path)
