@@ -1,15 +1,15 @@
-"""Pipelines at full size on a GPU: every node on CUDA, images right against float32 PyTorch, times, memory.
+"""Pipelines at full size on a GPU: every node on CUDA, times, memory, and what they draw, kept for PyTorch to be held against.
 
-    python benchmarks/pipelines_on_gpu.py GRAPHS --draw 'NAME {"num_inference_steps": 4}' ... [--compile] [--rounds 5]
+    python benchmarks/pipelines_on_gpu.py GRAPHS --draw 'NAME {"num_inference_steps": 4}' ... --drawn DIR [--rounds 5]
         [--target cpu]
+    python benchmarks/pipelines_beside_torch.py GRAPHS DIR NAME [--compile]
 
 GRAPHS: what benchmarks/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
-here, as BindWeights does; the same weights go to diffusers' own pipelines, in float32 (the reference) and in float16 (the
-yardstick, eager or compiled). NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
+here, as BindWeights does. NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
 its ControlNets, "shown": 0.6 for an image prompt at this scale for each of its IP-Adapters, "refiner_start": with its refiner
-from there on. An image a call, the same latents for all.
+from there on. An image a call. The second command reads from DIR what each call was given.
 Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
-`--target cpu` is to try it: float32, nothing compiled.
+`--target cpu` is to try it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 PROMPT = "a photo of an astronaut riding a horse on mars"
+REFINER = "refiner"
+"""The folder in a base's, where `sdflow run` puts it."""
 
 
 def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def materialize(graphs: Path, out: Path) -> Any:
-    """The pipeline folder with its weights, and its checkpoint."""
+def materialize(graphs: Path, out: Path) -> None:
+    """The pipeline folder with its weights; a refiner's in it."""
     from sdflow.manifest import read_manifest
     from sdflow.sources import PlainDigests, reopen_checkpoint
     from sdflow.weights.bind import BindRequest, bind
 
     manifest = read_manifest(graphs)
     checkpoint = reopen_checkpoint(manifest.origin, str(graphs), digests=PlainDigests())
+    left = {REFINER, *manifest.parts}
     shutil.copytree(
-        graphs, out, ignore=lambda folder, names: [n for n in names if Path(folder) == graphs and n in manifest.parts]
+        graphs, out, ignore=lambda folder, names: [n for n in names if Path(folder) == graphs and n in left]
     )
 
     def weights(name: str) -> None:
@@ -57,27 +60,8 @@ def materialize(graphs: Path, out: Path) -> Any:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(weights, manifest.parts))
-    return checkpoint
-
-
-class TorchEnsemble:
-    """diffusers' base and refiner, called as sdflow's are."""
-
-    def __init__(self, base: Any, refiner: Any) -> None:
-        self.base, self.refiner, self.unet = base, refiner, base.unet
-
-    def __call__(
-        self, prompt: str, *, latents: Any, refiner_start: float, generator: Any, output_type: str, **more: Any
-    ) -> Any:
-        both = {"num_inference_steps": more["num_inference_steps"], "generator": generator}
-        begun = self.base(
-            prompt, latents=latents, denoising_end=refiner_start, output_type="latent", **more, generator=generator
-        )
-        return self.refiner(prompt, image=begun.images, denoising_start=refiner_start, output_type=output_type, **both)
-
-
-def parts_of(pipeline: Any) -> list[Any]:
-    return [pipeline.base, pipeline.refiner] if isinstance(pipeline, TorchEnsemble) else [pipeline]
+    if (graphs / REFINER).is_dir():
+        materialize(graphs / REFINER, out / REFINER)
 
 
 def distance(drawn: Any, expected: Any) -> float:
@@ -101,80 +85,67 @@ def milliseconds(run: Callable[[], Any], rounds: int) -> float:
     return statistics.median(times)
 
 
+def used() -> float:
+    """GB in use on the device, by anybody."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
 def edges(size: int) -> Any:
     """An image of lines, as an edge detector gives."""
     import numpy as np
-    from PIL import Image
 
     rows, columns = np.mgrid[:size, :size]
     lines = ((rows + columns) % (size // 8) < 3) | ((rows - columns) % (size // 8) < 3)
-    return Image.fromarray(np.repeat((255 * lines).astype("uint8")[..., None], 3, axis=2))
+    return np.repeat((255 * lines).astype("uint8")[..., None], 3, axis=2)
 
 
-def cloned(outputs: Any) -> Any:
-    """The outputs in memory of their own: those of a captured graph are overwritten when the next graph runs."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.clone()
-    if isinstance(outputs, dict):  # transformers' and diffusers' outputs are dataclasses that are dictionaries
-        return type(outputs)(**{key: cloned(value) for key, value in outputs.items()})
-    return type(outputs)(map(cloned, outputs)) if isinstance(outputs, (tuple, list)) else outputs
+def given_to(pipeline: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as arrays: latents, the images of its ControlNets and image prompts, and the rest as JSON."""
+    import numpy as np
+    from PIL import Image
+
+    from sdflow.families.image_prompts import adapter_count
+
+    base = getattr(pipeline, "base", pipeline)
+    more = dict(arguments)
+    size = int(more.pop("size", base.latents.image_size))
+    nets = len(base.nets) if more.pop("control", False) else 0
+    adapters = adapter_count(base.configs[base.family.denoiser])
+    shape = (1, base.latents.channels, size // base.latents.scale, size // base.latents.scale)
+    shown = [np.asarray(Image.fromarray(edges(256)).rotate(30 * index)) for index in range(adapters)]
+    return {
+        "scale": float(more.pop("shown", 0.0)),
+        "latents": torch.randn(shape, generator=torch.Generator().manual_seed(7)).numpy(),
+        "control": np.stack([edges(size)] * nets) if nets else np.zeros(0),
+        "shown": np.stack(shown) if shown else np.zeros(0),
+        "call": json.dumps({"height": size, "width": size, **more}),
+    }
 
 
-def compile_parts(pipeline: Any) -> None:
-    """Compile UNet, ControlNets and decoder of one of diffusers' pipelines in place: torch.compile, reduce-overhead."""
+def draw(pipeline: Any, given: dict[str, Any]) -> Any:
+    """The image, as an array."""
+    from PIL import Image
 
-    def compiled(module: Any, method: str) -> None:
-        run = torch.compile(getattr(module, method), mode="reduce-overhead", fullgraph=True, dynamic=False)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
-            return cloned(run(*arguments, **named))
-
-        setattr(module, method, call)
-
-    compiled(pipeline.unet, "forward")
-    net = getattr(pipeline, "controlnet", None)
-    for each in getattr(net, "nets", [net] if net is not None else []):
-        compiled(each, "forward")
-    compiled(pipeline.vae, "decode")
-
-
-class Case:
-    """One way to call one pipeline, by sdflow and by diffusers."""
-
-    def __init__(self, pipeline: Any, arguments: dict[str, Any]) -> None:
-        from sdflow.families.image_prompts import adapter_count
-
-        base = getattr(pipeline, "base", pipeline)
-        what, given = base.latents, dict(arguments)
-        size = int(given.pop("size", what.image_size))
-        self.control = {name: edges(size) for name in base.nets} if given.pop("control", False) else {}
-        adapters = adapter_count(base.configs[base.family.denoiser])
-        self.scales = [float(given.pop("shown", 0.0))] * adapters
-        self.shown = [edges(256).rotate(30 * index) for index in range(len(self.scales))]
-        self.common = {"height": size, "width": size, "output_type": "np", **given}
-        shape = (1, what.channels, size // what.scale, size // what.scale)
-        self.latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
-
-    def ours(self, pipeline: Any) -> Any:
-        more: dict[str, Any] = {"control": self.control} if self.control else {}
-        if any(self.scales):
-            more |= {"ip_adapter_image": self.shown, "ip_adapter_scale": self.scales}
-        generator = torch.Generator().manual_seed(
-            0
-        )  # of the CPU: schedulers that draw noise in every step draw the same
-        return pipeline(PROMPT, latents=self.latents, generator=generator, **self.common, **more).images
-
-    def theirs(self, pipeline: Any) -> Any:
-        more: dict[str, Any] = {}
-        if self.control:
-            more["image"] = list(self.control.values())
-        if self.shown:  # at a scale of 0 too: diffusers takes no call without one
-            more["ip_adapter_image"] = self.shown
-            pipeline.set_ip_adapter_scale(self.scales)
-        latents = self.latents.to(pipeline.unet.device, pipeline.unet.dtype)
-        generator = torch.Generator().manual_seed(0)
-        return pipeline(PROMPT, latents=latents, generator=generator, **self.common, **more).images
+    base = getattr(pipeline, "base", pipeline)
+    more: dict[str, Any] = {}
+    if len(given["control"]):
+        more["control"] = dict(zip(base.nets, map(Image.fromarray, given["control"]), strict=True))
+    if given["scale"]:
+        more["ip_adapter_image"] = [Image.fromarray(each) for each in given["shown"]]
+        more["ip_adapter_scale"] = [given["scale"]] * len(given["shown"])
+    # A generator of the CPU: schedulers that draw noise in every step draw the same everywhere.
+    return pipeline(
+        PROMPT,
+        latents=torch.from_numpy(given["latents"]),
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        **json.loads(given["call"]),
+        **more,
+    ).images
 
 
 def placements(pipeline: Any, folder: Path) -> None:
@@ -191,98 +162,57 @@ def placements(pipeline: Any, folder: Path) -> None:
                 say(f"  {attribute}: {placement(getattr(denoiser, attribute).session, path)}")
 
 
-def compare(name: str, graphs: Path, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    from sdflow.bench.drawers import with_float32_noise
-    from sdflow.distance import psnr
+def measure(name: str, calls: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    import numpy as np
+
     from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.sources.load import load_pipeline
 
     begun = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="on-gpu-")) / name
-    checkpoint = materialize(graphs, folder)
-    say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
-    begun = time.perf_counter()
-    exact = load_pipeline(checkpoint).to(options.target)
-    refiner = graphs / "refiner"  # where `sdflow run` puts it
-    if any("refiner_start" in call for call in calls):
-        import diffusers
-
-        parts = load_pipeline(materialize(refiner, folder.with_name(f"{name}_refiner"))).to(options.target).components
-        refining = diffusers.StableDiffusionXLImg2ImgPipeline(
-            **parts, requires_aesthetics_score=True, force_zeros_for_empty_prompt=False
-        )
-        exact = TorchEnsemble(exact, refining)
-    for each in parts_of(exact):
-        each.set_progress_bar_config(disable=True)
-    say(f"{name}: PyTorch loaded in {time.perf_counter() - begun:.0f} s")
-    if isinstance(exact, TorchEnsemble):
-        ours = Ensemble.load(folder, folder.with_name(refiner.name), options.target, checker=False)
-    else:
-        ours = Pipeline.load(folder, options.target, checker=False)
-    cases = [Case(ours, call) for call in calls]
-    with torch.no_grad():
-        expected = [case.theirs(exact) for case in cases]
-    for each in parts_of(exact):
-        each.scheduler.step = with_float32_noise(each.scheduler.step)
-        each.to(torch.float16 if options.target == "cuda" else torch.float32)
-        for component in ("unet", "vae", "controlnet"):
-            if isinstance(module := getattr(each, component, None), torch.nn.Module):
-                module.to(memory_format=torch.channels_last)
-        if options.compile:
-            compile_parts(each)
-    plain = exact
-    for case, call, right in zip(cases, calls, expected, strict=True):
-        say(f"{name} {json.dumps(call)}")
-        drawn = case.ours(ours)
-        say(
-            f"  sdflow {distance(drawn, right):.4f} relative L2, {psnr(drawn, right):.1f} dB; spread {float(right.std()):.3f}"
-        )
-        try:
+    with tempfile.TemporaryDirectory(prefix="on-gpu-") as scratch:
+        folder = Path(scratch) / name
+        materialize(options.graphs / name, folder)
+        say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda")
+            torch.cuda.empty_cache()
+        before, begun = used(), time.perf_counter()
+        if any("refiner_start" in call for call in calls):
+            ours: Any = Ensemble.load(folder, folder / REFINER, options.target, checker=False)
+        else:
+            ours = Pipeline.load(folder, options.target, checker=False)
+        for index, call in enumerate(calls):
+            given = given_to(ours, call)
+            drawn = draw(ours, given)
+            say(f"{name} {json.dumps(call)}: first image {time.perf_counter() - begun:.1f} s after loading began")
+            np.savez(options.drawn / f"{name}-{index}.npz", drawn=drawn, **given)
+            draw(ours, given)
+            took = milliseconds(lambda given=given: draw(ours, given), options.rounds)
+            say(f"  sdflow: {took:.1f} ms; device memory {used() - before:.2f} GB beside a context's {before:.2f}")
             begun = time.perf_counter()
-            half = case.theirs(plain)
-            said = "compiled" if options.compile else "eager"
-            say(
-                f"  float16 PyTorch, {said}: {distance(half, right):.4f}, {psnr(half, right):.1f} dB; first image "
-                f"{time.perf_counter() - begun:.0f} s"
-            )
-            case.theirs(plain)
-            theirs = [milliseconds(lambda case=case: case.theirs(plain), 1) for _ in range(options.rounds)]
-            say(f"  float16 PyTorch, {said}: {statistics.median(theirs):.1f} ms")
-        except Exception:  # noqa: BLE001  the others are measured all the same
-            traceback.print_exc()
-        case.ours(ours)
-        say(f"  sdflow: {milliseconds(lambda case=case: case.ours(ours), options.rounds):.1f} ms")
-    placements(getattr(ours, "base", ours), folder)
-    if hasattr(ours, "refiner"):
-        placements(ours.refiner, folder.with_name(refiner.name))
-    if options.target == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved() / 1e9
-        say(f"{name}: device memory in use by all {(total - free) / 1e9:.2f} GB, of PyTorch {reserved:.2f}")
-    shutil.rmtree(folder.parent)
+        placements(getattr(ours, "base", ours), folder)
+        if hasattr(ours, "refiner"):
+            placements(ours.refiner, folder / REFINER)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--draw", action="append", required=True, metavar="NAME JSON")
+    parser.add_argument("--drawn", type=Path, required=True, metavar="DIR")
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--compile", action="store_true", help="compile PyTorch's UNet, ControlNets and decoder")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False
+    options.drawn.mkdir(parents=True, exist_ok=True)
     calls: dict[str, list[dict[str, Any]]] = {}
     for each in options.draw:
         name, _, text = each.partition(" ")
         calls.setdefault(name, []).append(json.loads(text or "{}"))
     for name, wanted in calls.items():
         try:
-            compare(name, options.graphs / name, wanted, options)
+            measure(name, wanted, options)
         except Exception:  # noqa: BLE001  the others are measured all the same
             traceback.print_exc()
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
 
 
 if __name__ == "__main__":

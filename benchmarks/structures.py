@@ -62,6 +62,25 @@ class Progress:
         print(result.outcome, result.step.id, file=sys.stderr, flush=True)
 
 
+def without_weights(plan: Any) -> Any:
+    """The plan, its chains and its refiner's up to BindWeights."""
+    symbolic = tuple(replace(chain, steps=chain.steps[:-1], carried=()) for chain in plan.chains)
+    refiner = None if plan.refiner is None else without_weights(plan.refiner)
+    return replace(plan, chains=symbolic, refiner=refiner)
+
+
+def content(plan: Any, steps: Any) -> Any:
+    """What a pipeline's folder is made of."""
+    from sdflow.pipeline_folder import Content
+    from sdflow.run import origin_of
+
+    checkpoint = plan.checkpoint
+    assert checkpoint is not None, "a plan that was made has one"
+    parts = {chain.submodel: steps[chain.submodel][-1].record.artifact for chain in plan.chains}
+    changed = checkpoint.changed_companions()
+    return Content(parts, checkpoint.companions, origin_of(plan, steps), checkpoint.options, changed)
+
+
 def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
     """The pipelines of a workflow without their weights, each a folder in `out`."""
     from sdflow.assemble import assemble
@@ -69,28 +88,18 @@ def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
     from sdflow.execute import Executor
     from sdflow.passes.registry import catalog
     from sdflow.plan import make_plan
-    from sdflow.run import origin_of
+    from sdflow.run import of_refiner
     from sdflow.store import Cache
 
     store = Cache(cache)
     for plan in make_plan(load_workflow(workflow, catalog=catalog(), overrides=overrides), store).pipelines:
-        if wrong := [chain.submodel for chain in plan.chains if chain.steps[-1].name != "BindWeights"]:
+        if wrong := [name for name, chain in plan.together.items() if chain.steps[-1].name != "BindWeights"]:
             raise SystemExit(
                 f"{workflow}: the weights of {', '.join(wrong)} go through every pass: there is no structure"
             )
-        symbolic = tuple(replace(chain, steps=chain.steps[:-1], carried=()) for chain in plan.chains)
-        steps = Executor(store, Progress(), jobs=1).run(replace(plan, chains=symbolic))
-        checkpoint = plan.checkpoint
-        assert checkpoint is not None, "a plan that was made has one"
-        assemble(
-            out / plan.pipeline.name,
-            parts={name: made[-1].record.artifact for name, made in steps.items()},
-            companions=checkpoint.companions,
-            origin=origin_of(plan, steps),
-            options=checkpoint.options,
-            changed=checkpoint.changed_companions(),
-            copy=True,
-        )
+        steps = Executor(store, Progress(), jobs=1).run(without_weights(plan))
+        refiner = None if plan.refiner is None else content(plan.refiner, of_refiner(steps))
+        assemble(out / plan.pipeline.name, **vars(content(plan, steps)), refiner=refiner, copy=True)
 
 
 def main() -> None:
