@@ -84,7 +84,15 @@ def serve(
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
         models,
-        WorkerOptions(folders, _sizes(batch_sizes), threads, checker, cache.absolute(), int(lora_memory * 1e9)),
+        WorkerOptions(
+            folders,
+            _sizes(batch_sizes),
+            threads,
+            checker,
+            cache.absolute(),
+            int(lora_memory * 1e9),
+            loras=loras is not None,
+        ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
         Loras(loras),

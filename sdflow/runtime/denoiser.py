@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.submodel import Bound, Submodel, data_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -98,8 +98,8 @@ class _Slices:
     def __init__(self, session: Any, names: tuple[str, ...], device: str) -> None:
         import torch
 
-        shapes = {value.name: tuple(value.shape) for value in session.get_inputs()}
-        dtypes = {_dtype(value) for value in session.get_inputs() if value.name in names}
+        shapes = {value.name: tuple(value.shape) for value in data_inputs(session)}
+        dtypes = {_dtype(value) for value in data_inputs(session) if value.name in names}
         (dtype,) = dtypes or {torch.float32}
         self._names, step = names, ALIGNMENT // dtype.itemsize
         sizes = [torch.Size(shapes[name]).numel() for name in names]
@@ -127,7 +127,7 @@ def _bind(session: Any, model: Submodel, given: Mapping[str, torch.Tensor] | Non
     import torch
 
     inputs = {}
-    for value in session.get_inputs():
+    for value in data_inputs(session):
         known = (given or {}).get(value.name)
         inputs[value.name] = (
             torch.zeros(tuple(value.shape), dtype=_dtype(value), device=model.place.device) if known is None else known

@@ -17,6 +17,7 @@ from sdflow.families.image_prompts import adapter_count
 from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
+from sdflow.runtime.live_weights import LiveWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
 from sdflow.runtime.trial import try_companion
@@ -170,12 +171,13 @@ def load_submodel(
     cuda_graphs: Container[str] | None = None,
     lazy: bool = False,
     options: LoadOptions = PLAIN,
+    live: LiveWeights | None = None,
 ) -> Submodel:
     """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
 
     family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
     may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
-    for each set of shapes.
+    for each set of shapes. live: weights that its sessions read from there.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
@@ -188,13 +190,23 @@ def load_submodel(
 
     def load(wanted: Shapes | None, graph: Any = None, capture: bool = False, edits: Sequence[Edit] = ()) -> Any:
         held = None
-        if graph is None and edits:
+        inputs: dict[str, Any] = {}
+        if graph is None and (edits or live is not None):
             graph = read_edited(model, edits)
+        if live is not None:
+            graph, inputs = live.open(graph)
         if weights is not None and graph is not None:
             with where.current():
                 held = weights.of(graph)
         return create_session(
-            model, target, options, shapes=wanted or shapes, graph=graph, weights=held, capture=capture and fixed
+            model,
+            target,
+            options,
+            shapes=wanted or shapes,
+            graph=graph,
+            weights=held,
+            live=inputs,
+            capture=capture and fixed,
         )
 
     loaded = Submodel(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
@@ -23,6 +24,7 @@ from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
+    import torch
 
 # What ONNX Runtime says when a node is not on the provider or the graph has control flow.
 _NOT_CAPTURED = "cannot use the graph capture feature"
@@ -65,6 +67,7 @@ def create_session(
     shapes: Shapes | None = None,
     graph: onnx.ModelProto | None = None,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
+    live: Mapping[str, torch.Tensor] = MappingProxyType({}),
     capture: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
@@ -73,6 +76,7 @@ def create_session(
     graph: to load in its place; its large weights lie beside `model`. On CUDA, `sdflow.runtime.kernels` compute what of
     it they can; its shapes must be fixed for that.
     weights: initializers that are there already and are taken instead of those in the model's data file.
+    live: weights that are inputs of the graph (`sdflow.runtime.live_weights`), and where they lie.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
     session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
@@ -132,7 +136,7 @@ def create_session(
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
-    session.weights = weights  # they must outlive it
+    session.weights, session.live = weights, live  # they must outlive it
     return session
 
 

@@ -108,7 +108,7 @@ class Bound:
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
-        for name, tensor in inputs.items():
+        for name, tensor in (*inputs.items(), *_live(session).items()):
             self._io.bind_input(name, *self._described(tensor))
         if fixed:
             self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
@@ -330,5 +330,15 @@ def read_edited(model: Path, edits: Sequence[Edit]) -> onnx.ModelProto:
     return graph
 
 
+def data_inputs(session: Any) -> list[Any]:
+    """The inputs of a session but for those that are its weights."""
+    return [value for value in session.get_inputs() if value.name not in _live(session)]
+
+
+def _live(session: Any) -> Mapping[str, torch.Tensor]:
+    live: Mapping[str, torch.Tensor] = getattr(session, "live", {})
+    return live
+
+
 def _input_types(session: Any) -> dict[str, str]:
-    return {value.name: numpy_type(value) for value in session.get_inputs()}
+    return {value.name: numpy_type(value) for value in data_inputs(session)}

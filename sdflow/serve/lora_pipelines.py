@@ -1,8 +1,9 @@
 """A pipeline with LoRAs, made while others are drawn: the same bits as `sdflow bake` gives.
 
-The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph (`sdflow.weights.bind`), never by adding
-to weights that are there or taking from them; all others are copied. What no LoRA touches is shared: whole submodels with the
-pipeline without LoRAs. The graph itself is the one that the cache has; nothing is exported or fused.
+The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph, never by adding to weights that are
+there or taking from them. Where the graph allows it they are put into sessions that live (`sdflow.serve.live_loras`), the same
+for all LoRAs; else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are
+shared with the pipeline without LoRAs. The graph itself is the one that the cache has; nothing is exported or fused.
 """
 
 from __future__ import annotations
@@ -10,42 +11,49 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sdflow.bake import workflow_of
 from sdflow.errors import UsageError
+from sdflow.families import DEFAULT
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.plan import BIND_PASS, PipelinePlan, make_plan
 from sdflow.serve.jobs import LoraFile
+from sdflow.serve.live_loras import Layers, LiveLoras, Names, Structure
 from sdflow.serve.served_pipeline import ServedPipeline
-from sdflow.sources import require_same_checkpoint
-from sdflow.sources.lora import lora_submodels, require_made_for
+from sdflow.sources import Checkpoint, require_same_checkpoint
+from sdflow.sources.lora import LoraLayer, read_lora, require_made_for
 from sdflow.store import Cache
-from sdflow.weights.lora import LoraInput
+from sdflow.weights.lora import LoraInput, read_loras
+
+LORAS_READ = 8
+"""How many files of LoRAs stay in memory."""
 
 COPIES = 2
 """How often a submodel's weights lie in memory, about: a session for every size of batch may pack them for itself."""
 
 
 @dataclass(frozen=True)
-class _Structure:
-    """The graph of a submodel without weights, how its checkpoint is loaded, and the pipeline's own LoRAs."""
-
-    folder: Path
-    load: Any
-    own: tuple[LoraInput, ...]
-
-
-@dataclass(frozen=True)
 class Made:
-    """A pipeline with LoRAs, and about how many bytes of weights are its own."""
+    """A pipeline with LoRAs, and about how many bytes of weights are its own. unused: no other one draws with its sessions."""
 
     loras: tuple[LoraFile, ...]
     pipeline: ServedPipeline
     size: int
+    unused: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What LoRAs change. names: the initializers of each submodel. layers: what they hold for it. live: whether all of those may
+    be changed in sessions that live."""
+
+    loras: tuple[LoraFile, ...]
+    names: Names
+    layers: Mapping[str, Layers]
+    live: bool
 
 
 class LoraPipelines:
@@ -54,13 +62,30 @@ class LoraPipelines:
     `make` may be called from another thread than the rest.
     """
 
-    def __init__(self, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> None:
-        """Raises UsageError when the folder was built in a way that LoRAs cannot be bound, or its graphs are not in the cache."""
+    def __init__(
+        self,
+        folder: Path,
+        base: ServedPipeline,
+        checkpoint: Checkpoint,
+        structures: Mapping[str, Structure],
+        memory: int,
+    ) -> None:
+        """checkpoint, structures: what the folder was built from."""
         self._folder, self._base, self._memory = folder, base, memory
-        self._plan = _plan(folder, Cache(cache))
-        self._structures = _structures(self._plan, Cache(cache), str(cache))
+        self._checkpoint, self._structures = checkpoint, structures
+        self._live: LiveLoras | None = None
+        self._read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = {}
+        self._own: dict[str, Layers] = {}
         self._made: dict[tuple[LoraFile, ...], Made] = {}
         self._alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def open(cls, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> LoraPipelines:
+        """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
+        or its graphs are not in the cache."""
+        plan = _plan(folder, Cache(cache))
+        assert plan.checkpoint is not None, "looked at when it was planned"
+        return cls(folder, base, plan.checkpoint, _structures(plan, Cache(cache), str(cache)), memory)
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
@@ -91,14 +116,75 @@ class LoraPipelines:
 
     def make(self, loras: tuple[LoraFile, ...]) -> Made:
         """The pipeline with these, in this order, which is not there. Raises CheckpointError for one that does not fit."""
+        return self.carry_out(self.read(loras))
+
+    def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
+        """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
+        loras = _counting(loras)
+        held = [self._layers(lora) for lora in loras]
+        layers: dict[str, Layers] = {
+            name: [(each[name], lora.scale) for each, lora in zip(held, loras, strict=True)]
+            for name in self._structures
+        }
+        names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
+        live = self._base.why_alone is None and all(
+            wanted <= self._structures[name].changeable for name, wanted in names.items()
+        )
+        return Wanted(loras, names, layers, live)
+
+    def carry_out(self, wanted: Wanted) -> Made:
+        """The pipeline with what was read."""
+        loras, names = wanted.loras, wanted.names
+        before, live = self._live, self._live_for(names) if wanted.live else None
+        if live is None:
+            return self._written(loras, list(names))
+        every = {name: [*self._own_layers(name), *wanted.layers[name]] for name in names}
+        inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
+        files = {name: (*self._structures[name].own, *inputs) for name in names}
+        values = live.computed(names, every, files)
+        return Made(loras, live.with_values(values), live.size(names), live is not before)
+
+    def prepare(self) -> ServedPipeline | None:
+        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be. Raises
+        CheckpointError."""
+        live = None if self._base.why_alone is not None else self._live_for({})
+        return None if live is None else live.pipeline
+
+    def _live_for(self, names: Names) -> LiveLoras | None:
+        """Sessions in which these may be changed; None where that cannot be. What is there is made anew only for weights that
+        LoRAs seldom touch."""
+        if self._live is None or not self._live.covers(names):
+            before = {} if self._live is None else self._live.names
+            wanted = {
+                name: each.usual | before.get(name, frozenset()) | names.get(name, frozenset())
+                for name, each in self._structures.items()
+            }
+            self._live = LiveLoras(self._folder, self._base, self._structures, wanted)
+        return None if self._live.pipeline.why_alone else self._live
+
+    def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, LoraLayer]]:
+        """What a LoRA holds for each submodel; the last ones stay, as they are small."""
+        if lora.sha256 not in self._read:
+            require_made_for(Path(lora.path), self._checkpoint)
+            shapes = {name: each.parameters for name, each in self._structures.items()}
+            while len(self._read) >= LORAS_READ:
+                self._read.pop(next(iter(self._read)))
+            self._read[lora.sha256] = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+        self._read[lora.sha256] = self._read.pop(lora.sha256)
+        return self._read[lora.sha256]
+
+    def _own_layers(self, name: str) -> Layers:
+        """Of the pipeline's own LoRAs."""
+        if name not in self._own:
+            structure = self._structures[name]
+            family = structure.load.get("family", DEFAULT)
+            self._own[name] = read_loras(name, structure.own, structure.parameters, family).layers
+        return self._own[name]
+
+    def _written(self, loras: tuple[LoraFile, ...], touched: Sequence[str]) -> Made:
+        """The pipeline with submodels of its own, whose weights are written to files."""
         from sdflow.weights.bind import BindRequest, bind
 
-        loras = _counting(loras)
-        checkpoint = self._plan.checkpoint
-        assert checkpoint is not None, "looked at when it was planned"
-        for lora in loras:
-            require_made_for(Path(lora.path), checkpoint)
-        touched = {name for lora in loras for name in lora_submodels(Path(lora.path)) if name in self._structures}
         scratch = Path(tempfile.mkdtemp(prefix="sdflow-loras-"))
         try:
             for name in touched:
@@ -116,13 +202,13 @@ class LoraPipelines:
                     ),
                     out,
                 )
-            made = self._base.with_submodels(scratch, sorted(touched))
+            made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
         except BaseException:
             shutil.rmtree(scratch)
             raise
         weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
         size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
-        return Made(loras, made, size)
+        return Made(loras, made, size, unused=True)
 
 
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:
@@ -142,7 +228,7 @@ def _plan(folder: Path, cache: Cache) -> PipelinePlan:
     return planned
 
 
-def _structures(plan: PipelinePlan, cache: Cache, where: str) -> dict[str, _Structure]:
+def _structures(plan: PipelinePlan, cache: Cache, where: str) -> dict[str, Structure]:
     assert plan.checkpoint is not None, "looked at when it was planned"
     family, found = plan.checkpoint.family, {}
     for chain in plan.chains:
@@ -163,5 +249,5 @@ def _structures(plan: PipelinePlan, cache: Cache, where: str) -> dict[str, _Stru
                 remedy="Name the cache that the pipeline was built with: --cache DIR. Or run its workflow again with this one.",
             )
         own = tuple(LoraInput(lora.path, lora.scale) for lora in bind.loras)
-        found[chain.submodel] = _Structure(before.record.artifact.path.absolute(), bind.load, own)
+        found[chain.submodel] = Structure(chain.submodel, before.record.artifact.path.absolute(), bind.load, own)
     return found

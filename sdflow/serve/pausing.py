@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from sdflow.errors import PassError
 from sdflow.families.base import Conditions
@@ -92,10 +93,37 @@ class StepsOfSizes:
         return max(int(config["max_position_embeddings"]) for config in self._texts)
 
 
+class HeldSteps:
+    """The shared steps of a pipeline with other weights (`SharedSteps.holding`)."""
+
+    def __init__(self, steps: StepsOfSizes | HeldSteps, hold: Callable[[], None]) -> None:
+        self._steps, self._hold = steps, hold
+        self._made: WeakKeyDictionary[SharedSteps, SharedSteps] = WeakKeyDictionary()
+
+    @property
+    def why_alone(self) -> str | None:
+        """As of `StepsOfSizes`."""
+        return self._steps.why_alone
+
+    def of(
+        self,
+        rows: int,
+        columns: int,
+        conditions: Conditions | None = None,
+        axes: Mapping[str, int] = MappingProxyType({}),
+    ) -> SharedSteps:
+        """As of `StepsOfSizes`, the same for the same. Raises PassError where each image is drawn by itself: nothing would hold
+        the weights there."""
+        found = self._steps.of(rows, columns, conditions, axes)
+        if found is None:
+            raise PassError(f"with these LoRAs images are drawn together only, and {self.why_alone}")
+        return self._made.setdefault(found, found.holding(self._hold))
+
+
 class PausingDenoisers(DenoiserSource):
     """In the place of a pipeline's own, for one call that draws one image."""
 
-    def __init__(self, steps: StepsOfSizes, own: DenoiserSource, ask: Ask) -> None:
+    def __init__(self, steps: StepsOfSizes | HeldSteps, own: DenoiserSource, ask: Ask) -> None:
         """own: the pipeline's. ask: gives what the model makes of a step."""
         self._steps, self._own, self._ask = steps, own, ask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,28 +11,41 @@ from sdflow.serve.jobs import Job
 from sdflow.serve.served_pipeline import ServedPipeline
 
 if TYPE_CHECKING:
-    from sdflow.serve.lora_pipelines import LoraPipelines, Made
+    from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
 
 
 class ReadyPipelines:
-    """A pipeline without LoRAs, and with them. One is made at a time."""
+    """A pipeline without LoRAs, and with them. One is made at a time.
+
+    On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
+    """
 
     def __init__(self, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> None:
         """folder: of the pipeline. cache, memory: as of `LoraPipelines`."""
         self._folder, self._base, self._cache, self._memory = folder, base, cache, memory
+        self._beside = base.base.place.stream is None
         self._loras: LoraPipelines | None = None
         self._pool = ThreadPoolExecutor(1, "loras")
-        self._coming: tuple[Job, Future[Made]] | None = None
+        self._coming: tuple[Job, Future[Made | Wanted]] | None = None
+
+    def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
+        """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
+        request will be told.
+
+        job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
+        """
+        coming = self._pool.submit(self._prepare, job, sizes if self._beside else ())
+        if not self._beside and coming.exception() is None and (live := coming.result()) is not None:
+            warm(live)
 
     def ready(self, job: Job, *, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
         if not job.loras or (self._loras is not None and self._loras.get(job.loras) is not None):
             return True
-        if self._coming is not None and self._coming[0].loras == job.loras:
-            return self._coming[1].done()
+        if self._is_coming(job):
+            return self._coming is not None and self._coming[1].done()
         if begin and (self._coming is None or self._coming[1].done()):
-            self._keep()
-            self._coming = job, self._pool.submit(self._make, job)
+            self._begin(job)
         return False
 
     def find(self, job: Job) -> ServedPipeline:
@@ -41,27 +55,53 @@ class ReadyPipelines:
         found = None if self._loras is None else self._loras.get(job.loras)
         if found is not None:
             return found
-        if self._coming is None or self._coming[0].loras != job.loras:
-            self._keep()
-            self._coming = job, self._pool.submit(self._make, job)
+        if not self._is_coming(job):
+            self._begin(job)
+        assert self._coming is not None, "it was begun"
         (_, coming), self._coming = self._coming, None
-        made = coming.result()
-        assert self._loras is not None, "what was made is of them"
-        return self._loras.keep(made)
+        return self._kept(coming)
 
-    def _keep(self) -> None:
+    def _is_coming(self, job: Job) -> bool:
+        """Whether what this job needs is being made, or was. What failed for another job is tried again."""
+        if self._coming is None or self._coming[0].loras != job.loras:
+            return False
+        wanted_by, coming = self._coming
+        return wanted_by is job or not coming.done() or coming.exception() is None
+
+    def _begin(self, job: Job) -> None:
         """What was made for a job that was cancelled since may be wanted by another."""
         if self._coming is not None and self._coming[1].exception() is None:
-            assert self._loras is not None, "what was made is of them"
-            self._loras.keep(self._coming[1].result())
-        self._coming = None
+            self._kept(self._coming[1])
+        self._coming = job, self._pool.submit(self._make, job)
 
-    def _make(self, job: Job) -> Made:
+    def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
+        from sdflow.serve.lora_pipelines import Wanted
+
+        made = coming.result()
+        assert self._loras is not None, "what was made is of them"
+        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
+
+    def _make(self, job: Job) -> Made | Wanted:
         """In the other thread."""
-        if self._loras is None:
-            from sdflow.serve.lora_pipelines import LoraPipelines
-
-            self._loras = LoraPipelines(self._folder, self._base, self._cache, self._memory)
-        made = self._loras.make(job.loras)
-        made.pipeline.prepare(job)
+        loras = self._opened()
+        wanted = loras.read(job.loras)
+        if wanted.live and not self._beside:
+            return wanted
+        made = loras.carry_out(wanted)
+        if self._beside and made.unused:
+            made.pipeline.prepare(job)
         return made
+
+    def _prepare(self, job: Job, sizes: Sequence[int]) -> ServedPipeline | None:
+        live = self._opened().prepare()
+        if live is not None:
+            for size in sizes:
+                live.prepare(job, size)
+        return live
+
+    def _opened(self) -> LoraPipelines:
+        from sdflow.serve.lora_pipelines import LoraPipelines
+
+        if self._loras is None:
+            self._loras = LoraPipelines.open(self._folder, self._base, self._cache, self._memory)
+        return self._loras

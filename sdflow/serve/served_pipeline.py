@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from sdflow.runtime.control import Control
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, load_submodel
 from sdflow.runtime.images import to_pil
+from sdflow.runtime.live_weights import LiveWeights
 from sdflow.runtime.pipeline import Images, Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
@@ -27,7 +28,7 @@ from sdflow.runtime.submodel import Submodel
 from sdflow.serve.batch_plan import worthwhile_sizes
 from sdflow.serve.cuts import Cuts
 from sdflow.serve.jobs import Beside, Image, Job
-from sdflow.serve.pausing import Ask, PausingDenoisers, StepsOfSizes
+from sdflow.serve.pausing import Ask, HeldSteps, PausingDenoisers, StepsOfSizes
 from sdflow.serve.shared_steps import Step
 from sdflow.targets import find_target
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     import PIL.Image
 
 MEASURED_RUNS = 5
+
+Reload = Callable[[Path, str, LiveWeights | None], Submodel]
+"""Loads the submodel of a folder, of this name; with weights that it reads from memory."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,15 @@ class ServedPipeline:
     def __init__(
         self,
         pipeline: Pipeline | Ensemble,
-        reload: Callable[[Path, str], Submodel] | None = None,
+        reload: Reload | None = None,
         cuts: Cuts | None = None,
     ) -> None:
-        """reload: loads a submodel of another folder, of this name, as those of the pipeline were. cuts: of one with the same
-        graphs."""
+        """reload: loads a submodel as those of the pipeline were. cuts: of one with the same graphs."""
         self.pipeline, self._reload = pipeline, reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
-        self._steps = [StepsOfSizes(stage, self._cuts) for stage in self.stages]
+        self._steps: list[StepsOfSizes | HeldSteps] = [StepsOfSizes(stage, self._cuts) for stage in self.stages]
+        self._hold: Callable[[], None] = lambda: None
 
     @classmethod
     def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
@@ -80,21 +84,22 @@ class ServedPipeline:
         tuning, family = recorded_tuning(folder, target).tuning, folder_family(folder)
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
 
-        def reload(other: Path, name: str) -> Submodel:
+        def reload(other: Path, name: str, live: LiveWeights | None) -> Submodel:
             how = LoadOptions(threads=threads, tuning=tuning)
-            return load_submodel(other, name, target, family=family, lazy=True, options=how)
+            return load_submodel(other, name, target, family=family, lazy=True, options=how, live=live)
 
         if origin.refiner is not None:
             return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options), reload)
         return cls(Pipeline.load(folder, target, **options), reload)
 
-    def with_submodels(self, folder: Path, names: Sequence[str]) -> ServedPipeline:
-        """The same pipeline with these submodels of another folder; all others are shared. A refiner stays as it is."""
+    def with_submodels(self, folder: Path, live: Mapping[str, LiveWeights | None]) -> ServedPipeline:
+        """The same pipeline with these submodels of another folder, by name, each with the weights that it reads from memory;
+        all others are shared. A refiner stays as it is."""
         assert self._reload is not None, "it was loaded from a folder"
         base = self.base
         pipeline = Pipeline(
             base.family,
-            {**base.submodels, **{name: self._reload(folder, name) for name in names}},
+            {**base.submodels, **{name: self._reload(folder, name, weights) for name, weights in live.items()}},
             base.companions,
             base.options,
             defaults=base.defaults,
@@ -103,11 +108,18 @@ class ServedPipeline:
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 
-    def prepare(self, job: Job) -> None:
-        """Load what the first step of a job like this waits for. May be in another thread than the one that draws, before that
-        has this pipeline. On a GPU nothing: its one stream may be captured meanwhile."""
+    def holding(self, hold: Callable[[], None]) -> ServedPipeline:
+        """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.live_weights`)."""
+        other = copy.copy(self)
+        other._hold = hold
+        other._steps = [HeldSteps(self._steps[0], hold), *self._steps[1:]]
+        return other
+
+    def prepare(self, job: Job, size: int = 1) -> None:
+        """Load what the first step of a job like this waits for, in a batch of this size. May be in another thread than the one
+        that draws, before that has this pipeline; on a GPU not: its one stream may be captured meanwhile."""
         base = self.base
-        if base.place.stream is not None or self.why_alone is not None:
+        if self.why_alone is not None:
             return
         for name in base.family.text:
             base.submodels[name].load()
@@ -117,7 +129,7 @@ class ServedPipeline:
         scale = given.get("guidance_scale", base.defaults[task].guidance_scale)
         steps = self._steps[0].of(rows, columns)
         if steps is not None:
-            steps.form(1, 2 if base.family.guided(base.configs, scale) else 1)
+            steps.form(size, 2 if base.family.guided(base.configs, scale) else 1)
 
     @property
     def base(self) -> Pipeline:
@@ -133,6 +145,8 @@ class ServedPipeline:
         """One image. ask: gives what the model makes of a step. Raises UsageError as a call of a pipeline."""
         import torch
 
+        with self.base.place.current():
+            self._hold()  # for the text encoders, which run before the first pause
         stages = [
             self._for_one_call(stage, steps, job, ask) for stage, steps in zip(self.stages, self._steps, strict=True)
         ]
@@ -158,7 +172,7 @@ class ServedPipeline:
         (image,), flags = drawn.images, drawn.nsfw_content_detected
         return Finished(encoded(image, job), image.size, None if flags is None else flags[0])
 
-    def _for_one_call(self, stage: Pipeline, steps: StepsOfSizes, job: Job, ask: Ask) -> Pipeline:
+    def _for_one_call(self, stage: Pipeline, steps: StepsOfSizes | HeldSteps, job: Job, ask: Ask) -> Pipeline:
         """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that pause."""
         made = copy.copy(stage)
         if job.scheduler is not None:

@@ -7,7 +7,8 @@ brings its own. An image without guidance takes both rows of a batch with guidan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from sdflow.errors import PassError
 from sdflow.machine.onnx_runtime import numpy_type
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.split import SAMPLE, TIMESTEP
-from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.submodel import Bound, Submodel, data_inputs
 from sdflow.serve.cuts import Cuts
 
 if TYPE_CHECKING:
@@ -65,10 +66,18 @@ class SharedSteps:
             self._text = Bound(text, model.place, _zeros(text, model.place.device))
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
+        self._hold: Callable[[], None] = lambda: None
+
+    def holding(self, hold: Callable[[], None]) -> SharedSteps:
+        """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.live_weights`)."""
+        other = copy.copy(self)
+        other._hold, other._tables = hold, []
+        return other
 
     def texts(self, conditions: Mapping[str, torch.Tensor], halves: int) -> Texts:
         """What the step reads of these conditions: of one image, `halves` rows."""
         with self._model.place.current():
+            self._hold()
             for name, value in conditions.items():
                 self._text.inputs[name].copy_(value)  # a single row goes to both
             found: dict[str, torch.Tensor] = {**self._text.inputs, **self._text.run()}  # a step may read either
@@ -82,6 +91,7 @@ class SharedSteps:
             if known is schedule:
                 return table
         with self._model.place.current():
+            self._hold()
             given = {TIMESTEP: schedule.timesteps.reshape(-1)}
             values = Bound(self._timestep_session, self._model.place, given).run()
             table = torch.cat([values[name].flatten(1) for name in self._time_values], dim=1)
@@ -93,7 +103,10 @@ class SharedSteps:
 
         Raises VerificationError when the provider cannot.
         """
-        return self.form(size, max(step.texts.halves for step in steps)).run(steps)
+        form = self.form(size, max(step.texts.halves for step in steps))
+        with self._model.place.current():
+            self._hold()
+            return form.run(steps)
 
     def form(self, size: int, halves: int) -> _Form:
         """The session for a batch of so many images, made when it is first wanted."""
@@ -194,5 +207,5 @@ def _zeros(session: Any, device: str) -> dict[str, torch.Tensor]:
 
     return {
         value.name: torch.zeros(tuple(value.shape), dtype=getattr(torch, numpy_type(value)), device=device)
-        for value in session.get_inputs()
+        for value in data_inputs(session)
     }

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ WAIT_SECONDS = 0.005
 class WorkerOptions:
     """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
     the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
-    of weights with LoRAs that are kept."""
+    of weights with LoRAs that are kept; loras: whether requests will name some."""
 
     pipelines: Mapping[str, Path]
     batch_sizes: tuple[int, ...] | None = None
@@ -39,6 +40,7 @@ class WorkerOptions:
     checker: bool = True
     cache: Path = Path("cache")
     lora_memory: int = 4 << 30
+    loras: bool = False
 
 
 def work(connection: Connection, options: WorkerOptions) -> None:
@@ -77,6 +79,10 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
         ready=lambda job, begin: found[job.pipeline].ready(job, begin=begin),
     )
     told = {name: {"batch_seconds": seconds[name], "alone": pipeline.why_alone} for name, pipeline in pipelines.items()}
+    if options.loras:
+        for name, pipeline in pipelines.items():
+            warm = partial(_warm, name, options=options)
+            found[name].prepare(warm_up_job(name, pipeline), list(seconds[name]), warm)
     connection.send(Ready(told))
     while True:
         if not engine.drawing:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from serve.conftest import PATIENCE, RunningServer, running_server
+from safetensors.numpy import load_file, save_file
+from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
 
 from sdflow.errors import CheckpointError, UsageError
+from sdflow.runtime.live_weights import own_values
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.serve import live_loras
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.engine import Engine
 from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message
-from sdflow.serve.lora_pipelines import LoraPipelines, Made
+from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
 from sdflow.serve.loras import Loras
 from sdflow.serve.ready_pipelines import ReadyPipelines
 from sdflow.serve.served_pipeline import ServedPipeline
@@ -63,20 +67,112 @@ def of_samples(*wanted: tuple[str, float]) -> tuple[LoraFile, ...]:
     return Loras(SAMPLES).find(wanted)
 
 
-def test_the_weights_are_those_that_bake_writes_and_the_others_are_shared(built: Path) -> None:
+def drawn_with(pipeline: ServedPipeline) -> list[Message]:
+    told: list[Message] = []
+    engine = Engine(lambda job: pipeline, {"shapes": {1: 1.0}}, told.append)
+    engine.submit(Job("a", 0, "shapes", "a large red circle", 1, arguments={"num_inference_steps": 1}))
+    while engine.busy:
+        engine.turn()
+    return told
+
+
+def weights_of(pipeline: ServedPipeline, submodel: str) -> dict[str, bytes]:
+    """What the sessions of a submodel read from memory now, by the names of the initializers."""
+    return {name: value.numpy().tobytes() for name, value in pipeline.base.submodels[submodel].session.live.items()}
+
+
+def stored(folder: Path, submodel: str, names: Iterable[str]) -> dict[str, bytes]:
+    found = own_values((folder / submodel / "model.onnx").resolve(), set(names), "cpu")
+    return {name: value.numpy().tobytes() for name, value in found.items()}
+
+
+def test_the_weights_are_those_that_bake_writes_and_go_back_to_their_own(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
-    made = pipelines.served(of_samples(*BOTH))
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    made, other = (pipelines.served(of_samples(*each)) for each in (BOTH, [("stripes", 0.8)]))
     changed = {name for name, each in made.base.submodels.items() if each is not base.base.submodels[name]}
     assert changed == {"text_encoder", "unet"}
+    drawn_with(made)
     for submodel in changed:
+        weights = weights_of(made, submodel)
+        assert weights == stored(built / "pipelines/baked", submodel, weights)
+        assert weights != stored(built / "pipelines/shapes_cpu", submodel, weights)
+    sessions = [made.base.submodels[submodel].session for submodel in changed]
+    drawn_with(other)  # without a change of the text encoder
+    weights = weights_of(other, "text_encoder")
+    assert weights == stored(built / "pipelines/shapes_cpu", "text_encoder", weights)
+    assert [other.base.submodels[submodel].session for submodel in changed] == sessions
+    assert pipelines.served(of_samples(*BOTH)) is made
+    assert pipelines.served(of_samples(("stripes", 0.0))) is base
+
+
+def test_weights_that_cannot_be_changed_in_a_session_are_written(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_loras, "READERS", frozenset())
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    made = pipelines.served(of_samples(*BOTH))
+    for submodel in ("text_encoder", "unet"):
         path = made.base.submodels[submodel].path
         assert path is not None
         for name in ("model.onnx", "model.onnx.data", "config.json"):
             expected = built / "pipelines/baked" / submodel / name
             assert (path.parent / name).read_bytes() == expected.read_bytes(), (submodel, name)
-    assert pipelines.served(of_samples(*BOTH)) is made
-    assert pipelines.served(of_samples(("stripes", 0.0))) is base
+
+
+def test_a_lora_that_changes_seldom_weights_gets_sessions_of_its_own(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, module = np.random.default_rng(0), "unet.down_blocks.0.resnets.0.conv1.lora_"
+    factors = {"A.weight": (4, 64, 3, 3), "B.weight": (64, 4, 1, 1)}
+    values = {module + name: random.standard_normal(shape).astype(np.float32) for name, shape in factors.items()}
+    save_file(values, tmp_path / "conv.safetensors")
+    shutil.copyfile(SAMPLES / "stripes.safetensors", tmp_path / "stripes.safetensors")
+    found, base = Loras(tmp_path), ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    both = found.find([("stripes", 1.0), ("conv", 0.3)])
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    first, made = pipelines.served(found.find([("stripes", 1.0)])), pipelines.served(both)
+    assert first.base.submodels["unet"] is not made.base.submodels["unet"]
+    drawn_with(made)
+    weights = weights_of(made, "unet")
+    monkeypatch.setattr(live_loras, "READERS", frozenset())
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    path = pipelines.served(both).base.submodels["unet"].path
+    assert path is not None
+    assert weights == stored(path.parents[1], "unet", weights)
+    assert len(weights) == 1 + len(weights_of(first, "unet"))
+
+
+def test_what_gives_infinite_weights_is_refused_by_its_file(built: Path, tmp_path: Path) -> None:
+    values = load_file(SAMPLES / "stripes.safetensors")
+    for name in [name for name in values if "mid_block" in name]:
+        values[name] = values[name].astype(np.float32) * np.float32(1e25)
+    save_file(values, tmp_path / "large.safetensors")
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    large = Loras(tmp_path).find([("large", 0.5)])
+    with pytest.raises(CheckpointError, match="adds to mid_block.* are NaN or infinite") as told:
+        pipelines.served((*of_samples(("outline", 0.5)), *large))
+    assert told.value.where == str(tmp_path / "large.safetensors")
+
+
+def test_what_failed_for_one_request_is_tried_again_for_the_next(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one goes away before it hears of it."""
+    path = tmp_path / "stripes.safetensors"
+    shutil.copyfile(SAMPLES / "stripes.safetensors", path)
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    loras = Loras(tmp_path).find([("stripes", 1.0)])
+    first, second = (Job(name, 0, "shapes", "a circle", 1, loras=loras) for name in ("first", "second"))
+    path.rename(tmp_path / "away")
+    assert not pipelines.ready(first, begin=True)
+    wait_until(lambda: pipelines.ready(first, begin=False))
+    (tmp_path / "away").rename(path)
+    assert not pipelines.ready(second, begin=False)
+    assert not pipelines.ready(second, begin=True)
+    wait_until(lambda: pipelines.ready(second, begin=False))
+    assert pipelines.find(second) is pipelines.find(first) is not base
 
 
 def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
@@ -101,13 +197,13 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
     while engine.busy:
         engine.turn()
     monkeypatch.setattr("sdflow.serve.cuts.split", None)  # the parts are there
-    held, make = threading.Event(), LoraPipelines.make
+    held, carry_out = threading.Event(), LoraPipelines.carry_out
 
-    def made_later(self: LoraPipelines, loras: tuple[LoraFile, ...]) -> Made:
+    def made_later(self: LoraPipelines, wanted: Wanted) -> Made:
         assert held.wait(PATIENCE)
-        return make(self, loras)
+        return carry_out(self, wanted)
 
-    monkeypatch.setattr(LoraPipelines, "make", made_later)
+    monkeypatch.setattr(LoraPipelines, "carry_out", made_later)
     submit("with", of_samples(*BOTH))
     submit("without", ())
     submit("again", of_samples(*BOTH))
@@ -129,8 +225,9 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
 
 def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    one = 2 * sum(path.stat().st_size for path in (built / "pipelines/baked/unet").iterdir())
-    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=2 * one + one // 2)
+    whole = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    one = whole.make(of_samples(("stripes", 1.0))).size
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=2 * one + one // 2)
     first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))
     for each in (first, second, first, third):
         pipelines.served(each)
@@ -140,7 +237,7 @@ def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
 def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     with pytest.raises(UsageError, match="is not in this cache"):
-        LoraPipelines(built / "pipelines/shapes_cpu", base, tmp_path / "empty", memory=1)
+        LoraPipelines.open(built / "pipelines/shapes_cpu", base, tmp_path / "empty", memory=1)
 
 
 def draw(server: RunningServer, *loras: tuple[str, float], **more: Any) -> httpx.Response:
@@ -210,7 +307,7 @@ def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:
     from small_lora import write_lora
 
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     write_lora(tmp_path / "tiny.safetensors")
     with pytest.raises(CheckpointError):
         pipelines.served(Loras(tmp_path).find([("tiny", 1.0)]))

@@ -1,0 +1,88 @@
+"""What torch computes where weights are read has the bits that numpy computes for the file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sdflow.sources.lora import LoraLayer, lora_delta
+from sdflow.weights import on_device
+from sdflow.weights.half import to_float16
+from sdflow.weights.lora import Loras, Merged
+from sdflow.weights.on_device import MergedOnDevice
+from sdflow.weights.recipe import Constant, Float16, Join, Param, Recipe, Reshape, Sum, Transpose, evaluate
+
+CPU = torch.device("cpu")
+RANDOM = np.random.default_rng(0)
+W = RANDOM.standard_normal((6, 4)).astype(np.float32)
+PARAM, OTHER = Param("w", (6, 4)), Param("half", (6, 4))
+VALUES = {"w": W, "half": (W * 1.7).astype(np.float16)}
+ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
+
+
+def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
+    assert (found.numpy().dtype, tuple(found.shape)) == (expected.dtype, expected.shape)
+    assert found.contiguous().numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        PARAM,
+        OTHER,
+        Reshape((3, 8), Transpose((1, 0), PARAM)),
+        Join(1, (PARAM, ZEROS, OTHER)),
+        Float16(5.96e-08, 65504.0, Join(0, (Transpose((1, 0), OTHER), Transpose((1, 0), PARAM)))),
+        Float16(1e-1, 1.0, Join(0, (PARAM, ZEROS, OTHER))),
+        Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, OTHER))))),
+        Sum((Float16(5.96e-08, 65504.0, PARAM), Float16(5.96e-08, 65504.0, OTHER))),
+    ],
+)
+def test_a_recipe(recipe: Recipe) -> None:
+    tensors = {key: torch.from_numpy(value) for key, value in VALUES.items()}
+    same_bits(on_device.evaluate(recipe, tensors.__getitem__, CPU), evaluate(recipe, VALUES.__getitem__))
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(5.96e-08, 65504.0), (1e-3, 2.0)])
+def test_rounding_at_the_limits(smallest: float, largest: float) -> None:
+    edges = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-9, -3e-8, 5.96e-8, 6e-8, 65503.9, 65520.0, -7e4, 1e38, 2.0, 1e-3]
+    values = np.array([*edges, *(RANDOM.standard_normal(1000) * 10.0 ** RANDOM.integers(-9, 6, 1000))], np.float32)
+    same_bits(on_device.to_float16(torch.from_numpy(values), smallest, largest), to_float16(values, smallest, largest))
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 513])
+@pytest.mark.parametrize("of_float16", [True, False])
+def test_a_delta(rank: int, of_float16: bool) -> None:
+    up = RANDOM.standard_normal((96, rank)) * 10.0 ** RANDOM.integers(-4, 2, (96, rank))
+    down = RANDOM.standard_normal((rank, 80))
+    stored = np.float16 if of_float16 else np.float32
+    layer = LoraLayer(up.astype(stored).astype(np.float32), down.astype(stored).astype(np.float32), 0.3)
+    same_bits(on_device.lora_delta(on_device.cut({"a": layer}, CPU)["a"], 0.7), lora_delta(layer, (96, 80), 0.7))
+
+
+def test_a_delta_of_zeros() -> None:
+    layer = LoraLayer(np.zeros((3, 2), np.float32), np.ones((2, 4), np.float32), 1.0)
+    same_bits(on_device.lora_delta(on_device.cut({"a": layer}, CPU)["a"], 0.5), lora_delta(layer, (3, 4), 0.5))
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float32])
+def test_several_loras_are_added_in_their_order(stored: type) -> None:
+    class Tensors:
+        def read(self, key: str) -> np.ndarray:
+            return RANDOM.__class__(np.random.PCG64(7)).standard_normal((6, 4)).astype(stored)
+
+        def file(self, key: str) -> str:
+            return key
+
+    def layer() -> LoraLayer:
+        return LoraLayer(
+            RANDOM.standard_normal((6, 2)).astype(np.float32), RANDOM.standard_normal((2, 4)).astype(np.float32), 0.5
+        )
+
+    layers = [({"a": layer(), "b": layer()}, 0.8), ({"a": layer()}, 0.0), ({"a": layer()}, -1.3)]
+    merged = Merged(Tensors(), Loras(layers))
+    factors = [(on_device.cut(held, CPU), scale) for held, scale in layers]
+    found = MergedOnDevice(lambda key: torch.from_numpy(Tensors().read(key)), factors)
+    for key in ("a", "b", "c"):
+        same_bits(found.read(key), merged.read(key))
