@@ -1,0 +1,67 @@
+"""A pipeline for a GPU as one graph, in float16 with the target's own operators: lowered, loop and all, it draws on the CPU what
+its submodels draw in diffusers' loop."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from sdflow.assemble import assemble
+from sdflow.distance import psnr
+from sdflow.export.one_file import Wanted, export_one_file
+from sdflow.manifest import Origin
+from sdflow.tolerances import DECIBELS_BEHIND, IMAGE_DECIBELS
+from tests.verify.sample_artifacts import DRAWING, Sample
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from lowered_one_file import Draw, by_plain_loop, by_pytorch
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def drawn(cuda: Sample, tmp_path_factory: pytest.TempPathFactory) -> Draw:
+    folder = tmp_path_factory.mktemp("one_file") / "sample"
+    checkpoint = cuda.checkpoint
+    assemble(
+        folder,
+        parts={name: cuda.steps[name][-1].record.artifact for name in DRAWING},
+        companions=checkpoint.companions,
+        origin=Origin("shapes", "cuda", model="sample:shapes", checkpoint=checkpoint.provenance),
+        options=checkpoint.options,
+    )
+    return Draw(folder, np.random.default_rng(0).standard_normal((1, 4, 8, 8), np.float32), STEPS)
+
+
+def test_a_graph_for_cuda_draws_what_its_submodels_draw(drawn: Draw, tmp_path: Path) -> None:
+    image, told = drawn.graph(tmp_path / "one.onnx")
+    scale = told["guidance_scale"]
+    plain = by_plain_loop(drawn.folder, drawn.noise, STEPS, scale, 1)
+    assert psnr(image, plain) > IMAGE_DECIBELS["float32"], "the same graphs, the same roundings"
+    exact = by_pytorch(drawn.folder, drawn.noise, STEPS, scale, False)
+    assert exact.std() > 0.05, "an image, not a grey plane"
+    found = psnr(image, exact)
+    if found < IMAGE_DECIBELS["float16"]:
+        half = by_pytorch(drawn.folder, drawn.noise, STEPS, scale, True)
+        assert found > psnr(half, exact) - DECIBELS_BEHIND
+
+
+def test_every_operator_of_the_denoiser_stays_what_it_was(drawn: Draw, tmp_path: Path) -> None:
+    export_one_file(drawn.folder, tmp_path / "one.onnx", Wanted())
+    whole = onnx.load(tmp_path / "one.onnx", load_external_data=False).graph
+    (loop,) = (node for node in whole.node if node.op_type == "Loop")
+    ours = onnx.load(drawn.folder / "unet/model.onnx", load_external_data=False).graph
+    contrib = {
+        domain: Counter(node.op_type for node in nodes if node.domain == "com.microsoft")
+        for domain, nodes in (("ours", ours.node), ("loop", [*whole.node, *loop.attribute[0].g.node]))
+    }
+    for kind, count in contrib["ours"].items():
+        assert contrib["loop"][kind] >= count > 0, kind
+    half = [tensor for tensor in loop.attribute[0].g.initializer if tensor.data_type == onnx.TensorProto.FLOAT16]
+    assert half, "its weights are float16"
