@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families import part_of
 from sdflow.tolerances import EXACT_LIMIT
-from sdflow.verify.forwards import Network
-from sdflow.verify.reference import LoraMerge, load_reference
 from sdflow.verify.result import BlockVerdict
 from sdflow.verify.stored import BoundModel
+from sdflow.verify.torch_module import LoraMerge, TorchModule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,9 +54,9 @@ def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray]) ->
     """Run the PyTorch model on a case; the calls of its modules, in that of the whole."""
     import torch
 
-    load = bound.checkpoint
-    module = load_reference(submodel, load, [LoraMerge(lora.path, lora.scale) for lora in bound.loras], bound.denoiser)
-    network = Network.of(part_of(load, submodel), load["config"], module)
+    loras = [LoraMerge(lora.path, lora.scale) for lora in bound.loras]
+    network = TorchModule(submodel, bound.checkpoint, loras, bound.denoiser).network()
+    module = network.module
     whole = Block("", False, 0, [torch.from_numpy(value) for value in inputs.values()])
     opened, count = [whole], itertools.count(1)
 

@@ -33,11 +33,12 @@ from sdflow.verify.folder import VERSION as FOLDER_VERSION
 from sdflow.verify.folder import FolderRequest, source_of
 from sdflow.verify.judge import JudgeRequest
 from sdflow.verify.recipes import RecipeCheck, is_bound, structure_of
-from sdflow.verify.reference import LoraMerge, ReferenceRequest
+from sdflow.verify.reference import ReferenceRequest
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.stored import BoundModel
 from sdflow.verify.subject import Subject
+from sdflow.verify.torch_module import LoraMerge, TorchModule
 from sdflow.weights.lora import LoraInput
 from sdflow.worker_group import WorkerGroup
 from sdflow.workers import WorkerResult, run_worker
@@ -176,6 +177,7 @@ def _request(
         submodels=built.submodels,
         reference=Path(),
         out=out,
+        modules=[_module(subject, name) for name in built.submodels],
         recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
         unproved=built.unproved,
         allow_fallback=subject.allow_fallback,
@@ -297,7 +299,7 @@ def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceReq
         companions={name: path.absolute() for name, path in checkpoint.companions.items()},
         options=checkpoint.options,
         scheduler=checkpoint.said.get("scheduler"),
-        loras=[LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras],
+        loras=_merges(subject),
         selection=selection,
         out=out.absolute(),
     )
@@ -306,9 +308,24 @@ def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceReq
 def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
     part = subject.checkpoint.submodels[submodel]
     loras = [LoraInput(lora.path.absolute(), lora.scale) for lora in subject.loras]
-    denoiser = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
-    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras, denoiser)
+    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras, _denoiser(subject))
     return RecipeCheck(submodel, structure.absolute(), bound)
+
+
+def _module(subject: Subject, submodel: str) -> TorchModule:
+    """The PyTorch model of a submodel, with its LoRAs."""
+    return TorchModule(submodel, subject.checkpoint.submodels[submodel].load, _merges(subject), _denoiser(subject))
+
+
+def _merges(subject: Subject) -> list[LoraMerge]:
+    return [LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras]
+
+
+def _denoiser(subject: Subject) -> Mapping[str, Any]:
+    """Its config."""
+    checkpoint = subject.checkpoint
+    config: Mapping[str, Any] = checkpoint.submodels[checkpoint.family.denoiser].load["config"]
+    return config
 
 
 def _work(

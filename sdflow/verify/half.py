@@ -1,11 +1,12 @@
-"""Plain fp16 PyTorch on a CPU, at a usable speed.
+"""fp16 PyTorch by its definition: every operator computes in float32 and rounds its result to float16 once.
 
-The module is in half precision, and every operator takes and gives halves, as on a GPU. What differs is who computes
-the few expensive ones. torch's own half kernels for convolutions and matrix products are 25 to 60 times slower than
-those for float32 on a processor without fp16 instructions (measured on AVX2). So their operands are widened, the
-float32 kernel computes and accumulates, and the result is rounded once: what a GPU's tensor cores do (torch's half
-kernel for matrices is as far from the exact product, 2.08e-4). A convolution's bias is added in a second operation, to
-the rounded result, as PyTorch does on a GPU (aten/src/ATen/native/Convolution.cpp, ConvBackend::Cudnn).
+That is what a GPU does, whose tensor cores multiply halves and add in float32. What torch's own half kernels do on a CPU is
+another matter: it depends on the processor and on how torch was built, and those for convolutions and matrix products are
+25 to 60 times slower than the ones for float32 on a processor without fp16 instructions (measured on AVX2). So operands are
+widened, the float32 kernel computes, and the result is rounded here. Attention and linear layers are caught as modules call
+them: into which operators torch takes them apart depends on its build too, and each would round. A convolution's bias is
+added in a second operation, to the rounded result, as PyTorch does on a GPU (aten/src/ATen/native/Convolution.cpp,
+ConvBackend::Cudnn).
 """
 
 from __future__ import annotations
@@ -17,12 +18,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-EXPENSIVE = (
-    "convolution", "linear", "addmm", "mm", "bmm", "baddbmm", "matmul",
-    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
-    "native_group_norm", "group_norm", "native_layer_norm", "layer_norm", "_softmax", "gelu", "silu",
-)  # fmt: skip
-"""Operators of torch.ops.aten that are computed in float32 and rounded."""
+AS_THEY_ARE = frozenset(
+    (
+        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
+        *("clone", "copy", "detach", "_to_copy", "cat", "stack", "repeat", "repeat_interleave", "flip", "roll"),
+        *("embedding", "index", "index_select", "gather", "where", "masked_fill", "fill", "zero"),
+        *(
+            "constant_pad_nd",
+            "upsample_nearest2d",
+            "_unsafe_view",
+            "_reshape_copy",
+            "split_with_sizes_copy",
+            "tril",
+            "triu",
+        ),
+        *(
+            "argmax",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "any",
+            "all",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "_local_scalar_dense",
+        ),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_full", "new_ones"),
+    )
+)
+"""Operators of torch.ops.aten that give the same either way, and are spared the detour: those that move or compare numbers, and
++ - x / of two, whose half kernels round the exact result."""
 
 KEPT = 4 * 10**9
 """Bytes of widened weights that are kept from one use to the next. Beyond, they are widened at each use: twice the memory of
@@ -31,14 +60,15 @@ a large module in halves is its memory in float32."""
 
 @contextmanager
 def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
-    """While this is open, expensive operators on halves compute in float32 and round their results to halves.
+    """While this is open, operators on halves compute in float32 and round their results to halves.
 
     modules: in half precision; their weights are widened once, not at each use, up to KEPT. Who changes one meanwhile gives
     it other memory (as `Module.to` does), and the old is kept until the end.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_iter, tree_map
 
     weights = {
         weight.data_ptr(): weight.detach()
@@ -51,7 +81,7 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
 
     def widened(value: Any) -> Any:
         nonlocal kept
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float16:
+        if not is_half(value):
             return value
         at = value.data_ptr()
         if at not in weights or value.numel() != weights[at].numel():
@@ -63,21 +93,41 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
             kept += 4 * value.numel()
         return wide[at].as_strided(value.shape, value.stride())
 
+    def is_half(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+
     def rounded(value: Any) -> Any:
         return value.half() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    def in_float32(function: Any, args: Any, kwargs: Any) -> Any:
+        return tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
+
+    class Whole(TorchFunctionMode):  # type: ignore[misc]
+        """Attention and linear layers, before torch takes them apart."""
+
+        functions = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.linear)
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function in self.functions and is_half(args[0]):
+                return in_float32(function, args, kwargs)
+            return function(*args, **kwargs)
 
     class Halves(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             name = function.__name__.partition(".")[0]
-            operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            if name not in EXPENSIVE or not any(value.dtype == torch.float16 for value in operands):
+            if function.is_view or name.removesuffix("_") in AS_THEY_ARE:
                 return function(*args, **kwargs)
+            if not any(is_half(value) for value in tree_iter((args, kwargs))):
+                return function(*args, **kwargs)
+            if name.endswith("_"):  # into its first operand
+                return args[0].copy_(in_float32(getattr(torch.ops.aten, name[:-1]), args, kwargs))
             bias = args[2] if name == "convolution" else None
             if bias is not None:
                 args = (*args[:2], None, *args[3:])
-            result = tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
+            result = in_float32(function, args, kwargs)
             return result if bias is None else result.add_(bias.reshape(1, -1, *[1] * (result.dim() - 2)))
 
-    with torch.no_grad(), Halves():
+    with torch.no_grad(), Whole(), Halves():
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,28 +24,31 @@ from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.exact import Proof, exact_distance, locate, prove
 from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
-from sdflow.verify.judge_output import judge_output, output_problem
+from sdflow.verify.judge_output import judge_outputs
 from sdflow.verify.on_device import run_on_device
 from sdflow.verify.promises import check_promises, read_configs
 from sdflow.verify.recipes import RecipeCheck
 from sdflow.verify.result import CaseDistance, SubmodelVerdict, Verification
+from sdflow.verify.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.selection import Selection
+from sdflow.verify.torch_module import TorchModule
 from sdflow.verify.unsupported_nodes import fits
 
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 5
+VERSION = 6
 """Raise it whenever another verdict may come out: it is part of the key."""
-USES = ("diffusers", "numpy", "onnx", "onnxruntime")
+USES = ("diffusers", "numpy", "onnx", "onnxruntime", "peft", "torch", "transformers")
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class JudgeRequest:
     """What to verify. folder: an assembled pipeline of the family of this name. reference: what `sdflow.verify.reference`
-    wrote. out: for PNGs. recipes: the structures that the weights were bound to. unproved: why there is none, of the submodels
-    without. allow_fallback: what the target has no kernel for is a warning.
+    wrote. out: for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the
+    weights were bound to. unproved: why there is none, of the submodels without. allow_fallback: what the target has no kernel
+    for is a warning.
     """
 
     family: str
@@ -55,6 +59,7 @@ class JudgeRequest:
     submodels: Sequence[str]
     reference: Path
     out: Path
+    modules: Sequence[TorchModule] = ()
     recipes: Sequence[RecipeCheck] = ()
     unproved: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
@@ -63,11 +68,12 @@ class JudgeRequest:
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
-        recipes = [each.to_json() for each in self.recipes]
+        modules, recipes = ([each.to_json() for each in some] for some in (self.modules, self.recipes))
         return {
             **vars(self),
             **paths,
             "submodels": list(self.submodels),
+            "modules": modules,
             "recipes": recipes,
             "unproved": dict(self.unproved),
         }
@@ -75,7 +81,9 @@ class JudgeRequest:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
         paths = {key: Path(value[key]) for key in ("folder", "reference", "out")}
-        return cls(**{**value, **paths, "recipes": [RecipeCheck.from_json(each) for each in value["recipes"]]})
+        modules = [TorchModule.from_json(each) for each in value["modules"]]
+        recipes = [RecipeCheck.from_json(each) for each in value["recipes"]]
+        return cls(**{**value, **paths, "modules": modules, "recipes": recipes})
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
@@ -99,9 +107,11 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         if name not in desk.verdicts:
             desk.open(name)
     desk.close()
+    roundings = {each.submodel: Roundings(each, request.reference) for each in request.modules}
+    _round_otherwise(request, desk.verdicts, roundings, progress)
     _locate(request, desk.verdicts, progress)
     if request.run_on is not None:
-        _run_on_device(request, family, desk.verdicts, request.run_on, progress)
+        _run_on_device(request, family, desk.verdicts, request.run_on, roundings, progress)
     overflows = _overflows(request, desk.verdicts, progress)
     findings = [each for found in overflows.values() for each in found.findings]
     findings += [each for proof in proofs.values() for each in proof.findings]
@@ -115,8 +125,39 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         meaning=meaning,
         findings=tuple(asdict(each) for each in (*findings, *_findings(request, family, desk.verdicts, progress))),
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
-        coverage=tuple(selection.coverage(family)),
+        coverage=(*selection.coverage(family), *_drawn(desk.verdicts)),
     )
+
+
+def _round_otherwise(
+    request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], roundings: Mapping[str, Roundings], progress: Progress
+) -> None:
+    """Judge those again that are too far in float16, and nothing else, by many ways to round."""
+    for name, verdict in verdicts.items():
+        failed = [each for each in verdict.outputs if not each.passed]
+        rounding = roundings.get(name)
+        if verdict.precision != "float16" or rounding is None or len(verdict.problems) != len(failed):
+            continue  # what else is wrong is no matter of rounding
+        indices = rounding.indices(too_far(verdict.cases, failed))
+        if not indices:
+            continue
+        progress(f"{name}: rounding in {DRAWS} ways")
+        graph = open_graph(request.folder / name, request.target, threads=request.threads)
+        distances = rounding.distances(indices, partial(run_graph, graph))
+        del graph  # before the module comes
+        gc.collect()
+        cases = drawn_again(verdict.cases, rounding, distances)
+        outputs, problems = judge_outputs(verdict.precision, cases)
+        verdicts[name] = replace(verdict, outputs=tuple(outputs), cases=cases, problems=tuple(problems))
+
+
+def _drawn(verdicts: Mapping[str, SubmodelVerdict]) -> list[str]:
+    """What was rounded in several ways, in words."""
+    return [
+        f"{name}: {count} cases rounded in {DRAWS} ways, as one run says little of them"
+        for name, verdict in verdicts.items()
+        if (count := len({each.case for each in verdict.cases if each.draws > 1}))
+    ]
 
 
 def _locate(request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], progress: Progress) -> None:
@@ -138,13 +179,19 @@ def _locate(request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], progres
 
 
 def _run_on_device(
-    request: JudgeRequest, family: Family, verdicts: dict[str, SubmodelVerdict], target: str, progress: Progress
+    request: JudgeRequest,
+    family: Family,
+    verdicts: dict[str, SubmodelVerdict],
+    target: str,
+    roundings: Mapping[str, Roundings],
+    progress: Progress,
 ) -> None:
     """Put what the provider's own kernels give beside what the CPU gave, of each submodel that ran there."""
     for name, verdict in verdicts.items():
         if verdict.outputs:
             progress(f"{name}: on {target}")
-            device = run_on_device(verdict, request.folder, family, target, read_cases(request.reference, name))
+            cases = read_cases(request.reference, name)
+            device = run_on_device(verdict, request.folder, family, target, cases, roundings.get(name))
             verdicts[name] = replace(verdict, device=device, problems=(*verdict.problems, *device.problems))
             gc.collect()
 
@@ -295,13 +342,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
             break
     if not problems and not found:
         problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
-    verdicts = []
-    for name in dict.fromkeys(each.output for each in found):
-        of_output = [each for each in found if each.output == name]
-        verdict = judge_output(name, graph.precision, of_output)
-        verdicts.append(verdict)
-        if not verdict.passed:
-            problems.append(output_problem(verdict, graph.precision, of_output))
+    verdicts, too_far_away = judge_outputs(graph.precision, found)
     return SubmodelVerdict(
         name=submodel,
         precision=graph.precision,
@@ -310,7 +351,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
         lowered=graph.lowered,
         outputs=tuple(verdicts),
         cases=tuple(found),
-        problems=tuple(problems),
+        problems=(*problems, *too_far_away),
         left_out=tuple(left_out),
     )
 

@@ -45,7 +45,18 @@ def _uncertainty(cases: Sequence[CaseDistance]) -> float:
     return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
 
 
-def output_problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
+def judge_outputs(precision: str, cases: Sequence[CaseDistance]) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
+    """A verdict on each output, and why those that fail do."""
+    verdicts, problems = [], []
+    for name in dict.fromkeys(each.output for each in cases):
+        of_output = [each for each in cases if each.output == name]
+        verdicts.append(judge_output(name, precision, of_output))
+        if not verdicts[-1].passed:
+            problems.append(_problem(verdicts[-1], precision, of_output))
+    return verdicts, problems
+
+
+def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
     worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
     if any(case.distance == inf for case in cases):
         first = next(case for case in cases if case.distance == inf)

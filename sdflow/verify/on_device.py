@@ -7,7 +7,9 @@ one device or driver from another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
@@ -19,24 +21,35 @@ from sdflow.targets import TARGETS
 from sdflow.verify.cases import Cases
 from sdflow.verify.exact import exact_distance
 from sdflow.verify.graph import read_graph
-from sdflow.verify.judge_output import judge_output, output_problem
-from sdflow.verify.result import CaseDistance, DeviceVerdict, OutputVerdict, SubmodelVerdict
+from sdflow.verify.judge_output import judge_outputs
+from sdflow.verify.result import CaseDistance, DeviceVerdict, SubmodelVerdict
+from sdflow.verify.roundings import Roundings, drawn_again, too_far
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
-def run_on_device(verdict: SubmodelVerdict, folder: Path, family: Family, target: str, cases: Cases) -> DeviceVerdict:
-    """Run the cases of a submodel on a target that is here. folder: the pipeline's. verdict: of the run on the CPU."""
+def run_on_device(
+    verdict: SubmodelVerdict, folder: Path, family: Family, target: str, cases: Cases, roundings: Roundings | None
+) -> DeviceVerdict:
+    """Run the cases of a submodel on a target that is here. folder: the pipeline's. verdict: of the run on the CPU. roundings:
+    for cases that are too far."""
     failures: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(TARGETS[target])))
     found: list[CaseDistance] = []
     at = "its loading"
     try:
         ports = {port.name for port in read_graph(folder / verdict.name / MODEL_FILE).graph.input}
         submodel = load_submodel(folder, verdict.name, TARGETS[target], family=family)
+
+        def run(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+            outputs: Mapping[str, np.ndarray] = submodel(**{name: given[name] for name in ports if name in given})
+            return outputs
+
         for index, case in cases:
             if case.name in verdict.left_out:
                 continue
             at = case.name
-            given = cases.get(index, "inputs")
-            outputs = submodel(**{name: given[name] for name in ports if name in given})
+            outputs = run(cases.get(index, "inputs"))
             half = cases.get(index, "float16")
             for name, exact in cases.get(index, "float32").items():
                 if name in outputs:
@@ -45,17 +58,14 @@ def run_on_device(verdict: SubmodelVerdict, folder: Path, family: Family, target
                     found.append(
                         CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
                     )
+        judged, problems = judge_outputs(verdict.precision, found)
+        far = too_far(found, judged) if verdict.precision == "float16" else []
+        distances = roundings.distances(roundings.indices(far), run) if roundings is not None else {}
         submodel.unload()
     except failures as error:
         what = error.what if isinstance(error, SdflowError) else str(error)
         remedy = (error.remedy if isinstance(error, SdflowError) else None) or "The provider cannot run this graph."
         return DeviceVerdict(target, (), ((f"on {target} it fails at {at}: {' '.join(what.split())}", remedy),))
-    outputs_of: list[OutputVerdict] = []
-    problems: list[tuple[str, str]] = []
-    for name in dict.fromkeys(each.output for each in found):
-        of_output = [each for each in found if each.output == name]
-        outputs_of.append(judge_output(name, verdict.precision, of_output))
-        if not outputs_of[-1].passed:
-            what, remedy = output_problem(outputs_of[-1], verdict.precision, of_output)
-            problems.append((f"on {target}, {what}", remedy))
-    return DeviceVerdict(target, tuple(outputs_of), tuple(problems))
+    if distances and roundings is not None:
+        judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances))
+    return DeviceVerdict(target, tuple(judged), tuple((f"on {target}, {what}", remedy) for what, remedy in problems))

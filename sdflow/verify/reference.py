@@ -24,7 +24,6 @@ from sdflow.families.torch_start import torch_start
 from sdflow.runtime.folder import SCHEDULER
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas
-from sdflow.sources import load_module
 from sdflow.sources.load import load_companion
 from sdflow.verify.cases import Cases, write_cases
 from sdflow.verify.forwards import Network, run_cases
@@ -42,15 +41,15 @@ from sdflow.verify.inputs import (
     shown_images,
     text_cases,
 )
-from sdflow.verify.merged_loras import merge_lora
 from sdflow.verify.recording import recording, trajectory
 from sdflow.verify.selection import Selection
+from sdflow.verify.torch_module import LoraMerge, TorchModule
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-VERSION = 4
+VERSION = 5
 """Raise it whenever other numbers come out: it is part of the key."""
 USES = ("diffusers", "numpy", "peft", "torch", "transformers")
 IMAGE_FILE = "image.npz"
@@ -59,14 +58,6 @@ SAMPLE_FILE = "sample.npz"
 Progress = Callable[[str], None]
 Embeddings = Mapping[str, "torch.Tensor"]
 """Arguments of a call of diffusers' pipeline that stand for prompts."""
-
-
-@dataclass(frozen=True)
-class LoraMerge:
-    """A LoRA file and the scale that it is merged at."""
-
-    path: Path
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -106,27 +97,6 @@ class ReferenceRequest:
             options=value["options"],
             scheduler=value["scheduler"],
         )
-
-
-def load_reference(
-    submodel: str,
-    load: Mapping[str, Any],
-    loras: Sequence[LoraMerge],
-    denoiser: Mapping[str, Any] | None = None,
-    merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None,
-) -> Any:
-    """The submodel's module in fp32 with the LoRAs merged by diffusers and PEFT.
-
-    denoiser: its config; not needed for itself. merged: is told how many layers of each LoRA.
-    """
-    module, family = load_module(submodel, load), FAMILIES[load["family"]]
-    if denoiser is None:  # its names are then another's business, and any numbers of blocks keep them apart
-        denoiser = load["config"] if submodel == family.denoiser else {"layers_per_block": 2}
-    if submodel in family.with_loras:
-        for lora in loras:
-            layers = merge_lora(module, family.part(submodel).component, family, denoiser, lora.path, lora.scale)
-            merged(lora, layers)
-    return module
 
 
 def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
@@ -336,9 +306,9 @@ class ReferenceRun:
             self.progress(f"reference: loading {submodel}")
             part, load = self.family.part(submodel), self.request.loads[submodel]
             configs, told = self.configs(), self._note_merged
-            modules[part.component] = load_reference(
-                submodel, load, self.request.loras, configs[self.family.denoiser], told
-            )
+            modules[part.component] = TorchModule(
+                submodel, load, self.request.loras, configs[self.family.denoiser]
+            ).module(told)
             networks[submodel] = Network.of(part, load["config"], modules[part.component])
         pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
         pipeline.set_progress_bar_config(disable=True)

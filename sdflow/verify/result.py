@@ -15,7 +15,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class CaseDistance:
-    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch."""
+    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch. draws: over how
+    many ways to round (`sdflow.verify.roundings`) these are root mean squares."""
 
     case: str
     group: str
@@ -24,6 +25,7 @@ class CaseDistance:
     timestep: float | None
     distance: float
     yardstick: float
+    draws: int = 1
 
 
 @dataclass(frozen=True)

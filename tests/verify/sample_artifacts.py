@@ -28,10 +28,11 @@ from sdflow.store import Cache
 from sdflow.verify.cases import Cases, read_cases
 from sdflow.verify.graph import open_graph
 from sdflow.verify.judge import judge_submodel
-from sdflow.verify.reference import LoraMerge, ReferenceRequest, compute
+from sdflow.verify.reference import ReferenceRequest, compute
 from sdflow.verify.result import SubmodelVerdict
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import own_image
+from sdflow.verify.torch_module import LoraMerge
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.lora import LoraInput
 from tests.small_workflows import Events

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from sdflow.sources import Checkpoint
 from sdflow.verify.activations import overflow as overflow_of
 from sdflow.verify.cases import Cases
-from sdflow.verify.reference import LoraMerge
+from sdflow.verify.torch_module import LoraMerge
 from sdflow.weights.lora import LoraInput
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
 

@@ -14,7 +14,7 @@ from sdflow.sources import Checkpoint
 from sdflow.verify.cases import Case, Cases
 from sdflow.verify.forwards import Network, run_cases
 from sdflow.verify.half import quick_halves
-from sdflow.verify.reference import LoraMerge, load_reference
+from sdflow.verify.torch_module import LoraMerge, TorchModule
 from tests.verify.sample_artifacts import ROOT
 
 LORAS = ROOT / "samples/loras"
@@ -64,6 +64,43 @@ def test_attention_in_quick_halves_is_rounded_once() -> None:
     )
 
 
+def test_attention_in_quick_halves_is_what_it_is_whichever_kernel_torch_chooses() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(1)).half()
+    found = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend), quick_halves():
+            found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v).numpy())
+        with sdpa_kernel(backend), torch.no_grad():
+            found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v).numpy())
+    quick, _, other, _ = found
+    assert relative_l2(quick, other) < 5e-5
+    assert relative_l2(found[1], found[3]) > 1e-4, "torch's own two differ by roundings"
+
+
+def test_a_linear_layer_in_quick_halves_rounds_once_however_its_input_lies() -> None:
+    import torch
+
+    layer = torch.nn.Linear(64, 48).half()
+    values = torch.randn(3, 64, 5, generator=torch.Generator().manual_seed(1)).half().transpose(1, 2)
+    with quick_halves():
+        found = layer(values)
+    wide = torch.nn.functional.linear(values.float(), layer.weight.float(), layer.bias.float())
+    assert torch.equal(found, wide.half())
+
+
+def test_an_operator_that_writes_into_its_operand_is_rounded_too() -> None:
+    import torch
+
+    values = torch.randn(64, generator=torch.Generator().manual_seed(1)).half()
+    expected = torch.nn.functional.silu(values.float()).half()
+    with quick_halves():
+        assert torch.equal(torch.nn.functional.silu(values, inplace=True), expected)
+    assert torch.equal(values, expected)
+
+
 def test_a_convolutions_bias_is_added_to_the_rounded_result() -> None:
     import torch
 
@@ -102,7 +139,7 @@ def test_modules_that_are_given_compute_what_modules_in_half_precision_do() -> N
 
 def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_checkpoint: Checkpoint) -> None:
     load = sample_checkpoint.submodels["unet"].load
-    module = load_reference("unet", load, [], load["config"])
+    module = TorchModule("unet", load).module()
     unet = Network.of(sample_checkpoint.family.part("unet"), load["config"], module)
     random = np.random.default_rng(0)
     width = module.config["cross_attention_dim"]
@@ -162,8 +199,8 @@ def test_the_lora_merged_is_the_one_that_diffusers_merges(name: str, sample_chec
     for submodel in ("text_encoder", "unet"):
         load = sample_checkpoint.submodels[submodel].load
         denoiser = sample_checkpoint.submodels["unet"].load["config"]
-        plain = load_reference(submodel, load, [], denoiser).state_dict()
-        ours = load_reference(submodel, load, [LoraMerge(path, 0.7)], denoiser).state_dict()
+        plain = TorchModule(submodel, load, (), denoiser).module().state_dict()
+        ours = TorchModule(submodel, load, [LoraMerge(path, 0.7)], denoiser).module().state_dict()
         for key, theirs in getattr(pipeline, submodel).state_dict().items():
             np.testing.assert_allclose(ours[key].numpy(), theirs.numpy(), rtol=0, atol=2e-6)
             touched += not np.array_equal(ours[key].numpy(), plain[key].numpy())

@@ -1,0 +1,89 @@
+"""One run in float16 is one draw: what is too far by rounding alone is rounded in many ways, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from sdflow.distance import relative_l2
+from sdflow.sources import PlainDigests, open_checkpoint
+from sdflow.verify.cases import Case, Cases, write_cases
+from sdflow.verify.forwards import run_cases
+from sdflow.verify.half import quick_halves
+from sdflow.verify.judge_output import judge_outputs
+from sdflow.verify.result import CaseDistance
+from sdflow.verify.roundings import DRAWS, Roundings, drawn_again, too_far
+from sdflow.verify.torch_module import TorchModule
+
+AT = "timestep 0.5"
+"""Where this UNet, whose deepest normalization is over two numbers, may lose four times as much in one run as in another."""
+
+
+@pytest.fixture(scope="module")
+def roundings(tmp_path_factory: pytest.TempPathFactory) -> Roundings:
+    """Of the small Stable Diffusion 2.1's UNet at one case."""
+    checkpoint = open_checkpoint("synthetic:sd21-tiny", digests=PlainDigests(), download=False)
+    unet = TorchModule("unet", checkpoint.submodels["unet"].load)
+    random, cases = np.random.default_rng(1), Cases()
+    inputs = {
+        "sample": random.standard_normal((1, 4, 8, 8), dtype=np.float32),
+        "timestep": np.array([0.5], np.float32),
+        "encoder_hidden_states": random.standard_normal((1, 77, 32), dtype=np.float32),
+    }
+    cases.add(Case(AT, "edge timestep", None, 0.5), inputs)
+    network = unet.network()
+    run_cases(cases, "float32", network)
+    folder = tmp_path_factory.mktemp("reference")
+    write_cases(folder, {"unet": cases}, {})
+    return Roundings(unet, folder)
+
+
+def test_inputs_are_rounded_to_either_half_beside_them(roundings: Roundings) -> None:
+    given = roundings.cases.get(0, "inputs")
+    ways = roundings.inputs(0)
+    assert len(ways) == DRAWS
+    for name in ("sample", "encoder_hidden_states"):
+        drawn = np.stack([way[name] for way in ways])
+        assert np.array_equal(drawn, drawn.astype(np.float16)), "halves"
+        gap = np.spacing(np.abs(given[name]).astype(np.float16)).astype(np.float32)
+        assert (np.abs(drawn - given[name]) <= gap).all()
+        assert np.abs(drawn.mean(0) - given[name]).mean() < np.abs(drawn[0] - given[name]).mean() / 2
+    assert all(np.array_equal(way["timestep"], given["timestep"]) for way in ways), "what is exact stays so"
+
+
+def test_a_lucky_draw_of_the_yardstick_is_no_alarm_and_a_fault_is_one(roundings: Roundings) -> None:
+    network = roundings.torch_module.network()
+    network.model.to_float16(network.module)
+    drawn, exact = Cases(), roundings.cases.get(0, "float32")["out_sample"]
+    for inputs in roundings.inputs(0):
+        drawn.add(Case("", ""), inputs)
+    with quick_halves(network.module):
+        run_cases(drawn, "float16", network)
+    outputs = [drawn.get(index, "float16") for index in range(DRAWS)]
+    usual = max(relative_l2(each["out_sample"], exact) for each in outputs)
+
+    def judged(noise: float) -> bool:
+        found = [CaseDistance(AT, "edge timestep", "out_sample", None, 0.5, 4 * usual, usual)]
+        before, _ = judge_outputs("float16", found)
+        assert not before[0].passed
+        indices = roundings.indices(too_far(found, before))
+        assert indices == [0]
+        wrong = np.random.default_rng(2).standard_normal(exact.shape) * noise * np.linalg.norm(exact) / exact.size**0.5
+        every = iter(outputs)
+
+        def run(inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+            return {"out_sample": next(every)["out_sample"] + wrong}
+
+        (again,) = drawn_again(found, roundings, roundings.distances(indices, run))
+        assert again.draws == DRAWS
+        return judge_outputs("float16", [again])[0][0].passed
+
+    assert judged(0), "the same as PyTorch"
+    assert not judged(3 * usual), "a fault is as far in every draw"
+
+
+def test_what_is_no_number_is_no_matter_of_rounding() -> None:
+    found = [CaseDistance("a", "shape", "sample", None, None, float("inf"), 1e-3)]
+    assert too_far(found, judge_outputs("float16", found)[0]) == []
