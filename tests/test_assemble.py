@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_pipeline import artifact_of
+from converted import artifact_of
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble, link_target

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+from converted import Converted
 from submodels import SUBMODELS
 
-import sdflow.passes
-import sdflow.sources
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
-from sdflow.digest import FileEntry, digest_file, digest_json, digest_tree
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
-
-
-def artifact_of(directory: Path) -> Artifact:
-    """An artifact of the files in a directory."""
-    entries = tuple(
-        FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, digest_file(path))
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    )
-    return Artifact(digest_tree(entries), directory, entries)
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +28,9 @@ def tiny_torch(tiny_checkpoint: Checkpoint) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_artifacts(tiny_checkpoint: Checkpoint, request: pytest.FixtureRequest) -> dict[str, Artifact]:
-    """The converted submodels, float32; kept in pytest's cache for as long as nothing that makes them changes."""
-    made_by = [sdflow.passes, sdflow.sources]
-    code = [path.read_text() for module in made_by for path in sorted(Path(module.__path__[0]).rglob("*.py"))]
-    versions = [version(name) for name in OnnxConversion.uses]
-    root = request.config.cache.mkdir("tiny-artifacts") / digest_json([code, versions])
-    with FileLock(request.config.cache.mkdir("locks") / "tiny-artifacts"):  # the other worker of pytest-xdist waits
-        if not root.exists():
-            shutil.rmtree(root.parent)
-            building = root.with_name("building")
-            for submodel in SUBMODELS:
-                (building / submodel).mkdir(parents=True)
-                inputs = PassInputs(submodel, None, tiny_checkpoint.submodels[submodel].load)
-                OnnxConversion().run(inputs, building / submodel, OnnxConversionConfig())
-            building.rename(root)
-    return {submodel: artifact_of(root / submodel) for submodel in SUBMODELS}
+def tiny_artifacts(tiny_checkpoint: Checkpoint, converted: Converted) -> dict[str, Artifact]:
+    """The converted submodels, float32."""
+    return converted(tiny_checkpoint, SUBMODELS)
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from tiny_pipeline import artifact_of
+from converted import Converted
 
 from sdflow.assemble import assemble
 from sdflow.errors import PassError, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import PlainDigests, open_checkpoint
@@ -30,16 +28,12 @@ ROWS, COLUMNS = 8, 16
 STEPS = 3
 
 
-def build(architecture: str, root: Path) -> Path:
+def build(architecture: str, root: Path, converted: Converted) -> Path:
     """The folder of a small pipeline of an architecture, converted and not fused."""
     checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
-    for name, submodel in checkpoint.submodels.items():
-        (root / "parts" / name).mkdir(parents=True)
-        inputs = PassInputs(name, None, submodel.load, checkpoint.family.name)
-        OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
     assemble(
         root / "pipeline",
-        parts={name: artifact_of(root / "parts" / name) for name in checkpoint.submodels},
+        parts=converted(checkpoint, checkpoint.submodels),
         companions=checkpoint.companions,
         origin=Origin(architecture, "cpu", family=checkpoint.family.name),
         options=checkpoint.options,
@@ -204,8 +198,8 @@ def test_a_size_that_the_model_cannot_draw_is_told(tiny_pipeline: Path, tmp_path
 
 
 @pytest.mark.parametrize("architecture", ["sd21-tiny", "sdxl-tiny", "lcm-tiny"])
-def test_every_family_is_one_graph(architecture: str, tmp_path: Path) -> None:
-    folder = build(architecture, tmp_path)
+def test_every_family_is_one_graph(architecture: str, converted: Converted, tmp_path: Path) -> None:
+    folder = build(architecture, tmp_path, converted)
     exported(folder, tmp_path / "one.onnx")
     ours = Pipeline.load(folder, "cpu", threads=1)
     drawing = Drawing(ours, tmp_path / "one.onnx")

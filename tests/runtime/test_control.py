@@ -12,14 +12,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from converted import Converted
 from PIL import Image
-from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
@@ -33,20 +31,14 @@ KINDS = {"sd15-tiny": "StableDiffusion", "sdxl-tiny": "StableDiffusionXL"}
 class Built:
     """A small pipeline with the ControlNets `edges` and `depth`: our folder on ONNX Runtime, and diffusers' modules."""
 
-    def __init__(self, architecture: str, root: Path) -> None:
+    def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         nets = {"edges": f"synthetic:{architecture}?seed=1", "depth": f"synthetic:{architecture}?seed=2"}
         opened = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False, nets=nets)
         family = opened.family
-        for name, submodel in opened.submodels.items():
-            if name == family.checker:
-                continue
-            (root / "parts" / name).mkdir(parents=True)
-            inputs = PassInputs(name, None, submodel.load, family.name)
-            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
         self.architecture, self.folder = architecture, root / "pipeline"
         assemble(
             self.folder,
-            parts={path.name: artifact_of(path) for path in (root / "parts").iterdir()},
+            parts=converted(opened),
             companions=opened.companions,
             origin=Origin(architecture, "cpu", family=family.name),
             options=opened.options,
@@ -68,8 +60,8 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(request.param, tmp_path_factory.mktemp(request.param))
+def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
 
 
 def pattern(seed: int, height: int = SIZE, width: int = SIZE) -> Image.Image:

@@ -13,16 +13,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from converted import Converted
 from original_layout import vae_tensors
 from PIL import Image
 from safetensors.torch import save_file
-from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
 
@@ -53,19 +51,15 @@ SIZES: dict[str, dict[str, Any]] = {
 class Built:
     """A small pipeline of an architecture: our folder on ONNX Runtime, and diffusers' modules."""
 
-    def __init__(self, architecture: str, root: Path, **components: str) -> None:
+    def __init__(self, architecture: str, root: Path, converted: Converted, **components: str) -> None:
         checkpoint = open_checkpoint(
             f"synthetic:{architecture}", digests=PlainDigests(), download=False, components=components
         )
         family = checkpoint.family
-        for name, submodel in checkpoint.submodels.items():
-            (root / "parts" / name).mkdir(parents=True)
-            inputs = PassInputs(name, None, submodel.load, family.name)
-            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
         self.architecture, self.folder = architecture, root / "pipeline"
         assemble(
             self.folder,
-            parts={name: artifact_of(root / "parts" / name) for name in checkpoint.submodels},
+            parts=converted(checkpoint, checkpoint.submodels),
             companions=checkpoint.companions,
             origin=Origin(architecture, "cpu", family=family.name),
             options=checkpoint.options,
@@ -82,8 +76,8 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(request.param, tmp_path_factory.mktemp(request.param))
+def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +119,16 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
-def test_with_another_vae_the_image_equals_diffusers_with_that_vae(built: Built, tmp_path: Path) -> None:
+def test_with_another_vae_the_image_equals_diffusers_with_that_vae(
+    built: Built, converted: Converted, tmp_path: Path
+) -> None:
     """The VAE comes in one file, by the original names without a prefix; diffusers gets the module that it was made of."""
     if built.architecture != "sdxl-tiny":
         pytest.skip("one family is enough: the VAE is exchanged in the same way")
     other = open_checkpoint("synthetic:sdxl-tiny?seed=1", digests=PlainDigests(), download=False)
     vae = load_module("vae_decoder", other.submodels["vae_decoder"].load)
     save_file({name: each.contiguous() for name, each in vae_tensors(vae).items()}, tmp_path / "sdxl_vae.safetensors")
-    changed = Built(built.architecture, tmp_path / "changed", vae=str(tmp_path / "sdxl_vae.safetensors"))
+    changed = Built(built.architecture, tmp_path / "changed", converted, vae=str(tmp_path / "sdxl_vae.safetensors"))
     theirs = built.theirs(0)
     theirs.vae = vae
     settings = {**SETTINGS, "height": SIZE, "width": 2 * SIZE}

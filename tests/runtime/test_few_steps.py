@@ -16,7 +16,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from tiny_pipeline import artifact_of
+from converted import Converted
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
@@ -24,8 +24,6 @@ from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.defaults import Defaults, settled, told_by_configs
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.folder import folder_defaults, read_index
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
@@ -47,19 +45,14 @@ MODELS = {
 class Built:
     """A small model: our folder on ONNX Runtime, and diffusers' modules."""
 
-    def __init__(self, architecture: str, root: Path) -> None:
+    def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
         family = checkpoint.family
-        wanted = [name for name in checkpoint.submodels if name != family.checker]
-        for name in wanted:
-            (root / "parts" / name).mkdir(parents=True)
-            inputs = PassInputs(name, None, checkpoint.submodels[name].load, family.name)
-            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
         self.text, self.image, self.own = MODELS[architecture]
         self.folder = root / "pipeline"
         assemble(
             self.folder,
-            parts={name: artifact_of(root / "parts" / name) for name in wanted},
+            parts=converted(checkpoint),
             companions=checkpoint.companions,
             origin=Origin(architecture, "cpu", family=family.name),
             options=checkpoint.options,
@@ -76,10 +69,12 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def built(
+    request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Built]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Built(request.param, tmp_path_factory.mktemp(request.param))
+    yield Built(request.param, tmp_path_factory.mktemp(request.param), converted)
     torch.set_num_threads(threads)
 
 
@@ -178,20 +173,16 @@ def test_the_folder_says_what_diffusers_or_optimum_load_it_as(built: Built) -> N
 
 
 def test_with_the_denoiser_of_a_latent_consistency_model_the_image_is_that_of_diffusers(
-    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
+    tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], converted: Converted, tmp_path: Path
 ) -> None:
     """In a model that had another, with LCMScheduler and its steps and guidance: nobody says so."""
     other = "synthetic:lcm-tiny?seed=1"
     opened = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False, components={"unet": other})
     opened = replace(opened, said=few_steps(opened, []))
-    (tmp_path / "unet").mkdir()
-    OnnxConversion().run(
-        PassInputs("unet", None, opened.submodels["unet"].load), tmp_path / "unet", OnnxConversionConfig()
-    )
     parts = {name: tiny_artifacts[name] for name in tiny_artifacts if name != "safety_checker"}
     assemble(
         tmp_path / "pipeline",
-        parts={**parts, "unet": artifact_of(tmp_path / "unet")},
+        parts={**parts, **converted(opened, ["unet"])},
         companions=opened.companions,
         origin=Origin("other", "cpu", few_steps=opened.said),
         changed=opened.changed_companions(),

@@ -14,15 +14,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from converted import Converted
 from ip_adapter_files import save_adapter, save_encoder, tensors, with_adapters
 from PIL import Image
-from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.split import split
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
@@ -39,7 +37,7 @@ FILES = ("plain.safetensors", "plus.safetensors")
 class Built:
     """A small pipeline with a plain adapter and one called plus: our folder on ONNX Runtime, and diffusers' pipelines."""
 
-    def __init__(self, architecture: str, root: Path) -> None:
+    def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         self.architecture, self.root = architecture, root
         save_encoder(root / "image_encoder")
         for index, name in enumerate(FILES):
@@ -48,16 +46,10 @@ class Built:
         model = f"synthetic:{architecture}"
         opened = open_checkpoint(model, digests=PlainDigests(), download=False, adapters=adapters)
         family = opened.family
-        for name, submodel in opened.submodels.items():
-            if name == family.checker:
-                continue
-            (root / "parts" / name).mkdir(parents=True)
-            inputs = PassInputs(name, None, submodel.load, family.name)
-            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
         self.folder = root / "pipeline"
         assemble(
             self.folder,
-            parts={path.name: artifact_of(path) for path in (root / "parts").iterdir()},
+            parts=converted(opened),
             companions=opened.companions,
             origin=Origin(architecture, "cpu", family=family.name),
             options=opened.options,
@@ -78,8 +70,8 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(request.param, tmp_path_factory.mktemp(request.param))
+def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ encoder's distribution, where it would draw a sample of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from converted import Converted
 from PIL import Image
-from tiny_pipeline import artifact_of
 
-from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.folder import folder_task, read_index
 from sdflow.runtime.generate import generate
@@ -46,19 +43,13 @@ ASSEMBLED = {
 class Built:
     """A small pipeline for inpainting: our folder on ONNX Runtime, and diffusers' own."""
 
-    def __init__(self, architecture: str, root: Path, known: Mapping[str, Artifact]) -> None:
-        """known: submodels that need not be converted again."""
+    def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
         family = checkpoint.family
-        wanted = [name for name in checkpoint.submodels if name != family.checker]
-        for name in [name for name in wanted if name not in known]:
-            (root / "parts" / name).mkdir(parents=True)
-            inputs = PassInputs(name, None, checkpoint.submodels[name].load, family.name)
-            OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
         self.architecture, self.folder, self.checkpoint = architecture, root / "pipeline", checkpoint
         assemble(
             self.folder,
-            parts={name: known.get(name) or artifact_of(root / "parts" / name) for name in wanted},
+            parts=converted(checkpoint),
             companions=checkpoint.companions,
             origin=Origin(architecture, "cpu", family=family.name),
             options=checkpoint.options,
@@ -82,10 +73,8 @@ def _takes(kind: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def make(tiny_artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
-    """1.x for inpainting differs from the small 1.x, which is there, in its UNet alone."""
-    known = {"sd15-inpainting-tiny": {name: each for name, each in tiny_artifacts.items() if name != "unet"}}
-    return cache(lambda name: Built(name, tmp_path_factory.mktemp(name), known.get(name, {})))
+def make(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    return cache(lambda name: Built(name, tmp_path_factory.mktemp(name), converted))
 
 
 @pytest.fixture(params=ASSEMBLED)

@@ -10,10 +10,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from converted import Converted, artifact_of
 from original_layout import refiner_of_xl
 from PIL import Image
 from safetensors.torch import save_file
-from tiny_pipeline import artifact_of
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
@@ -21,8 +21,6 @@ from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families import FAMILIES, family_of_index
 from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, folder_task, read_index
@@ -63,26 +61,21 @@ def theirs(checkpoint: Checkpoint) -> Any:
     return made
 
 
-def built(checkpoint: Checkpoint, root: Path, name: str, known: dict[str, Artifact]) -> Path:
-    """A pipeline folder; known: what is not converted again."""
-    family = checkpoint.family
-    for part in checkpoint.submodels.keys() - known.keys():
-        (root / part).mkdir()
-        load = checkpoint.submodels[part].load
-        OnnxConversion().run(PassInputs(part, None, load, family.name), root / part, OnnxConversionConfig())
+def built(checkpoint: Checkpoint, root: Path, name: str, parts: dict[str, Artifact]) -> Path:
+    """A pipeline folder."""
     assemble(
         root / "pipeline",
-        parts={part: known.get(part) or artifact_of(root / part) for part in checkpoint.submodels},
+        parts=parts,
         companions=checkpoint.companions,
-        origin=Origin(name, "cpu", family=family.name),
+        origin=Origin(name, "cpu", family=checkpoint.family.name),
         options=checkpoint.options,
     )
     return root / "pipeline"
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(checkpoint, tmp_path_factory.mktemp("refiner"), "refiner", {})
+def folder(checkpoint: Checkpoint, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(checkpoint, tmp_path_factory.mktemp("refiner"), "refiner", converted(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +89,12 @@ def base() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def base_folder(folder: Path, base: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_folder(folder: Path, base: Checkpoint, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base, with the refiner's second text encoder and VAE: they are the same."""
     same = ("text_encoder_2", "vae_encoder", "vae_decoder")
-    return built(base, tmp_path_factory.mktemp("base"), "base", {part: artifact_of(folder / part) for part in same})
+    parts = {part: artifact_of(folder / part) for part in same}
+    parts.update(converted(base, base.submodels.keys() - parts.keys()))
+    return built(base, tmp_path_factory.mktemp("base"), "base", parts)
 
 
 @pytest.fixture(scope="module")

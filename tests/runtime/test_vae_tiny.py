@@ -9,9 +9,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from converted import Converted
 from PIL import Image
 from safetensors.torch import save_file
-from tiny_pipeline import artifact_of
 
 from sdflow.assemble import assemble
 from sdflow.config import load_workflow
@@ -19,8 +19,6 @@ from sdflow.errors import CheckpointError, UsageError, WorkflowError
 from sdflow.families import FAMILIES
 from sdflow.inspection import inspect
 from sdflow.manifest import Origin
-from sdflow.passes.base import PassInputs
-from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.passes.registry import catalog
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview, previewer_of
@@ -57,16 +55,11 @@ def theirs(checkpoint: Checkpoint) -> diffusers.StableDiffusionPipeline:
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(checkpoint: Checkpoint, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("taesd")
-    names = [name for name in checkpoint.submodels if name != "safety_checker"]
-    for name in names:
-        (root / "parts" / name).mkdir(parents=True)
-        inputs = PassInputs(name, None, checkpoint.submodels[name].load, checkpoint.family.name)
-        OnnxConversion().run(inputs, root / "parts" / name, OnnxConversionConfig())
     assemble(
         root / "pipeline",
-        parts={name: artifact_of(root / "parts" / name) for name in names},
+        parts=converted(checkpoint),
         companions={name: each for name, each in checkpoint.companions.items() if name != "feature_extractor"},
         origin=Origin("tiny", "cpu", family=checkpoint.family.name),
         options=checkpoint.options,

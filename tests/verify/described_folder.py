@@ -13,7 +13,7 @@ from sdflow.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.verify.folder import FolderRequest, source_of
-from tests.tiny_pipeline import artifact_of
+from tests.converted import artifact_of
 
 WRITTEN_BY = ("_diffusers_version", "_name_or_path", "transformers_version")
 

@@ -22,7 +22,7 @@ from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
 from sdflow.verify.kernels import kernel_table
 from sdflow.verify.promises import check_promises
-from tests.tiny_pipeline import artifact_of
+from tests.converted import artifact_of
 from tests.verify.told import Told, assert_told
 from tests.weights.conftest import Builder
 
