@@ -1,20 +1,22 @@
 """A served pipeline under load: requests that arrive at random, at parts of what it can take, beside two plainer servers.
 
-    python benchmarks/serve_load.py PIPELINE [--seconds 60] [--soak 1800]
+    python benchmarks/serve_load.py PIPELINE [--seconds 60]
+    python benchmarks/serve_load.py PIPELINE --soak 1800 [--rate 0.5] [--loras DIR --cache DIR]
 
 The plainer ones draw the same pipeline behind the same HTTP: one request after the other, and batches of up to 8 of what
 arrives within 50 ms. All three get the same arrivals: a Poisson process with a seed, which does not wait for answers. That is why
 the client is httpx and none of the known load tools: locust, k6 and wrk have users that each wait for their answer, so a slow
 server gets less to do, and its tail looks better than it is (coordinated omission).
 
-The rates are parts of what `sdflow serve` answers to 16 clients that wait. --soak: instead, this many seconds at 80 %, and
-what the memory of the process that draws does.
+The rates are parts of what `sdflow serve` answers to 16 clients that wait. --soak: instead, this many seconds at 80 % or at
+--rate, of requests that differ in steps, guidance, size and LoRAs, and what the memory of the process that draws does.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -42,6 +44,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--soak", type=float, metavar="SECONDS")
+    parser.add_argument("--rate", type=float, help="of the soak, in images/s")
+    parser.add_argument("--loras", type=Path, help="of the soak: the folder that they are in")
+    parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
+    parser.add_argument("--threads", help="of the server's processor")
     parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain:
@@ -49,10 +55,10 @@ def main() -> None:
         return
     body = {"prompt": "a large red circle on a blue background", "steps": given.steps, "seed": 1}
     if given.soak:
-        with sdflow_server(given.pipeline) as url:
-            asyncio.run(soak(url, body, given.soak, given.seed))
+        with sdflow_server(given) as url:
+            asyncio.run(soak(url, body, given))
         return
-    with sdflow_server(given.pipeline) as own:
+    with sdflow_server(given) as own:
         urls = {"sdflow serve": own}
         with plain_server(given, "one at a time") as one, plain_server(given, "batches of 8, 50 ms") as eight:
             urls |= {"one at a time": one, "batches of 8, 50 ms": eight}
@@ -71,18 +77,20 @@ async def compare(urls: dict[str, str], body: dict[str, Any], seconds: float, se
     for part in PARTS:
         rate, p95 = part * most["sdflow serve"], 0.0
         for name, url in urls.items():
-            took, refused, whole = await arrivals(url, body, rate, seconds, seed)
+            took, refused, whole = await arrivals(url, itertools.repeat(body), rate, seconds, seed)
             tail = quantile(took, 0.95)
             p95 = p95 or tail
             figures = f"{len(took) / whole:.2f} | {quantile(took, 0.5):.2f} | {tail:.2f} | {p95 / tail:.2f} | {refused}"
             print(f"| {part:.0%}, {rate:.2f}/s | {name} | {figures} | {load()} |", flush=True)
 
 
-async def soak(url: str, body: dict[str, Any], seconds: float, seed: int) -> None:
+async def soak(url: str, body: dict[str, Any], given: Any) -> None:
     """Print the memory of the process that draws, ten times, and what grew from the second to the last."""
-    rate, found = 0.8 * await capacity(url, body, 10), []
+    names = [path.stem for path in sorted(given.loras.glob("*.safetensors"))] if given.loras else []
+    rate, found = given.rate or 0.8 * await capacity(url, body, 10), []
     for number in range(10):
-        took, refused, _ = await arrivals(url, body, rate, seconds / 10, seed + number)
+        bodies = varied(body, random.Random(given.seed + number), names)
+        took, refused, _ = await arrivals(url, bodies, rate, given.soak / 10, given.seed + number)
         async with httpx.AsyncClient(timeout=None) as client:
             text = (await client.get(f"{url}/metrics")).text
         (memory,) = (line.split()[1] for line in text.splitlines() if line.startswith("sdflow_worker_resident_bytes "))
@@ -91,6 +99,15 @@ async def soak(url: str, body: dict[str, Any], seconds: float, seed: int) -> Non
             f"{len(took)} images, {refused} refused, p95 {quantile(took, 0.95):.2f} s, {found[-1]:.0f} MB", flush=True
         )
     print(f"from {found[1]:.0f} to {found[-1]:.0f} MB behind the first tenth; {load()}")
+
+
+def varied(body: dict[str, Any], chance: random.Random, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Requests that differ in what makes sessions, tables and weights."""
+    while True:
+        loras = [{"name": name, "scale": chance.choice((0.5, 0.7, 1.0))} for name in names if chance.random() < 0.5]
+        size = {"size": f"{chance.choice((96, 128))}x128"} if chance.random() < 0.2 else {}
+        more = {"guidance_scale": chance.choice((1.0, 5.0, 7.5)), "seed": chance.randrange(1000), "loras": loras}
+        yield {**body, **more, **size, "steps": chance.randrange(2, 2 * body["steps"])}
 
 
 async def capacity(url: str, body: dict[str, Any], seconds: float) -> float:
@@ -111,14 +128,14 @@ async def capacity(url: str, body: dict[str, Any], seconds: float) -> float:
 
 
 async def arrivals(
-    url: str, body: dict[str, Any], rate: float, seconds: float, seed: int
+    url: str, bodies: Iterator[dict[str, Any]], rate: float, seconds: float, seed: int
 ) -> tuple[list[float], int, float]:
     """Seconds of each request that was answered, how many were refused, and the seconds until the last was answered."""
     chance, begun = random.Random(seed), time.perf_counter()
     took: list[float] = []
     refused = 0
 
-    async def ask(client: httpx.AsyncClient, due: float) -> None:
+    async def ask(client: httpx.AsyncClient, due: float, body: dict[str, Any]) -> None:
         nonlocal refused
         answer = await client.post(f"{url}/v1/images/generations", json=body)
         if answer.status_code == 429:
@@ -132,7 +149,9 @@ async def arrivals(
         due = begun + chance.expovariate(rate)
         while due < begun + seconds:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            tasks.create_task(ask(client, due))  # from when it was due: a client that is late hides nothing
+            tasks.create_task(
+                ask(client, due, next(bodies))
+            )  # from when it was due: a client that is late hides nothing
             due += chance.expovariate(rate)
     return took, refused, time.perf_counter() - begun
 
@@ -148,8 +167,11 @@ def load() -> str:
 
 
 @contextmanager
-def sdflow_server(pipeline: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "sdflow", "serve", str(pipeline), "--port", "0", "--max-queue", str(QUEUE)]
+def sdflow_server(given: Any) -> Iterator[str]:
+    command = [sys.executable, "-m", "sdflow", "serve", str(given.pipeline), "--port", "0", "--max-queue", str(QUEUE)]
+    command += ["--no-check", "--cache", str(given.cache)]
+    command += ["--loras", str(given.loras)] if given.loras else []
+    command += ["--threads", given.threads] if given.threads else []
     with started(command) as url:
         yield url
 
@@ -191,13 +213,14 @@ def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
     import uvicorn
     from fastapi import FastAPI, HTTPException
 
+    from sdflow.manifest import read_manifest
     from sdflow.runtime import denoisers
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.serve.guard import log_line
     from sdflow.serve.server import listen
 
     denoisers.KEPT = most  # each number of images keeps its sessions, as in the server that it is compared with
-    pipeline = Pipeline.load(folder, "cpu")
+    pipeline = Pipeline.load(folder, read_manifest(folder).origin.target)
     queue: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
     waiting = 0
     for count in range(1, most + 1):  # the sizes that may come have their sessions

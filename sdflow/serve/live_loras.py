@@ -7,6 +7,7 @@ the checkpoint by the recipes of the graph, on the device, and copied into place
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,6 +22,7 @@ from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.weights.half import AtLimit
 from sdflow.weights.lora import LoraInput, Loras, Merged
 from sdflow.weights.recipe import params
+from sdflow.weights.stream import THREADS
 from sdflow.weights.structure import read_parameters, read_recipe
 
 if TYPE_CHECKING:
@@ -166,8 +168,14 @@ class LiveLoras:
 
         structure = self._structures[submodel]
         keys = {each.key for name in self.names[submodel] for each in params(structure.recipes[name])}
-        with open_tensors(submodel, structure.load, structure.parameters) as tensors:
-            return {key: torch.from_numpy(np.array(tensors.read(key))).to(self._device) for key in sorted(keys)}
+        with (
+            open_tensors(submodel, structure.load, structure.parameters) as tensors,
+            ThreadPoolExecutor(THREADS) as pool,
+        ):
+            read = pool.map(lambda key: np.array(tensors.read(key)), sorted(keys))
+            return {
+                key: torch.from_numpy(values).to(self._device) for key, values in zip(sorted(keys), read, strict=True)
+            }
 
     def _refuse(
         self,
