@@ -85,6 +85,8 @@ def load(graphs: Path, device: str) -> Any:
 
     checkpoint = reopen_checkpoint(read_manifest(graphs).origin, str(graphs), digests=PlainDigests())
     pipeline = load_pipeline(checkpoint).to(device)
+    if getattr(pipeline, "safety_checker", None) is not None:
+        pipeline.safety_checker = None  # it is not run on the other side
     pipeline.set_progress_bar_config(disable=True)
     if not (graphs / REFINER).is_dir():
         return pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,19 @@ import yaml
 from sdflow.atomic_write import write_whole
 from sdflow.bake import parse_lora
 from sdflow.config import load_workflow
+from sdflow.config.matrix import slug
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
-from sdflow.errors import UsageError
+from sdflow.errors import SdflowError, UsageError
 from sdflow.families import EXCHANGEABLE
 from sdflow.inspection import Finding, inspect
-from sdflow.inspection.finding import CHECKPOINT, PIPELINE
+from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, PIPELINE
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.shipped import shipped_workflow, shipped_workflows
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
+from sdflow.sources.synthetic import require_model
 from sdflow.targets import TARGETS, find_target
 
 _KINDS = (CHECKPOINT, PIPELINE)
@@ -77,8 +80,16 @@ def write_workflow(request: InitRequest) -> Path:
                 remedy="Name a model that it was made for, with --model.",
             )
     text = _text(request, model, list(zip(loras, found, strict=True)))
+    before = request.out.read_bytes() if request.out.exists() else None
     write_whole(request.out, text.encode())
-    load_workflow(request.out, catalog=catalog())
+    try:
+        load_workflow(request.out, catalog=catalog())
+    except SdflowError:
+        if before is None:
+            request.out.unlink()
+        else:
+            write_whole(request.out, before)
+        raise
     return request.out
 
 
@@ -112,6 +123,7 @@ def _model(request: InitRequest, loras: Sequence[Finding]) -> _Model:
         return _Model(base_of(architecture), None, title_of(architecture), "")
     parsed = parse_reference(request.model)
     if isinstance(parsed, SyntheticReference):
+        require_model(request.model, parsed.architecture)
         base = _known(request.base) if request.base else base_of(parsed.architecture)
         return _Model(base, request.model, title_of(parsed.architecture), "random weights")
     if isinstance(parsed, HubReference):
@@ -178,18 +190,21 @@ def _from(out: Path, path: Path) -> str:
     """A path as the workflow names it: from its folder on where it lies below, else whole."""
     folder = out.absolute().parent
     path = path.absolute()
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+    if not path.is_relative_to(folder):
+        return str(path)
+    below = path.relative_to(folder).as_posix()
+    return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
 
 
 def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Finding | None]]) -> str:
     of = model.of or "the model"
-    name = request.out.stem
+    file, name = shlex.quote(request.out.name), slug(request.out.stem) or "pipeline"
     others = ", ".join(name for name in TARGETS if name != request.target)
     lines = [
         f"# {of[0].upper()}{of[1:]} for {request.target}, written by `sdflow init`.",
-        f"#   sdflow validate {request.out.name}    what is wrong in this file, if anything is",
-        f"#   sdflow plan {request.out.name}        what would be built",
-        f"#   sdflow run {request.out.name}         build, verify, measure; then",
+        f"#   sdflow validate {file}    what is wrong in this file, if anything is",
+        f"#   sdflow plan {file}        what would be built",
+        f"#   sdflow run {file}         build, verify, measure; then",
         f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"',
         "",
         f"extends: {model.base}    # the chain of passes of each submodel; it ships with sdflow",
@@ -227,7 +242,7 @@ def _lora(request: InitRequest, lora: LoraSpec, found: Finding | None) -> str:
     file = lora.reference if hub else _from(request.out, Path(lora.reference))
     name = f", weight_name: {quoted(lora.weight_name)}" if lora.weight_name else ""
     details = {} if found is None else found.details
-    told = [f"{what}: {details[what]}" for what in ("rank", "trigger words") if what in details]
+    told = [f"{what}: {details[what]}" for what in ("rank", DRAWS_WITH, "trigger words") if what in details]
     comment = f"    # {_one_line('; '.join(told))}" if told else ""
     return f"  - {{file: {quoted(file)}{name}, scale: {lora.scale!r}}}{comment}"
 

@@ -88,6 +88,13 @@ def test_without_anything_it_is_stable_diffusion_1_5(tmp_path: Path) -> None:
     assert loaded(write_workflow(InitRequest(tmp_path / "w.yaml"))).model.startswith("hf:stable-diffusion-v1-5/")
 
 
+@pytest.mark.parametrize("words", ["sks, a dog", "{sks}", "sks: dog", "# sks", "yes", "'", '"', "a } b", "é \u2028"])
+def test_words_and_names_may_hold_what_yaml_reads_otherwise(words: str, tmp_path: Path) -> None:
+    file = lora(tmp_path / f"{words}.safetensors", **{"modelspec.trigger_phrase": words})
+    pipeline = loaded(write_workflow(InitRequest(tmp_path / "w.yaml", loras=[str(file)])))
+    assert pipeline.loras[0].reference == str(file) and pipeline.evaluate.image.prompt == f"a photo, {words}"
+
+
 @pytest.mark.parametrize(("width", "base"), [(768, "base/sd15.yaml"), (1024, "base/sd21.yaml")])
 def test_a_lora_alone_says_the_model(width: int, base: str, tmp_path: Path) -> None:
     file = lora(
@@ -119,6 +126,8 @@ def test_a_model_of_the_hub_is_known_by_the_shipped_workflows_or_told(tmp_path: 
         ({"loras": [str(STRIPES)]}, "says which generation of models it is for"),
         ({"model": "synthetic:sdxl", "loras": ["LORA"]}, "is a LoRA for .*1.x, and the model is .*XL"),
         ({"model": "synthetic:sd15", "loras": ["EMBEDDING"]}, "is no LoRA but: embedding"),
+        ({"model": "synthetic:taesd"}, "is a vae alone"),
+        ({"model": "synthetic:ip-adapter"}, "is an IP-Adapter"),
         ({"target": "cudda"}, "no target is named cudda"),
         ({"base": "sdxxl", "model": "hf:a/b"}, "no workflow base/sdxxl.yaml ships with sdflow"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -47,4 +48,4 @@ def init(
     from sdflow.init import InitRequest, write_workflow
 
     written = write_workflow(InitRequest(out, model, target, lora or (), base, force))
-    print(f"{written}: written. Next: sdflow run {written}")
+    print(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}")

@@ -10,9 +10,11 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import WITH_LORAS
+from sdflow.families.few_steps import spelled
 from sdflow.inspection.contents import Contents
-from sdflow.inspection.finding import Finding
+from sdflow.inspection.finding import DRAWS_WITH, Finding
 from sdflow.inspection.lines import architecture_for, lora_lines
+from sdflow.sources.few_steps import few_steps_of_file
 from sdflow.sources.lora import lora_submodels
 from sdflow.sources.lora_family import made_for
 from sdflow.sources.lora_names import LoraName, other_kind, parse_name
@@ -69,6 +71,8 @@ def inspect_adapter(contents: Contents) -> Finding:
         "layers": {name: len(modules[name]) for name in WITH_LORAS if name in modules},
         **told(contents.metadata),
     }
+    if (few := few_steps_of_file(contents.path, contents.metadata)) is not None:
+        details[DRAWS_WITH] = f"{spelled(few.changes())} ({few.what})"
     notes, lines = [], None
     architecture = architecture_for(titles)
     if not titles:

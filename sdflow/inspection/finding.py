@@ -14,6 +14,9 @@ CHECKPOINT, PIPELINE, BUILT, EMBEDDING, UNKNOWN = (
     "unknown",
 )
 
+DRAWS_WITH = "draws with"
+"""The detail that says the defaults of what draws in few steps."""
+
 
 @dataclass(frozen=True)
 class Finding:

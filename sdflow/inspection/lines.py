@@ -59,8 +59,8 @@ def chains_of(family: Family, configs: Mapping[str, Config]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a YAML value."""
-    return str(yaml.safe_dump(text, default_flow_style=True, width=10**9)).removesuffix("\n").removesuffix("\n...")
+    """A text as a YAML value, also between braces, where a comma would end it."""
+    return str(yaml.safe_dump([text], default_flow_style=True, width=10**9)).removesuffix("\n")[1:-1]
 
 
 def model_lines(base: str, model: str) -> str:

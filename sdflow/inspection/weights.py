@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, family_of_architecture
 from sdflow.families.base import Family, Part
+from sdflow.families.few_steps import known_model, spelled
 from sdflow.inspection.contents import Contents
-from sdflow.inspection.finding import CHECKPOINT, UNKNOWN, Finding
+from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, UNKNOWN, Finding
 from sdflow.inspection.lines import (
     adapter_lines,
     architecture_for,
@@ -92,8 +93,10 @@ def inspect_weights(contents: Contents) -> Finding:
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
     lines = None if missing else model_lines(base_of(architecture), path) + _pickles(contents)
+    few = known_model([contents.path.name])
+    details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
     return Finding(
-        path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, {}, notes, lines
+        path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, details, notes, lines
     )
 
 

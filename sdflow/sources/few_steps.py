@@ -56,6 +56,11 @@ def few_steps_of_lora(reference: str, weight_name: str | None, path: Path) -> Fe
     return known_lora(_lora_names(reference, weight_name, path))
 
 
+def few_steps_of_file(path: Path, metadata: Mapping[str, str]) -> FewSteps | None:
+    """How a model draws with the LoRA in this file."""
+    return known_lora(_file_names(path, metadata))
+
+
 def _model_names(checkpoint: Checkpoint) -> Iterator[str]:
     parsed = parse_reference(checkpoint.reference)
     if isinstance(parsed, HubReference):
@@ -87,7 +92,17 @@ def _lora_names(reference: str, weight_name: str | None, path: Path) -> Iterator
     parsed = parse_reference(reference)
     if isinstance(parsed, HubReference):
         yield parsed.repository.rpartition("/")[2]
-    elif path.stem in _NAMELESS:
-        yield path.parent.name
-    metadata = read_metadata(path)
-    yield from (metadata[key] for key in _METADATA if key in metadata)
+        yield from _told(read_metadata(path))
+    else:
+        yield from _file_names(path, read_metadata(path))
+
+
+def _file_names(path: Path, metadata: Mapping[str, str]) -> Iterator[str]:
+    yield path.name
+    if path.stem in _NAMELESS:
+        yield path.absolute().parent.name
+    yield from _told(metadata)
+
+
+def _told(metadata: Mapping[str, str]) -> Iterator[str]:
+    return (metadata[key] for key in _METADATA if key in metadata)

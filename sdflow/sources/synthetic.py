@@ -36,15 +36,7 @@ _CHUNK = 1 << 20
 
 def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
     """The shipped architecture with weights from `seed`. Raises CheckpointError for one of a component alone."""
-    if architecture in COMPONENT_ARCHITECTURES:
-        component = COMPONENT_ARCHITECTURES[architecture]
-        raise CheckpointError(
-            f"is a {component} alone", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
-        )
-    if architecture in ADAPTER_ARCHITECTURES:
-        raise CheckpointError(
-            "is an IP-Adapter", where=reference, remedy=f"Name it as `ip_adapters: [{{file: {reference}}}]`."
-        )
+    require_model(reference, architecture)
     family = family_of_architecture(architecture)
     index = architecture_index(architecture)
     configs = {
@@ -75,6 +67,19 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         index=index,
         options=read_options(family, index),
     )
+
+
+def require_model(reference: str, architecture: str) -> None:
+    """Raises CheckpointError, `where` the reference, for an architecture that is no whole model's."""
+    if architecture in COMPONENT_ARCHITECTURES:
+        component = COMPONENT_ARCHITECTURES[architecture]
+        raise CheckpointError(
+            f"is a {component} alone", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
+        )
+    if architecture in ADAPTER_ARCHITECTURES:
+        raise CheckpointError(
+            "is an IP-Adapter", where=reference, remedy=f"Name it as `ip_adapters: [{{file: {reference}}}]`."
+        )
 
 
 def synthetic_provenance(architecture: str, seed: int) -> dict[str, Any]:

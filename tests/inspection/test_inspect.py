@@ -239,6 +239,27 @@ def test_a_lora_is_named_with_what_its_training_tells(stem: str, width: int, tit
     assert pipeline.loras[0].reference == str(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata", "told"),
+    [
+        ("lcm-lora-sdv1-5", {}, "4 steps, no guidance, scheduler lcm (LCM-LoRA)"),
+        ("sdxl_lightning_4step_lora", {}, "4 steps, no guidance, scheduler euler_trailing (SDXL-Lightning)"),
+        ("renamed", {"modelspec.title": "LCM LoRA"}, "4 steps, no guidance, scheduler lcm (LCM-LoRA)"),
+        ("lcm-lora-sdxl/pytorch_lora_weights", {}, "4 steps, no guidance, scheduler lcm (LCM-LoRA)"),
+        ("other", {}, None),
+    ],
+)
+def test_a_lora_for_few_steps_is_told_with_what_it_changes(
+    name: str, metadata: dict[str, str], told: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / f"{name}.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    save_file(lora(ATTENTION, 768), file, metadata)
+    assert only(file).details.get("draws with") == told
+    checkpoint = write_header(tmp_path / "sd_xl_turbo_1.0.safetensors", fingerprint("sdxl"))
+    assert only(checkpoint).details["draws with"].startswith("1 step, no guidance")
+
+
 def test_several_ranks_are_told_with_the_usual_one(tmp_path: Path) -> None:
     tensors = lora(ATTENTION, 768, 8) | lora(f"{ATTENTION[:-1]}v", 768, 8) | lora(f"{ATTENTION[:-1]}q", 320, 4)
     save_file(tensors, tmp_path / "x.safetensors")
