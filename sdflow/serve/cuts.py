@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,42 @@ class Cuts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: dict[str, Any] = {}
-        self._cut: dict[tuple[Any, ...], Parts] = {}
+        self._cut: dict[tuple[Any, ...], Future[Parts]] = {}
 
     def of(self, model: Path, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
-        """The parts of the graph in this file. Raises as `split`, VerificationError for what is no graph."""
+        """The parts of the graph in this file. Whoever asks first for some makes them; who asks for others does not wait for
+        that. Raises as `split`, VerificationError for what is no graph."""
         with model.open("rb") as file:
             graph = hashlib.file_digest(file, "sha256").hexdigest()
         key = (graph, tuple(sorted(sizes.items())), guidance)
         with self._lock:
-            if key not in self._cut:
-                if graph not in self._graphs:
-                    _make_room(self._graphs, GRAPHS_KEPT)
-                    self._graphs[graph] = read_graph(model)
-                made = split(self._graphs[graph], sizes, guidance=guidance)
+            coming = self._cut.pop(key, None)
+            if first := coming is None:
                 _make_room(self._cut, CUTS_KEPT)
-                self._cut[key] = made
-            self._cut[key] = self._cut.pop(key)
-            return self._cut[key]
+                coming = Future()
+            self._cut[key] = coming
+        if first:
+            self._make(key, coming, lambda: split(self._graph(graph, model), sizes, guidance=guidance))
+        return coming.result()
+
+    def _make(self, key: tuple[Any, ...], coming: Future[Parts], make: Callable[[], Parts]) -> None:
+        try:
+            coming.set_result(make())
+        except BaseException as error:
+            with self._lock:
+                self._cut.pop(key, None)
+            coming.set_exception(error)
+            raise
+
+    def _graph(self, digest: str, model: Path) -> Any:
+        with self._lock:
+            if digest in self._graphs:
+                return self._graphs[digest]
+        graph = read_graph(model)
+        with self._lock:
+            _make_room(self._graphs, GRAPHS_KEPT)
+            self._graphs[digest] = graph
+        return graph
 
 
 def _make_room(kept: dict[Any, Any], most: int) -> None:

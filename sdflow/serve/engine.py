@@ -61,6 +61,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._drawing: list[_Drawing] = []
         self._overtaken = 0
+        self._counts = 0, 0
 
     @property
     def busy(self) -> bool:
@@ -87,12 +88,13 @@ class Engine:
         while len(self._drawing) < self.places and (job := self._next()) is not None:
             self._begin(job)
         self._look_ahead()
-        if self._waiting and not self._drawing:
-            return
         batches: list[Batch] = []
         for pipeline, group in self._groups():
             batches += self._run(pipeline, group)
-        self._tell(Turned(tuple(batches), len(self._drawing), len(self._waiting), resident_bytes()))
+        counts = len(self._drawing), len(self._waiting)
+        if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
+            self._counts = counts
+            self._tell(Turned(tuple(batches), *counts, resident_bytes()))
 
     def _next(self) -> Job | None:
         """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is

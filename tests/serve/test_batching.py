@@ -245,3 +245,17 @@ def test_whose_pipeline_is_still_being_made_holds_nobody_up_and_is_next_then(ser
     assert engine.busy and not engine.drawing, "it waits for the last one's LoRA alone"
     engine.cancel("request 1")
     assert not engine.busy
+
+
+def test_what_waits_is_told_while_all_of_it_is_being_made(served: Keeping) -> None:
+    told: list[Message] = []
+    engine = Engine(lambda job: served, {"tiny": {1: 1.0}}, told.append, ready=lambda job, begin: False)
+    engine.submit(job(0))
+    for _ in range(3):
+        engine.turn()
+    engine.submit(job(1))
+    engine.turn()
+    engine.cancel("request 0")
+    engine.cancel("request 1")
+    engine.turn()
+    assert [(each.drawing, each.waiting) for each in told if isinstance(each, Turned)] == [(0, 1), (0, 2), (0, 0)]
