@@ -65,8 +65,15 @@ def _words(findings: Sequence[Finding]) -> list[str]:
 
 
 def verified(
-    folder: Path, spec: VerifySpec, cache: Cache, here: Here, *, submodels: list[str] | None = None, fresh: bool = False
+    folder: Path,
+    spec: VerifySpec,
+    cache: Cache,
+    here: Here,
+    *,
+    submodels: list[str] | None = None,
+    fresh: bool = False,
+    threads: int = 1,
 ) -> Verification:
     """What `sdflow verify` gives. Raises what it raises."""
     subject = subject_of_folder(folder, cache)
-    return verify(subject, spec, cache, submodels=submodels, fresh=fresh, threads=1, group=here).result  # type: ignore[arg-type]
+    return verify(subject, spec, cache, submodels=submodels, fresh=fresh, threads=threads, group=here).result  # type: ignore[arg-type]

@@ -44,8 +44,9 @@ def say(*words: object) -> None:
 def materialize(graphs: Path, out: Path) -> None:
     """The pipeline folder with its weights; a refiner's in it."""
     from sdflow.manifest import read_manifest
-    from sdflow.sources import PlainDigests, reopen_checkpoint
+    from sdflow.sources import PlainDigests, find_lora, reopen_checkpoint
     from sdflow.weights.bind import BindRequest, bind
+    from sdflow.weights.lora import LoraInput
 
     manifest = read_manifest(graphs)
     checkpoint = reopen_checkpoint(manifest.origin, str(graphs), digests=PlainDigests())
@@ -54,9 +55,15 @@ def materialize(graphs: Path, out: Path) -> None:
         graphs, out, ignore=lambda folder, names: [n for n in names if Path(folder) == graphs and n in left]
     )
 
+    found = [
+        (find_lora(lora.reference, lora.weight_name, download=False), lora.scale) for lora in manifest.origin.loras
+    ]
+    loras = [LoraInput(path, scale) for path, scale in found]
+
     def weights(name: str) -> None:
         (out / name).mkdir()
-        bind(BindRequest(name, graphs / name, checkpoint.submodels[name].load), out / name)
+        taken = loras if name in checkpoint.family.with_loras else []
+        bind(BindRequest(name, graphs / name, checkpoint.submodels[name].load, taken), out / name)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(weights, manifest.parts))

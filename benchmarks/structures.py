@@ -20,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 ACTIONS = "actions"
 
@@ -47,6 +48,11 @@ def take(pipeline: Path, cache: Path, out: Path) -> None:
         files, record = structure(cache, each["steps"])
         shutil.copytree(files, out / name, copy_function=shutil.copyfile)
         shutil.copyfile(record, actions / record.name)
+    for lora in manifest["loras"]:
+        shipped = Path("samples/loras") / Path(lora["reference"]).name
+        if (ROOT / shipped).exists():  # from the repository's root, wherever that is
+            lora["reference"] = str(shipped)
+    (out / "sdflow.json").write_text(json.dumps(manifest, indent=1))
 
 
 class Progress:

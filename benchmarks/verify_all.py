@@ -1,63 +1,133 @@
 """No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
 
     python benchmarks/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny_cpu ...]
+        [--jobs 16] [--minutes 5] [--threads 1] [--out lines.jsonl]
+    python benchmarks/verify_all.py SCRATCH --graphs GRAPHS ...
 
 The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. Not for CUDA,
 whose BiasSplitGelu and BiasAdd take the widths of Stable Diffusion alone: there the alarm is right. The sample's workflows
-are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, in this process. One line
-each; the exit status is 1 when one does not pass.
+are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes at a
+time. --graphs: of a machine that builds nothing: what benchmarks/structures.py wrote of the pipelines of another run is filled
+with its weights and verified, whatever they are.
+
+A line each as it ends, of JSON in --out; what is there is not done again, so a run that was ended goes on. After --minutes no
+more is begun. The exit status is 1 when one does not pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from in_process import Here, verified
+from proof_on_gpu import fill
 
-from sdflow.cli.progress import PlainLines
-from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec, Workflow
-from sdflow.errors import VerificationError
-from sdflow.passes import registry
-from sdflow.run import RunOptions, run_workflow
+from sdflow.manifest import MANIFEST_FILE
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import Verification
 
-WORKFLOWS = Path(__file__).parents[1] / "workflows"
+WORKFLOWS = Path(__file__).resolve().parents[1] / "workflows"
 FAMILIES = (
     "tiny_cpu", "shapes_cpu", "shapes_lora_cpu", "sd15_inpainting_tiny_cpu", "sd15_taesd_tiny_cpu", "sd21_tiny_cpu",
-    "sd_turbo_tiny_cpu", "lcm_tiny_cpu", "tiny_controlnet_cpu", "sdxl_tiny_cpu", "sdxl_refiner_tiny_cpu",
-    "sdxl_turbo_tiny_cpu", "sdxl_tiny_controlnet_cpu",
+    "sd_turbo_tiny_cpu", "lcm_tiny_cpu", "tiny_controlnet_cpu", "tiny_ip_adapter_cpu", "sdxl_tiny_cpu",
+    "sdxl_refiner_tiny_cpu", "sdxl_turbo_tiny_cpu", "lcm_sdxl_tiny_cpu", "sdxl_tiny_controlnet_cpu",
+    "sdxl_tiny_ip_adapter_cpu",
 )  # fmt: skip
 RIGHTLY_REFUSED = {(name, "cuda") for name in FAMILIES if not name.startswith("shapes")}
 
 
-class Quiet(PlainLines):
-    """Steps and phases are not told."""
+@dataclass(frozen=True)
+class Task:
+    """A pipeline to verify. source: a workflow's name, or the folder of a pipeline without its weights. shared: the cache that
+    is built in; none for a pipeline without its weights, which gets one of its own."""
 
-    def _say(self, text: str) -> None:
-        pass
+    name: str
+    source: Path
+    target: str
+    scratch: Path
+    level: str
+    threads: int
+    shared: Path | None
 
 
-def workflows(names: Sequence[str], targets: Sequence[str], spec: VerifySpec) -> Iterator[Workflow]:
-    """One workflow for each pipeline."""
-    for name in names:
-        for target in targets:
-            if (name, target) in RIGHTLY_REFUSED:
-                continue
-            loaded = load_workflow(WORKFLOWS / f"{name}.yaml", catalog=registry.catalog(), targets=[target])
-            for pipeline in loaded.pipelines:
-                titled = f"{pipeline.name} for {target}"
-                yield replace(loaded, pipelines=(replace(pipeline, name=titled, verify=spec),))
+def tasks_of_workflows(names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
+    for target in targets:
+        for name in names:
+            if (name, target) not in RIGHTLY_REFUSED:
+                path, shared = WORKFLOWS / f"{name}.yaml", more["scratch"] / "cache"
+                for pipeline in load(path, target).pipelines:
+                    yield Task(f"{pipeline.name} for {target}", path, target, shared=shared, **more)
+
+
+def tasks_of_graphs(graphs: Path, names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
+    for path in sorted(each.parent for each in graphs.glob(f"*/{MANIFEST_FILE}")):
+        target = json.loads((path / MANIFEST_FILE).read_text())["target"]
+        if target in targets and path.name.startswith(tuple(names)):
+            yield Task(path.name, path, target, shared=None, **more)
+
+
+def load(path: Path, target: str) -> Workflow:
+    from sdflow.config import load_workflow
+    from sdflow.passes import registry
+
+    return load_workflow(path, catalog=registry.catalog(), targets=[target])
+
+
+def built(task: Task) -> tuple[Path, Path]:
+    """The pipeline's folder, and the cache that has its recipes."""
+    if task.shared is None:
+        out, cache = (task.scratch / place / task.name for place in ("pipelines", "caches"))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fill(task.source, out, cache)
+        return out, cache
+    from sdflow.cli.progress import PlainLines
+    from sdflow.run import RunOptions, run_workflow
+
+    class Quiet(PlainLines):
+        """Steps and phases are not told."""
+
+        def _say(self, text: str) -> None:
+            pass
+
+    loaded = load(task.source, task.target)
+    (pipeline,) = (each for each in loaded.pipelines if f"{each.name} for {task.target}" == task.name)
+    only = replace(loaded, pipelines=(replace(pipeline, name=task.name),))
+    options = RunOptions(out=task.scratch / "pipelines", results=task.scratch / "results", verify=False, evaluate=False)
+    (found,) = run_workflow(only, Cache(task.shared), options, Quiet()).pipelines
+    return found.folder, task.shared
+
+
+def verify_one(task: Task) -> dict[str, Any]:
+    """What one pipeline's verification says."""
+    begun = time.perf_counter()
+    told: dict[str, Any] = {"name": task.name, "target": task.target}
+    try:
+        folder, cache = built(task)
+        spec = VerifySpec(level=task.level)
+        result = verified(folder, spec, Cache(cache), Here(), threads=task.threads)
+    except Exception:  # noqa: BLE001 - it is told, and the run goes on
+        return told | {"passed": False, "problems": [traceback.format_exc()[-800:]], "line": ""}
+    problems = [f"{where}: {what}" for where, what, _ in result.problems]
+    cases = [asdict(case) | {"submodel": name} for name, part in result.submodels.items() for case in part.cases]
+    seconds = round(time.perf_counter() - begun, 1)
+    return told | {
+        "passed": result.passed, "problems": problems, "line": line(result), "seconds": seconds, "cases": cases,
+    }  # fmt: skip
 
 
 def line(result: Verification) -> str:
@@ -66,7 +136,9 @@ def line(result: Verification) -> str:
     for name, part in result.submodels.items():
         shares = [each.distance / each.limit for each in part.outputs if each.limit]
         exact = [each.distance / each.limit for each in part.exact]
-        parts.append(f"{name} {max(shares, default=0):.2f}" + (f" (unrounded {max(exact):.2f})" if exact else ""))
+        drawn = len({each.case for each in part.cases if each.draws > 1})
+        unrounded = f" (unrounded {max(exact):.2f})" if exact else ""
+        parts.append(f"{name} {max(shares, default=0):.2f}{unrounded}{f', {drawn} drawn again' if drawn else ''}")
     image = f", image {result.image.psnr or float('inf'):.1f} dB" if result.image else ""
     return f"of the limit: {', '.join(parts)}{image}"
 
@@ -78,25 +150,42 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="the full level; by itself the quick one, as in a run")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, help="these workflows")
+    parser.add_argument("--graphs", type=Path, help="pipelines without their weights, in place of workflows")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of ONNX Runtime, in each process")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so many")
+    parser.add_argument("--out", type=Path, help="results, a line of JSON each")
     options = parser.parse_args()
-    scratch: Path = options.scratch
-    run = RunOptions(out=scratch / "pipelines", results=scratch / "results", verify=False, evaluate=False)
-    alarms = 0
-    for workflow in workflows(options.only, options.targets, VerifySpec(level="full" if options.full else "quick")):
-        begun = time.perf_counter()
-        (pipeline,) = workflow.pipelines
-        try:
-            cache = Cache(scratch / "cache")
-            (built,) = run_workflow(workflow, cache, run, Quiet()).pipelines
-            assert pipeline.verify is not None
-            result = verified(built.folder, pipeline.verify, cache, Here())
-            result.raise_for_failure()
-        except VerificationError as error:
-            alarms += 1
-            print(f"{pipeline.name}: ALARM after {time.perf_counter() - begun:.0f} s: {error}", flush=True)
-            continue
-        print(f"{pipeline.name}: passed in {result.seconds:.0f} s; {line(result)}", flush=True)
-    print(f"{alarms} alarms")
+    out: Path = options.out or options.scratch / "verify_all.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results = [json.loads(each) for each in out.read_text().splitlines()] if out.exists() else []
+    done = {each["name"] for each in results}
+    level = "full" if options.full else "quick"
+    more = {"scratch": options.scratch.absolute(), "level": level, "threads": options.threads}
+    found = (
+        tasks_of_workflows(options.only, options.targets, **more)
+        if options.graphs is None
+        else tasks_of_graphs(options.graphs.absolute(), options.only, options.targets, **more)
+    )
+    tasks = [each for each in found if each.name not in done]
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before the processes import torch
+    end = time.monotonic() + 60 * options.minutes
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool, out.open("a") as stream:
+        waiting = [pool.submit(verify_one, each) for each in tasks]
+        for ended in as_completed(waiting):
+            if ended.cancelled():
+                continue
+            result = ended.result()
+            results.append(result)
+            stream.write(json.dumps(result) + "\n")
+            stream.flush()
+            word = f"passed in {result['seconds']:.0f} s" if result["passed"] else f"ALARM {result['problems']}"
+            print(f"{result['name']}: {word}; {result['line']}", flush=True)
+            if time.monotonic() > end:
+                for each in waiting:
+                    each.cancel()
+    alarms = sum(not each["passed"] for each in results)
+    print(f"{len(results)} of {len(done) + len(tasks)} pipelines verified, {alarms} alarms")
     return int(alarms > 0)
 
 
