@@ -27,16 +27,20 @@ CPU_PROVIDER = "CPUExecutionProvider"
 CACHE_DIR = "{cache}"
 """Stands in an option's value for the directory where a provider keeps what it compiles; see `SessionSettings`."""
 
+TIMING_DIR = "{timing}"
+"""The same for what TensorRT measured of kernels, which does not depend on the model."""
+
 
 @dataclass(frozen=True)
 class SessionSettings:
     """What a provider wants of a session.
 
-    options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` is set only
-        when the caller names a directory for compiled engines.
+    options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` or `{timing}` is set
+        only where it is known what the engine is of; see `sdflow.runtime.engine_cache`.
     with_providers: providers that may take what the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
     static_shapes: every input's shape must be fixed when the session is created.
+    profiles: the session is told between which shapes its inputs will be, and is made anew for others.
     needs_cuda: CUDA's libraries must be found, cuDNN too, which is otherwise missed only at the first convolution.
     """
 
@@ -44,6 +48,7 @@ class SessionSettings:
     with_providers: tuple[str, ...] = ()
     memory_pattern: bool = True
     static_shapes: bool = False
+    profiles: bool = False
     needs_cuda: bool = False
 
 
@@ -75,14 +80,15 @@ _CUDA = {
     "fuse_conv_bias": "1",
 }
 
-# TensorRT chooses precision and fusions itself. An engine takes minutes to build.
+# TensorRT chooses precision and fusions itself. An engine takes minutes to build. Its options, as the library of
+# onnxruntime-gpu 1.31.1 holds them, are in tests/runtime/tensorrt_options.json.
 # https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
 _TENSORRT = {
     "trt_fp16_enable": "1",
     "trt_engine_cache_enable": "1",
     "trt_engine_cache_path": CACHE_DIR,
     "trt_timing_cache_enable": "1",
-    "trt_timing_cache_path": CACHE_DIR,
+    "trt_timing_cache_path": TIMING_DIR,
 }
 
 # MIGraphX compiles anew for every shape it meets.
@@ -108,6 +114,7 @@ TARGETS: Mapping[str, Target] = {
             SessionSettings(
                 {"TensorrtExecutionProvider": _TENSORRT, "CUDAExecutionProvider": _CUDA},
                 with_providers=("CUDAExecutionProvider",),
+                profiles=True,
                 needs_cuda=True,
             ),
         ),

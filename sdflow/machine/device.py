@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,18 @@ def cuda_device() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, as its own library tells: 580.159.04. None where there is none."""
+    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
+    said = ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL(name)
+        known = library.nvmlInit_v2() == 0 and library.nvmlSystemGetDriverVersion(said, len(said)) == 0
+    except (OSError, AttributeError):
+        return None
+    return said.value.decode(errors="replace") if known else None
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from sdflow.families.image_prompts import adapter_count
 from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
+from sdflow.runtime.engine_cache import Profile, keeps_engines
 from sdflow.runtime.live_weights import LiveWeights
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, Shapes, create_session
 from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
@@ -188,7 +189,16 @@ def load_submodel(
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
-    def load(wanted: Shapes | None, graph: Any = None, capture: bool = False, edits: Sequence[Edit] = ()) -> Any:
+    known = keeps_engines(target) and (folder / MANIFEST_FILE).exists()
+    artifact = read_manifest(folder).artifacts.get(submodel) if known else None
+
+    def load(
+        wanted: Shapes | None,
+        graph: Any = None,
+        capture: bool = False,
+        edits: Sequence[Edit] = (),
+        profile: Profile | None = None,
+    ) -> Any:
         held = None
         inputs: dict[str, Any] = {}
         if graph is None and (edits or live is not None):
@@ -207,6 +217,8 @@ def load_submodel(
             weights=held,
             live=inputs,
             capture=capture and fixed,
+            artifact=artifact,
+            profile=profile,
         )
 
     loaded = Submodel(
@@ -215,12 +227,13 @@ def load_submodel(
         config,
         where,
         static_shapes=target.session.static_shapes,
+        profiles=target.session.profiles,
         path=model if target.name in TAKEN_APART else None,
         fixed=fixed,
         outputs=None if part.read is None else part.read(config),
         weights=weights,
     )
-    if not lazy and not fixed:
+    if not lazy and not fixed and (shapes is not None or not target.session.profiles):
         loaded.load(shapes)
     return loaded
 

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +16,11 @@ from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationErr
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.cublas import small_workspaces
+from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, engine_folders, keeps_engines
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.tuning import UNTUNED, Tuning
-from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, Target
+from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
 
 if TYPE_CHECKING:
     import onnx
@@ -42,7 +43,7 @@ Shapes = Mapping[str, Sequence[int]]
 class LoadOptions:
     """How sessions are made, the same for all of a pipeline.
 
-    engine_cache: where a provider may keep what it compiles; without it, it keeps nothing.
+    engine_cache: where a provider may keep what it compiles; None: in the user's folder (`sdflow.runtime.engine_cache`).
     threads: of the CPU, for one operator; None leaves it to the tuning, then to ONNX Runtime.
     tuning: choices on top of the target's settings.
     stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
@@ -69,6 +70,8 @@ def create_session(
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     live: Mapping[str, torch.Tensor] = MappingProxyType({}),
     capture: bool = False,
+    artifact: str | None = None,
+    profile: Profile | None = None,
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
@@ -77,6 +80,9 @@ def create_session(
     it they can; its shapes must be fixed for that.
     weights: initializers that are there already and are taken instead of those in the model's data file.
     live: weights that are inputs of the graph (`sdflow.runtime.live_weights`), and where they lie.
+    artifact: the digest of the model and its weights; without it, a provider keeps nothing of what it compiles. Nor does it
+    where `graph` takes the model's place.
+    profile: between which shapes the inputs will be; for targets that want to know.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
     session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
@@ -85,6 +91,8 @@ def create_session(
     ort, provider = onnxruntime_for(target)
     if target.session.needs_cuda:
         _load_cuda(ort)
+    if provider == TENSORRT:
+        _load_tensorrt()
     session_options = _session_options(ort, target, options)
     if graph is not None:
         folder = str(model.parent)
@@ -96,7 +104,13 @@ def create_session(
         session_options.add_initializer(name, value)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
-    providers = {name: provider_options(target, name, options.engine_cache) for name in wanted}
+    engines = None
+    if artifact is not None and graph is None and keeps_engines(target):
+        engines = engine_folders(options.engine_cache, target, provider, artifact, profile)
+    providers = {name: provider_options(target, name, engines) for name in wanted}
+    if profile is not None and provider == TENSORRT:
+        named = _with_free_axes(read_graph(model) if graph is None else graph)
+        providers[provider] |= profile.only(named).options()
     if target.session.needs_cuda and options.stream is not None:
         for each in providers.values():
             each["user_compute_stream"] = str(options.stream)
@@ -179,12 +193,25 @@ def read_graph(model: Path) -> onnx.ModelProto:
     return read
 
 
-def provider_options(target: Target, provider: str, engine_cache: Path | None) -> dict[str, str]:
-    """The options of one of the target's providers, with the engine cache's directory filled in or left out."""
+def provider_options(target: Target, provider: str, engines: EngineFolders | None) -> dict[str, str]:
+    """The options of one of the target's providers, with the engines' folders filled in or left out, and with them the
+    switches of what would be kept there."""
     options = target.session.options.get(provider, {})
-    if engine_cache is None:
-        return {name: value for name, value in options.items() if CACHE_DIR not in value}
-    return {name: value.replace(CACHE_DIR, str(engine_cache)) for name, value in options.items()}
+    if engines is not None:
+        return engines.filled(options)
+    kept = {name.removesuffix("_path") for name, value in options.items() if CACHE_DIR in value or TIMING_DIR in value}
+    left_out = {f"{name}{ending}" for name in kept for ending in ("", "_path", "_enable")}
+    return {name: value for name, value in options.items() if name not in left_out}
+
+
+def _with_free_axes(model: onnx.ModelProto) -> set[str]:
+    """The inputs that have an axis without a size: the only ones that may be in a profile."""
+    given = {tensor.name for tensor in model.graph.initializer}
+    return {
+        value.name
+        for value in model.graph.input
+        if value.name not in given and any(not axis.HasField("dim_value") for axis in value.type.tensor_type.shape.dim)
+    }
 
 
 def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[str, int]:
@@ -216,6 +243,13 @@ def _load_cuda(ort: Any) -> None:
 
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
+
+
+def _load_tensorrt() -> None:
+    """Load TensorRT from its Python package, if that is how it is installed: the provider's library then finds it in the
+    process. Otherwise it is looked for as any library of the system."""
+    with suppress(ImportError, OSError):
+        import tensorrt  # noqa: F401
 
 
 def _require_cudnn(target: Target) -> None:

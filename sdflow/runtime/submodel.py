@@ -20,6 +20,7 @@ from sdflow.families.base import Part
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
+from sdflow.runtime.engine_cache import Profile
 from sdflow.runtime.sessions import Shapes, free_dimensions, read_graph
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ class Bound:
 class Submodel:
     """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
 
-    load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. path: of the
+    load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. profiles: it wants
+    to know between which shapes they will be. path: of the
     model; with it a session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which
     can be captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
     edits: what is changed in the graph as it is loaded.
@@ -197,6 +199,7 @@ class Submodel:
         place: Place,
         *,
         static_shapes: bool = False,
+        profiles: bool = False,
         path: Path | None = None,
         fixed: bool = False,
         outputs: Sequence[str] | None = None,
@@ -207,11 +210,12 @@ class Submodel:
         self.config = config
         self.place = place
         self.path = path
-        self.static_shapes = static_shapes
+        self.static_shapes, self.profiles = static_shapes, profiles
         self._load, self._fixed, self._outputs, self._weights = load, fixed, outputs, weights
         self._edits = tuple(edits)
         self._session: Any = None
         self._session_shapes: Shapes | None = None
+        self._profile: Profile | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
 
     @property
@@ -221,10 +225,26 @@ class Submodel:
 
     def load(self, shapes: Shapes | None = None) -> onnxruntime.InferenceSession:
         """Load the session unless it is there; for these shapes, where the target wants them static."""
+        if self.profiles and shapes is not None:
+            return self._load_profiled(shapes)
         wanted = shapes if self.static_shapes else None
         if self._session is None or (wanted is not None and wanted != self._session_shapes):
             self.unload()
             self._session, self._session_shapes = self._load(wanted, edits=self._edits), wanted
+        return self._session
+
+    def _load_profiled(self, shapes: Shapes) -> onnxruntime.InferenceSession:
+        """The session for these shapes and for those that came before."""
+        profile = Profile.of(shapes) if self._profile is None else self._profile.with_shapes(shapes)
+        if self._session is None or profile != self._profile:
+            if self._profile not in (None, profile):
+                warnings.warn(
+                    f"{self.part.name}: an engine is built for further sizes, which takes minutes the first time",
+                    SlowerWarning,
+                    stacklevel=3,
+                )
+            self.unload()
+            self._session, self._profile = self._load(None, edits=self._edits, profile=profile), profile
         return self._session
 
     def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
@@ -236,6 +256,7 @@ class Submodel:
             config,
             self.place,
             static_shapes=self.static_shapes,
+            profiles=self.profiles,
             path=self.path,
             fixed=self._fixed,
             outputs=None if self.part.read is None else self.part.read(config),

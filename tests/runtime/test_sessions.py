@@ -17,7 +17,7 @@ from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.machine.packages import onnxruntime_packages
 from sdflow.machine.providers import choose_provider
 from sdflow.runtime.availability import loader_errors, target_availability, try_target
-from sdflow.runtime.sessions import create_session, free_dimensions, provider_options, read_graph
+from sdflow.runtime.sessions import create_session, free_dimensions, read_graph
 from sdflow.targets import TARGETS
 from sdflow.workers import clean_environment, python_command
 
@@ -85,14 +85,6 @@ def test_a_target_with_static_shapes_fixes_them_in_the_session(tmp_path: Path) -
     session = create_session(model, target, shapes={"x": (2, 4, 8, 16), "y": (2, 4)})
     assert [value.shape for value in session.get_inputs()] == [[2, 4, 8, 16], [2, 4]]
     assert session.get_session_options().enable_mem_pattern is False
-
-
-def test_engines_are_kept_only_where_the_caller_says(tmp_path: Path) -> None:
-    tensorrt = TARGETS["tensorrt"]
-    without = provider_options(tensorrt, "TensorrtExecutionProvider", None)
-    assert "trt_engine_cache_path" not in without
-    with_cache = provider_options(tensorrt, "TensorrtExecutionProvider", tmp_path)
-    assert with_cache["trt_engine_cache_path"] == str(tmp_path)
 
 
 def test_availability_is_what_really_ran() -> None:
