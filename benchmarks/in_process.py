@@ -15,7 +15,7 @@ from sdflow.verify.cases import read_cases
 from sdflow.verify.exact import prove
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, hold_folder
-from sdflow.verify.judge import JudgeRequest
+from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.worker import work
 from sdflow.workers import WorkerResult
 

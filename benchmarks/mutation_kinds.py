@@ -110,7 +110,7 @@ class Graph:
         return any(value in node.input for node in self.graph.node)
 
 
-def _graph(folder: Folder, chance: Chance, submodels: Sequence[str] | None = None) -> Graph | None:
+def graph_of(folder: Folder, chance: Chance, submodels: Sequence[str] | None = None) -> Graph | None:
     there = [name for name in (submodels or folder.submodels) if name in folder.submodels]
     return Graph(folder, chance.choice(there)) if there else None
 
@@ -120,7 +120,7 @@ def _size(chance: Chance, least: float, most: float) -> float:
     return float(np.exp(chance.uniform(np.log(least), np.log(most))))
 
 
-def _set(node: Any, name: str, value: Any) -> Any:
+def set_attribute(node: Any, name: str, value: Any) -> Any:
     """Set an attribute; returns what it was, or None."""
     before = None
     for item in list(node.attribute):
@@ -131,7 +131,7 @@ def _set(node: Any, name: str, value: Any) -> Any:
     return before
 
 
-def _get(node: Any, name: str, default: Any = None) -> Any:
+def get_attribute(node: Any, name: str, default: Any = None) -> Any:
     return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
 
 
@@ -139,7 +139,7 @@ def _get(node: Any, name: str, default: Any = None) -> Any:
 
 
 def epsilon(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     types = ("LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm", "InstanceNormalization")
     if not (found := graph.nodes(*types)):
@@ -147,23 +147,23 @@ def epsilon(folder: Folder, chance: Chance) -> str | None:
     chosen = found if chance.random() < 0.3 else [chance.choice(found)]
     factor = _size(chance, 3, 1000)
     for node in chosen:
-        _set(node, "epsilon", float(_get(node, "epsilon", 1e-5)) * factor)
+        set_attribute(node, "epsilon", float(get_attribute(node, "epsilon", 1e-5)) * factor)
     graph.save()
     return f"{graph.submodel}: epsilon of {len(chosen)} norms times {factor:.3g}"
 
 
 def attention_scale(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := graph.nodes("MultiHeadAttention", "Attention")):
         return None
     node, factor = chance.choice(found), 1 + _size(chance, 0.01, 0.5) * chance.choice([-1, 1])
     config = json.loads((folder.path / graph.submodel / CONFIG_FILE).read_text())
-    heads = int(_get(node, "num_heads"))
+    heads = int(get_attribute(node, "num_heads"))
     width = config.get("hidden_size") or _width_of(graph, node)
     if not width:
         return None
-    _set(node, "scale", factor * float(_get(node, "scale", 0.0) or (width / heads) ** -0.5))
+    set_attribute(node, "scale", factor * float(get_attribute(node, "scale", 0.0) or (width / heads) ** -0.5))
     graph.save()
     return f"{graph.submodel}: scale of {node.name} times {factor:.4f}"
 
@@ -177,10 +177,10 @@ def _width_of(graph: Graph, node: Any) -> int | None:
 
 def activation(folder: Folder, chance: Chance) -> str | None:
     """Another activation: Gelu by tanh, another factor of QuickGelu, a SiLU that is missing."""
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     found = [*graph.nodes("Gelu", "FastGelu", "QuickGelu", "Sigmoid")]
-    found += [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if _get(node, "activation")]
+    found += [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if get_attribute(node, "activation")]
     if not found:
         return None
     node = chance.choice(found)
@@ -189,24 +189,26 @@ def activation(folder: Folder, chance: Chance) -> str | None:
     alpha = 1.702 * (1 + _size(chance, 0.002, 0.2))
     for each in chosen:
         if each.op_type == "QuickGelu":
-            _set(each, "alpha", alpha)
+            set_attribute(each, "alpha", alpha)
         elif each.op_type in ("Gelu", "FastGelu"):
             each.op_type = {"Gelu": "FastGelu", "FastGelu": "Gelu"}[each.op_type]
         elif each.op_type == "Sigmoid":
             each.op_type = "HardSigmoid"
         else:
-            _set(each, "activation", 0)
+            set_attribute(each, "activation", 0)
     graph.save()
     return f"{graph.submodel}: activation of {len(chosen)} {node.op_type}"
 
 
 def group_count(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
-    if not (found := [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if _get(node, "groups", 1) > 1]):
+    if not (
+        found := [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if get_attribute(node, "groups", 1) > 1]
+    ):
         return None
     node = chance.choice(found)
-    _set(node, "groups", _get(node, "groups") // 2)
+    set_attribute(node, "groups", get_attribute(node, "groups") // 2)
     graph.save()
     return f"{graph.submodel}: half the groups of {node.name}"
 
@@ -224,7 +226,7 @@ def _element(graph: Graph, value: str) -> Any:
 
 
 def scaled(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := _floats(graph)):
         return None
@@ -235,7 +237,7 @@ def scaled(folder: Folder, chance: Chance) -> str | None:
 
 
 def shifted(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := _floats(graph)):
         return None
@@ -246,7 +248,7 @@ def shifted(folder: Folder, chance: Chance) -> str | None:
 
 
 def clipped(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := _floats(graph)):
         return None
@@ -258,7 +260,7 @@ def clipped(folder: Folder, chance: Chance) -> str | None:
 
 def coarse(folder: Folder, chance: Chance) -> str | None:
     """A value in bfloat16, as a careless conversion leaves it."""
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := _floats(graph)):
         return None
@@ -274,7 +276,7 @@ def coarse(folder: Folder, chance: Chance) -> str | None:
 
 def sum_dropped(folder: Folder, chance: Chance) -> str | None:
     """A sum that forgets a part: a bias, or the connection past a block."""
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     found = [node for node in graph.nodes("Add") if node.output[0] in _floats(graph)]
     if not found:
@@ -294,7 +296,7 @@ def sum_dropped(folder: Folder, chance: Chance) -> str | None:
 
 def inputs_exchanged(folder: Folder, chance: Chance) -> str | None:
     """Two weights of one shape and type, each in the place of the other."""
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     alike: dict[Any, list[str]] = {}
     for tensor in graph.graph.initializer:
@@ -312,7 +314,7 @@ def inputs_exchanged(folder: Folder, chance: Chance) -> str | None:
 
 
 def timestep(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance, ["unet"])
+    graph = graph_of(folder, chance, ["unet"])
     if graph is None:
         return None
     how = chance.choice(["clipped above", "clipped below", "whole", "moved"])
@@ -333,7 +335,7 @@ def timestep(folder: Folder, chance: Chance) -> str | None:
 
 
 def sinusoids(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance, ["unet"])
+    graph = graph_of(folder, chance, ["unet"])
     if graph is None or not graph.nodes("Sin"):
         return None
     angle = graph.nodes("Sin")[0].input[0]
@@ -354,41 +356,43 @@ def sinusoids(folder: Folder, chance: Chance) -> str | None:
 
 
 def padding(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
-    found = [node for node in graph.nodes("Conv", "NhwcConv") if sum(_get(node, "pads", []) or []) >= 4]
+    found = [node for node in graph.nodes("Conv", "NhwcConv") if sum(get_attribute(node, "pads", []) or []) >= 4]
     if not found:
         return None
     node = chance.choice(found)
-    _set(node, "pads", [0, 0, 2, 2])
+    set_attribute(node, "pads", [0, 0, 2, 2])
     graph.save()
     return f"{graph.submodel}: {node.name} pads on one side"
 
 
 def resize(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     if not (found := graph.nodes("Resize")):
         return None
     node = chance.choice(found)
-    _set(node, "mode", "linear")
+    set_attribute(node, "mode", "linear")
     graph.save()
     return f"{graph.submodel}: {node.name} interpolates"
 
 
 def text_mask(folder: Folder, chance: Chance) -> str | None:
-    graph = _graph(folder, chance, [name for name in folder.submodels if name.startswith("text_encoder")])
-    if graph is None or not (found := [node for node in graph.nodes("Attention") if _get(node, "unidirectional")]):
+    graph = graph_of(folder, chance, [name for name in folder.submodels if name.startswith("text_encoder")])
+    if graph is None or not (
+        found := [node for node in graph.nodes("Attention") if get_attribute(node, "unidirectional")]
+    ):
         return None
     node = chance.choice(found)
-    _set(node, "unidirectional", 0)
+    set_attribute(node, "unidirectional", 0)
     graph.save()
     return f"{graph.submodel}: {node.name} sees what comes later"
 
 
 def constant(folder: Folder, chance: Chance) -> str | None:
     """A number of floating point that the graph has of its own."""
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     found = [node for node in graph.nodes("Constant") if node.attribute[0].t.data_type in FLOATS]
     found = [node for node in found if np.any(numpy_helper.to_array(node.attribute[0].t))]
@@ -405,7 +409,7 @@ def constant(folder: Folder, chance: Chance) -> str | None:
 
 
 def _weights(folder: Folder, chance: Chance, change: Callable[[np.ndarray], np.ndarray], what: str) -> str | None:
-    graph = _graph(folder, chance)
+    graph = graph_of(folder, chance)
     assert graph is not None
     found = [tensor for tensor in graph.graph.initializer if tensor.data_type in FLOATS and is_external(tensor)]
     tensor = chance.choice(found)
@@ -451,7 +455,7 @@ def weight_rolled(folder: Folder, chance: Chance) -> str | None:
 # Beside the graphs
 
 
-def _json(folder: Folder, name: str, change: Callable[[Any], None]) -> None:
+def change_json(folder: Folder, name: str, change: Callable[[Any], None]) -> None:
     path = folder.writable(name)
     value = json.loads(path.read_text(encoding="utf-8"))
     change(value)
@@ -469,9 +473,9 @@ def tokenizer_words(folder: Folder, chance: Chance) -> str | None:
     def exchange(vocabulary: dict[str, int]) -> None:
         vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
 
-    _json(folder, f"{name}/vocab.json", exchange)
+    change_json(folder, f"{name}/vocab.json", exchange)
     if (folder.path / name / "tokenizer.json").exists():
-        _json(folder, f"{name}/tokenizer.json", lambda whole: exchange(whole["model"]["vocab"]))
+        change_json(folder, f"{name}/tokenizer.json", lambda whole: exchange(whole["model"]["vocab"]))
     return f"{name}: the ids of {one!r} and {other!r} exchanged"
 
 
@@ -488,7 +492,7 @@ def tokenizer_merge(folder: Folder, chance: Chance) -> str | None:
     gone = lines.pop(place)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if (folder.path / name / "tokenizer.json").exists():
-        _json(folder, f"{name}/tokenizer.json", lambda whole: whole["model"]["merges"].pop(place - 1))
+        change_json(folder, f"{name}/tokenizer.json", lambda whole: whole["model"]["merges"].pop(place - 1))
     return f"{name}: the merge {gone!r} removed"
 
 
@@ -500,7 +504,7 @@ def _number(folder: Folder, name: str, chance: Chance, keys: Sequence[str] | Non
     key = chance.choice(numbers)
     before = found[key]
     after = before + chance.choice([-1, 1]) if isinstance(before, int) else before * (1 + _size(chance, 0.01, 0.5))
-    _json(folder, name, lambda value: value.update({key: after}))
+    change_json(folder, name, lambda value: value.update({key: after}))
     return f"{name}: {key} {before} -> {after}"
 
 
@@ -527,14 +531,14 @@ def class_name(folder: Folder, chance: Chance) -> str | None:
     index = json.loads((folder.path / INDEX_FILE).read_text())
     keys = [key for key, value in index.items() if isinstance(value, list) and value[0]]
     key = chance.choice(keys)
-    _json(folder, INDEX_FILE, lambda value: value.update({key: [value[key][0], f"{value[key][1]}2"]}))
+    change_json(folder, INDEX_FILE, lambda value: value.update({key: [value[key][0], f"{value[key][1]}2"]}))
     return f"{INDEX_FILE}: another class of {key}"
 
 
 def index_entry(folder: Folder, chance: Chance) -> str | None:
     index = json.loads((folder.path / INDEX_FILE).read_text())
     key = chance.choice([key for key, value in index.items() if isinstance(value, list) and value[0]])
-    _json(folder, INDEX_FILE, lambda value: value.pop(key))
+    change_json(folder, INDEX_FILE, lambda value: value.pop(key))
     return f"{INDEX_FILE}: no {key}"
 
 

@@ -3,12 +3,12 @@
     python benchmarks/mutations.py pipelines/shapes_cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
         [--minutes 5] [--kinds epsilon scaled ...]
 
-The kinds are those of `mutation_kinds.py`, in turn; place and size come from the seed and the number of the fault. The digests
-are written anew, as whoever built the pipeline so would have written them. First the submodel with the fault is verified, and
-where that passes the whole pipeline; each ends at the first part that finds something (`in_process.py`). Of what is missed: how
-far the image is from the unchanged pipeline's (relative L2), beside fp16 PyTorch's own distance to fp32 PyTorch. Each result is
-a line of --out; what is there is not done again, so a run that was ended goes on. The exit status is 1 when a fault was missed
-that changes the image by more than that.
+The kinds are those of `mutation_kinds.py` and `mutation_kinds_wiring.py`, in turn; place and size come from the seed and the
+number of the fault. The digests are written anew, as whoever built the pipeline so would have written them. First the submodel
+with the fault is verified, and where that passes the whole pipeline; each ends at the first part that finds something
+(`in_process.py`). Of what is missed: how far the image is from the unchanged pipeline's (relative L2), beside fp16 PyTorch's own
+distance to fp32 PyTorch. Each result is a line of --out; what is there is not done again, so a run that was ended goes on. The
+exit status is 1 when a fault was missed that changes the image by more than that.
 
 The cache is used as it is, and what passes is kept in it: take one that may be thrown away.
 """
@@ -32,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from in_process import Found, Here, verified
-from mutation_kinds import KINDS, Folder
+from mutation_kinds import KINDS as KINDS_OF_NUMBERS
+from mutation_kinds import Folder
+from mutation_kinds_wiring import WIRING
 
 from sdflow.config.workflow import VerifySpec
 from sdflow.distance import relative_l2
@@ -41,10 +43,12 @@ from sdflow.families import FAMILIES
 from sdflow.store import Cache
 from sdflow.verify import images
 from sdflow.verify.cases import read_description
-from sdflow.verify.judge import Desk, JudgeRequest
-from sdflow.verify.reference import IMAGE_FILE
+from sdflow.verify.judge import Desk
+from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.selection import Selection
+from sdflow.verify.torch_images import IMAGE_FILE
 
+KINDS = {**KINDS_OF_NUMBERS, **WIRING}
 IN_THE_STRUCTURE = ("the structure does not have it", "is not what the structure has")
 """What is said of a value that came into the graph behind the builder's back. A pass that is wrong would have put it into the
 structure too, so this does not count as found."""

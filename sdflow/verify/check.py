@@ -12,40 +12,36 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
-from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError
 from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
-from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.manifest import read_manifest
 from sdflow.runtime.availability import target_availability
 from sdflow.store import Cache
-from sdflow.verify import judge, reference
-from sdflow.verify.folder import VERSION as FOLDER_VERSION
+from sdflow.verify import reference
 from sdflow.verify.folder import FolderRequest, source_of
-from sdflow.verify.judge import JudgeRequest
-from sdflow.verify.recipes import RecipeCheck, is_bound, structure_of
-from sdflow.verify.reference import ReferenceRequest
+from sdflow.verify.judge_request import JudgeRequest
+from sdflow.verify.keys import reference_action, tree_digest, verification_action
+from sdflow.verify.recipes import is_bound, structure_of
+from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.requests import Built, judge_request, wanted_of
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection, select
-from sdflow.verify.stored import BoundModel
 from sdflow.verify.subject import Subject
-from sdflow.verify.torch_module import LoraMerge, TorchModule
-from sdflow.weights.lora import LoraInput
 from sdflow.worker_group import WorkerGroup
 from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.verify.worker"
 RESULT_FILE = "verification.json"
-ACTION_FORMAT = 1
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -58,6 +54,10 @@ GONE = "the cache no longer has the recipes of its weights; its workflow, run ag
 Progress = Callable[[str], None]
 
 
+def unheard(phrase: str) -> None:
+    """Progress that nobody asked for."""
+
+
 @dataclass(frozen=True)
 class Verified:
     """A verification, and its images: file name -> PNG."""
@@ -66,37 +66,29 @@ class Verified:
     images: Mapping[str, bytes]
 
 
-@dataclass(frozen=True)
-class _Built:
-    """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
-    its weights were bound to, where the cache still has it. unproved: why there is none."""
+class How(TypedDict, total=False):
+    """How a verification goes about it. fresh: once more, though it passed before. threads: of ONNX Runtime; all cores by
+    itself. progress: is told each phrase. group: whose worker the process is; when that is ended, so is this. run_on: a target
+    whose provider runs the artifacts too; then nothing comes from the cache or is kept in it, which does not know one device
+    from another."""
 
-    submodels: Sequence[str]
-    digests: Mapping[str, str]
-    structures: Mapping[str, Path]
-    unproved: Mapping[str, str]
+    fresh: bool
+    threads: int | None
+    progress: Progress
+    group: WorkerGroup | None
+    run_on: str | None
 
 
 def verify_alone(
-    subject: Subject,
-    spec: VerifySpec,
-    cache: Cache,
-    *,
-    submodels: Sequence[str] | None = None,
-    fresh: bool = False,
-    threads: int | None = None,
-    progress: Progress = lambda phrase: None,
-    group: WorkerGroup | None = None,
-    run_on: str | None = None,
+    subject: Subject, spec: VerifySpec, cache: Cache, *, submodels: Sequence[str] | None = None, **how: Unpack[How]
 ) -> Verified:
-    """Verify a pipeline, without its refiner; from the cache where it passed before. submodels: only these. fresh: even so,
-    once more. group: whose worker the process is; when that is ended, so is this. run_on: a target whose provider runs the
-    artifacts too; then nothing comes from the cache or is kept in it, which does not know one device from another.
+    """Verify a pipeline, without its refiner; from the cache where it passed before. submodels: only these.
 
     A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies, TargetUnavailableError when
     `run_on` is not here.
     """
+    run_on, progress, group = how.get("run_on"), how.get("progress", unheard), how.get("group")
     if run_on is not None:
         _require_here(run_on)
     started = time.perf_counter()
@@ -104,12 +96,12 @@ def verify_alone(
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with scratch_folder("verify") as scratch, cache.lease():
-        request = _request(subject, spec, built, scratch, threads, run_on)
+        request = judge_request(subject, spec, built, scratch, how.get("threads"), run_on)
         exact, worker = _reference(subject, selection, request, cache, progress, group)
-        action = _action(subject, spec, built, exact, cache) if exact is not None else None
+        action = verification_action(subject, spec, built, exact, cache) if exact is not None else None
         if worker is None:
             assert exact is not None and action is not None
-            known = None if fresh or run_on is not None else cache.lookup(action)
+            known = None if how.get("fresh") or run_on is not None else cache.lookup(action)
             if known is not None:
                 return _as_kept(known, subject)
             worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress, group)
@@ -136,7 +128,7 @@ def stamps_of_folder(folder: Path) -> list[Stamp]:
         ) from error
 
 
-def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> _Built:
+def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> Built:
     """Raises UsageError for a submodel that the pipeline does not have."""
     manifest = read_manifest(subject.folder)
     built = subject.checkpoint.family.ordered(manifest.parts)
@@ -145,7 +137,7 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     present = [name for name in built if submodels is None or name in submodels]
     chains = {name: manifest.origin.chains.get(name) for name in present}
     made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
-    return _Built(
+    return Built(
         present,
         digests={name: tree_digest(subject.folder / name, cache) for name in present},
         structures={name: path for name, path in made_by.items() if path is not None},
@@ -162,56 +154,6 @@ def _require_here(target: str) -> None:
             where=f"--run-on {target}",
             remedy=found.remedy or "Leave --run-on out: the artifacts are verified on the CPU alone.",
         )
-
-
-def _request(
-    subject: Subject, spec: VerifySpec, built: _Built, out: Path, threads: int | None, run_on: str | None
-) -> JudgeRequest:
-    """What the process is asked; where the reference lies is not known yet."""
-    return JudgeRequest(
-        family=subject.checkpoint.family.name,
-        folder=subject.folder.absolute(),
-        name=subject.name,
-        target=subject.target,
-        level=spec.level,
-        submodels=built.submodels,
-        reference=Path(),
-        out=out,
-        modules=[_module(subject, name) for name in built.submodels],
-        recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
-        unproved=built.unproved,
-        allow_fallback=subject.allow_fallback,
-        threads=threads,
-        run_on=run_on,
-    )
-
-
-def _action(subject: Subject, spec: VerifySpec, built: _Built, exact: Record, cache: Cache) -> Action:
-    """The key of the verification. exact: the reference."""
-    return Action(
-        {
-            "format": ACTION_FORMAT,
-            "pass": {"name": "Verify", "version": judge.VERSION},
-            "submodel": "pipeline",
-            "config": {
-                "level": spec.level,
-                "target": subject.target,
-                "submodels": sorted(built.submodels),
-                "allow_fallback": subject.allow_fallback,
-            },
-            "inputs": {
-                "artifacts": built.digests,
-                "unproved": sorted(built.unproved),
-                "structures": {name: tree_digest(path, cache) for name, path in built.structures.items()},
-                "beside": beside_digest(subject.folder, built.digests, cache),
-                "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
-                "source": _source(subject, cache),
-                "reference": exact.artifact.digest,
-            },
-            "uses": {name: distribution_version(name) for name in judge.USES},
-            "salt": cache.salt,
-        }
-    )
 
 
 def _as_kept(record: Record, subject: Subject) -> Verified:
@@ -244,25 +186,7 @@ def _reference(
 ) -> tuple[Record | None, WorkerResult | None]:
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge; on a
     read-only cache beside the request's results, without a record."""
-    checkpoint = subject.checkpoint
-    needed = _needed(selection, subject)
-    action = Action(
-        {
-            "format": ACTION_FORMAT,
-            "pass": {"name": "VerifyReference", "version": reference.VERSION},
-            "submodel": "pipeline",
-            "config": selection.to_json(),
-            "inputs": {
-                "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
-                "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
-                **({"options": dict(checkpoint.options)} if checkpoint.options else {}),
-                **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
-                "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
-            },
-            "uses": {name: distribution_version(name) for name in reference.USES},
-            "salt": cache.salt,
-        }
-    )
+    action = reference_action(subject, selection, cache)
     record = cache.lookup(action)
     if record is not None:
         return record, None
@@ -283,49 +207,6 @@ def _reference(
         with cache.staging(action) as staging:
             worker = compute(staging.files)
             return staging.publish(worker.value["reference"], run_facts(worker)), worker
-
-
-def _needed(selection: Selection, subject: Subject) -> list[str]:
-    family = subject.checkpoint.family
-    return sorted({*selection.submodels, *family.drawing, *family.beside(subject.checkpoint.submodels)})
-
-
-def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:
-    """What PyTorch is to compute, into the folder `out`."""
-    checkpoint = subject.checkpoint
-    return ReferenceRequest(
-        family=checkpoint.family.name,
-        loads={name: checkpoint.submodels[name].load for name in _needed(selection, subject)},
-        companions={name: path.absolute() for name, path in checkpoint.companions.items()},
-        options=checkpoint.options,
-        scheduler=checkpoint.said.get("scheduler"),
-        loras=_merges(subject),
-        selection=selection,
-        out=out.absolute(),
-    )
-
-
-def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
-    part = subject.checkpoint.submodels[submodel]
-    loras = [LoraInput(lora.path.absolute(), lora.scale) for lora in subject.loras]
-    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras, _denoiser(subject))
-    return RecipeCheck(submodel, structure.absolute(), bound)
-
-
-def _module(subject: Subject, submodel: str) -> TorchModule:
-    """The PyTorch model of a submodel, with its LoRAs."""
-    return TorchModule(submodel, subject.checkpoint.submodels[submodel].load, _merges(subject), _denoiser(subject))
-
-
-def _merges(subject: Subject) -> list[LoraMerge]:
-    return [LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras]
-
-
-def _denoiser(subject: Subject) -> Mapping[str, Any]:
-    """Its config."""
-    checkpoint = subject.checkpoint
-    config: Mapping[str, Any] = checkpoint.submodels[checkpoint.family.denoiser].load["config"]
-    return config
 
 
 def _work(
@@ -369,29 +250,3 @@ def run_facts(worker: WorkerResult) -> dict[str, Any]:
         "peak_memory": worker.peak_memory,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def tree_digest(folder: Path, cache: Cache) -> str:
-    """The tree digest of what really lies in a folder, whatever a manifest says."""
-    folder = folder.resolve()
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest_tree(
-        FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, cache.stat.digest(path)) for path in files
-    )
-
-
-def beside_digest(folder: Path, submodels: Container[str], cache: Cache) -> str:
-    """Everything in the folder but sdflow.json and these submodels, whatever it is: a verification is about the
-    folder as a whole."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != MANIFEST_FILE and path.name not in submodels:
-            found[path.name] = cache.stat.digest(path) if path.is_file() else tree_digest(path, cache)
-    return digest_json(found)
-
-
-def _source(subject: Subject, cache: Cache) -> str:
-    """What the folder is held to, and how."""
-    source = source_of(subject.checkpoint).to_json()
-    companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
-    return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

@@ -19,8 +19,10 @@ from sdflow.verify.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.half import quick_halves
 from sdflow.verify.images import judge_image, text_to_image
 from sdflow.verify.inputs import control_images, first_latents
-from sdflow.verify.reference import IMAGE_FILE, Embeddings, ReferenceRequest, ReferenceRun, told
+from sdflow.verify.reference import ReferenceRun
+from sdflow.verify.reference_request import ReferenceRequest
 from sdflow.verify.result import ImageVerdict
+from sdflow.verify.torch_images import IMAGE_FILE, Embeddings, told
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,9 +24,9 @@ from sdflow.runtime.folder import (
 from sdflow.samples.canvas import canvas
 from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 from sdflow.verify.inputs import IMAGE_SCALE, control_images, shown_images
-from sdflow.verify.reference import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
+from sdflow.verify.torch_images import IMAGE_FILE, SAMPLE_FILE
 
 if TYPE_CHECKING:
     import numpy as np

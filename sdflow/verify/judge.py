@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
 from sdflow.distance import relative_l2
@@ -25,13 +24,12 @@ from sdflow.verify.exact import Proof, exact_distance, locate, prove
 from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
 from sdflow.verify.judge_output import judge_outputs
+from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.on_device import run_on_device
 from sdflow.verify.promises import check_promises, read_configs
-from sdflow.verify.recipes import RecipeCheck
 from sdflow.verify.result import CaseDistance, SubmodelVerdict, Verification
 from sdflow.verify.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.selection import Selection
-from sdflow.verify.torch_module import TorchModule
 from sdflow.verify.unsupported_nodes import fits
 
 if TYPE_CHECKING:
@@ -41,49 +39,6 @@ VERSION = 6
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime", "peft", "torch", "transformers")
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class JudgeRequest:
-    """What to verify. folder: an assembled pipeline of the family of this name. reference: what `sdflow.verify.reference`
-    wrote. out: for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the
-    weights were bound to. unproved: why there is none, of the submodels without. allow_fallback: what the target has no kernel
-    for is a warning.
-    """
-
-    family: str
-    folder: Path
-    name: str
-    target: str
-    level: str
-    submodels: Sequence[str]
-    reference: Path
-    out: Path
-    modules: Sequence[TorchModule] = ()
-    recipes: Sequence[RecipeCheck] = ()
-    unproved: Mapping[str, str] = field(default_factory=dict)
-    allow_fallback: bool = False
-    threads: int | None = None
-    run_on: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
-        modules, recipes = ([each.to_json() for each in some] for some in (self.modules, self.recipes))
-        return {
-            **vars(self),
-            **paths,
-            "submodels": list(self.submodels),
-            "modules": modules,
-            "recipes": recipes,
-            "unproved": dict(self.unproved),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
-        paths = {key: Path(value[key]) for key in ("folder", "reference", "out")}
-        modules = [TorchModule.from_json(each) for each in value["modules"]]
-        recipes = [RecipeCheck.from_json(each) for each in value["recipes"]]
-        return cls(**{**value, **paths, "modules": modules, "recipes": recipes})
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:

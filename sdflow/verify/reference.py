@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
@@ -42,7 +41,8 @@ from sdflow.verify.inputs import (
     text_cases,
 )
 from sdflow.verify.recording import recording, trajectory
-from sdflow.verify.selection import Selection
+from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.torch_images import IMAGE_FILE, Embeddings, draw_by_torch, draw_sample, sample_cases, told
 from sdflow.verify.torch_module import LoraMerge, TorchModule
 
 if TYPE_CHECKING:
@@ -52,51 +52,8 @@ if TYPE_CHECKING:
 VERSION = 5
 """Raise it whenever other numbers come out: it is part of the key."""
 USES = ("diffusers", "numpy", "peft", "torch", "transformers")
-IMAGE_FILE = "image.npz"
-SAMPLE_FILE = "sample.npz"
 
 Progress = Callable[[str], None]
-Embeddings = Mapping[str, "torch.Tensor"]
-"""Arguments of a call of diffusers' pipeline that stand for prompts."""
-
-
-@dataclass(frozen=True)
-class ReferenceRequest:
-    """What to compute. family: its name. loads: submodel -> how to load it. companions: of the family -> folder.
-    options: of the family. scheduler: by name, in place of the one that lies there."""
-
-    family: str
-    loads: Mapping[str, Mapping[str, Any]]
-    companions: Mapping[str, Path]
-    loras: Sequence[LoraMerge]
-    selection: Selection
-    out: Path
-    options: Mapping[str, Any] = field(default_factory=dict)
-    scheduler: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "loads": dict(self.loads),
-            "companions": {name: str(path) for name, path in self.companions.items()},
-            "loras": [{"path": str(lora.path), "scale": lora.scale} for lora in self.loras],
-            "selection": self.selection.to_json(),
-            "out": str(self.out),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ReferenceRequest:
-        return cls(
-            family=value["family"],
-            loads=value["loads"],
-            companions={name: Path(path) for name, path in value["companions"].items()},
-            loras=[LoraMerge(Path(lora["path"]), lora["scale"]) for lora in value["loras"]],
-            selection=Selection.from_json(value["selection"]),
-            out=Path(value["out"]),
-            options=value["options"],
-            scheduler=value["scheduler"],
-        )
 
 
 def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
@@ -173,7 +130,7 @@ class ReferenceRun:
         guided = self.family.guided(self.configs(), selection.guidance_scale)
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], guided)
-        sample = encoded([case.prompt for case in _sample_cases(selection)], guided) if selection.sample_cases else None
+        sample = encoded([case.prompt for case in sample_cases(selection)], guided) if selection.sample_cases else None
         for name, network in networks.items():
             self.progress(f"reference: {name} in fp32")
             run_cases(results[name], "float32", network)
@@ -253,7 +210,7 @@ class ReferenceRun:
         start = {**self._start(pipeline, torch.from_numpy(latents)), **told(controls)}
         self.set_scales(pipeline, shown)
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
-            image = _draw(pipeline, selection, texts.float32, {**start, **shown.float32})
+            image = draw_by_torch(pipeline, selection, texts.float32, {**start, **shown.float32})
         stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
@@ -265,7 +222,7 @@ class ReferenceRun:
             run_cases(results[name], "float32", network)
         if texts.sample is not None:
             self.progress("reference: images of the sample")
-            _sample_images(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
+            draw_sample(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
         for network in networks.values():
             network.model.to_float16(network.module)
         with quick_halves(*(network.module for network in networks.values())):
@@ -273,7 +230,7 @@ class ReferenceRun:
                 self.progress(f"reference: {name} in fp16")
                 run_cases(results[name], "float16", network)
             self.progress("reference: denoising in fp16")
-            half_image = _draw(pipeline, selection, texts.float16, {**start, **shown.float16})
+            half_image = draw_by_torch(pipeline, selection, texts.float16, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -336,51 +293,3 @@ class ReferenceRun:
         with np.load(self.request.out / IMAGE_FILE) as stored:
             image: np.ndarray = stored["float32"][None]
         return image
-
-
-def _draw(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
-    """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
-    `_told`."""
-    import numpy as np
-    import torch
-
-    image: np.ndarray = pipeline(
-        **texts,
-        **{**start, "latents": start["latents"].to(next(iter(texts.values())).dtype)},
-        num_inference_steps=selection.steps,
-        guidance_scale=selection.guidance_scale,
-        generator=torch.Generator().manual_seed(selection.seed),
-        output_type="np",
-    ).images[0]
-    return image.astype(np.float32)
-
-
-def told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Arguments for the images of the ControlNets; none where there are none."""
-    import torch
-
-    return {"image": [torch.from_numpy(each) for each in controls]} if controls else {}
-
-
-def _sample_cases(selection: Selection) -> Any:
-    from sdflow.samples import prompts
-
-    return prompts.evaluation_set()[: selection.sample_cases]
-
-
-def _sample_images(pipeline: Any, selection: Selection, texts: Embeddings, given: Mapping[str, Any], out: Path) -> None:
-    """Images of the sample's own evaluation set, for its measure of meaning."""
-    import numpy as np
-    import torch
-
-    from sdflow.samples import prompts
-
-    images = pipeline(
-        **texts,
-        latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in _sample_cases(selection)])),
-        num_inference_steps=selection.sample_steps,
-        guidance_scale=selection.guidance_scale,
-        output_type="np",
-        **given,
-    ).images
-    np.savez(out / SAMPLE_FILE, float32=images)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sdflow import stop
 from sdflow.artifact import Action
@@ -26,23 +26,21 @@ from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
 from sdflow.verify import ensemble, judge, reference
 from sdflow.verify.check import (
-    ACTION_FORMAT,
-    Progress,
+    How,
     Verified,
-    beside_digest,
     image_files,
     run_facts,
     run_worker_on,
     stamps_of_folder,
-    tree_digest,
+    unheard,
     verify_alone,
-    wanted_of,
 )
 from sdflow.verify.ensemble import EnsembleRequest
+from sdflow.verify.keys import ACTION_FORMAT, beside_digest, tree_digest
+from sdflow.verify.requests import wanted_of
 from sdflow.verify.result import ImageVerdict, Verification
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import Subject
-from sdflow.worker_group import WorkerGroup
 
 HAND_OVER = 0.5
 """Where the refiner takes over: so that both have steps, few as they are."""
@@ -51,16 +49,7 @@ RESULT_FILE = "ensemble.json"
 
 
 def verify(
-    subject: Subject,
-    spec: VerifySpec,
-    cache: Cache,
-    *,
-    submodels: Sequence[str] | None = None,
-    fresh: bool = False,
-    threads: int | None = None,
-    progress: Progress = lambda phrase: None,
-    group: WorkerGroup | None = None,
-    run_on: str | None = None,
+    subject: Subject, spec: VerifySpec, cache: Cache, *, submodels: Sequence[str] | None = None, **how: Unpack[How]
 ) -> Verified:
     """Verify a pipeline and, where it has one, its refiner. All as of `verify_alone`; submodels: of the refiner
     `refiner/SUBMODEL`.
@@ -68,33 +57,21 @@ def verify(
     Without all submodels there is no image of both.
     """
     if subject.refiner is None:
-        return verify_alone(
-            subject,
-            spec,
-            cache,
-            submodels=submodels,
-            fresh=fresh,
-            threads=threads,
-            progress=progress,
-            group=group,
-            run_on=run_on,
-        )
-    more: dict[str, Any] = {"fresh": fresh, "threads": threads, "progress": progress, "group": group}
-    alone = {**more, "run_on": run_on}
+        return verify_alone(subject, spec, cache, submodels=submodels, **how)
     own = None if submodels is None else [name for name in submodels if not name.startswith(f"{REFINER}/")]
     found: list[Verified] = []
     if own is None or own:
-        found.append(verify_alone(subject, spec, cache, submodels=own, **alone))
+        found.append(verify_alone(subject, spec, cache, submodels=own, **how))
     refiners = _of_the_refiner(subject, submodels)
     if refiners:
-        found.append(_named(verify_alone(subject.refiner, spec, cache, submodels=refiners, **alone)))
+        found.append(_named(verify_alone(subject.refiner, spec, cache, submodels=refiners, **how)))
     config = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
     if submodels is None and adapter_count(config):
         merged = _merged(subject, [each.result for each in found])
         told = "base and refiner: no image of both, as the base has IP-Adapters"
         return Verified(replace(merged, coverage=(*merged.coverage, told)), found[0].images)
     if submodels is None and all(each.result.passed for each in found):
-        image, images, cached = both(subject, subject.refiner, spec, cache, **more)
+        image, images, cached = both(subject, subject.refiner, spec, cache, **how)
         result = replace(_merged(subject, [each.result for each in found]), ensemble=image)
         told = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the way"
         result = replace(result, coverage=(*result.coverage, told), cached=result.cached and cached)
@@ -159,23 +136,15 @@ def _steps(spec: VerifySpec) -> int:
 
 
 def both(
-    subject: Subject,
-    refiner: Subject,
-    spec: VerifySpec,
-    cache: Cache,
-    *,
-    fresh: bool = False,
-    threads: int | None = None,
-    progress: Progress = lambda phrase: None,
-    group: WorkerGroup | None = None,
+    subject: Subject, refiner: Subject, spec: VerifySpec, cache: Cache, **how: Unpack[How]
 ) -> tuple[ImageVerdict, dict[str, bytes], bool]:
-    """The image of both; the files of it; whether the cache had them."""
+    """The image of both; the files of it; whether the cache had them. Drawn on this machine's CPU, whatever `run_on` says."""
     folder_stamps = [stamp for each in (subject, refiner) for stamp in stamps_of_folder(each.folder)]
     family = subject.checkpoint.family
     selection = select(spec, subject.image, family.drawing, subject.checkpoint)
     selection = replace(selection, steps=_steps(spec), sample_cases=0)
     action = _action(subject, refiner, selection, cache)
-    known = None if fresh else cache.lookup(action)
+    known = None if how.get("fresh") else cache.lookup(action)
     if known is not None:
         return _read(known.artifact.path), image_files(known.artifact.path), True
     with scratch_folder("verify") as scratch, cache.lease():
@@ -185,10 +154,11 @@ def both(
             (subject.folder.absolute(), refiner.folder.absolute()),
             subject.target,
             HAND_OVER,
-            threads,
+            how.get("threads"),
         )
         stop.check()
-        worker = run_worker_on({"ensemble": request.to_json()}, [*subject.stamps, *refiner.stamps], progress, group)
+        stamps = [*subject.stamps, *refiner.stamps]
+        worker = run_worker_on({"ensemble": request.to_json()}, stamps, how.get("progress", unheard), how.get("group"))
         check_stamps(folder_stamps, "its verification began")
         (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
         verdict, images = _read(scratch), image_files(scratch)

@@ -14,9 +14,11 @@ from sdflow.verify.cases import read_description
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
-from sdflow.verify.judge import JudgeRequest, judge
+from sdflow.verify.judge import judge
+from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.memory import require_memory
-from sdflow.verify.reference import ReferenceRequest, compute
+from sdflow.verify.reference import compute
+from sdflow.verify.reference_request import ReferenceRequest
 from sdflow.verify.result import Verification
 from sdflow.verify.selection import Selection
 from sdflow.workers import serve_request

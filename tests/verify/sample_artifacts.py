@@ -28,7 +28,8 @@ from sdflow.store import Cache
 from sdflow.verify.cases import Cases, read_cases
 from sdflow.verify.graph import open_graph
 from sdflow.verify.judge import judge_submodel
-from sdflow.verify.reference import ReferenceRequest, compute
+from sdflow.verify.reference import compute
+from sdflow.verify.reference_request import ReferenceRequest
 from sdflow.verify.result import SubmodelVerdict
 from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import own_image

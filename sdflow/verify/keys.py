@@ -1,0 +1,98 @@
+"""What a reference and a verification depend on: their keys in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+from sdflow.artifact import Action, Record
+from sdflow.config.workflow import VerifySpec
+from sdflow.digest import FileEntry, digest_json, digest_tree
+from sdflow.machine.packages import distribution_version
+from sdflow.manifest import MANIFEST_FILE
+from sdflow.store import Cache
+from sdflow.verify import judge, reference
+from sdflow.verify.folder import VERSION as FOLDER_VERSION
+from sdflow.verify.folder import source_of
+from sdflow.verify.requests import Built, submodels_of_reference
+from sdflow.verify.selection import Selection
+from sdflow.verify.subject import Subject
+
+ACTION_FORMAT = 1
+
+
+def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Action:
+    """The key of the reference."""
+    checkpoint = subject.checkpoint
+    needed = submodels_of_reference(selection, subject)
+    return Action(
+        {
+            "format": ACTION_FORMAT,
+            "pass": {"name": "VerifyReference", "version": reference.VERSION},
+            "submodel": "pipeline",
+            "config": selection.to_json(),
+            "inputs": {
+                "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
+                "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
+                **({"options": dict(checkpoint.options)} if checkpoint.options else {}),
+                **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
+                "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
+            },
+            "uses": {name: distribution_version(name) for name in reference.USES},
+            "salt": cache.salt,
+        }
+    )
+
+
+def verification_action(subject: Subject, spec: VerifySpec, built: Built, exact: Record, cache: Cache) -> Action:
+    """The key of the verification. exact: the reference."""
+    return Action(
+        {
+            "format": ACTION_FORMAT,
+            "pass": {"name": "Verify", "version": judge.VERSION},
+            "submodel": "pipeline",
+            "config": {
+                "level": spec.level,
+                "target": subject.target,
+                "submodels": sorted(built.submodels),
+                "allow_fallback": subject.allow_fallback,
+            },
+            "inputs": {
+                "artifacts": built.digests,
+                "unproved": sorted(built.unproved),
+                "structures": {name: tree_digest(path, cache) for name, path in built.structures.items()},
+                "beside": beside_digest(subject.folder, built.digests, cache),
+                "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
+                "source": _source(subject, cache),
+                "reference": exact.artifact.digest,
+            },
+            "uses": {name: distribution_version(name) for name in judge.USES},
+            "salt": cache.salt,
+        }
+    )
+
+
+def tree_digest(folder: Path, cache: Cache) -> str:
+    """The tree digest of what really lies in a folder, whatever a manifest says."""
+    folder = folder.resolve()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return digest_tree(
+        FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, cache.stat.digest(path)) for path in files
+    )
+
+
+def beside_digest(folder: Path, submodels: Container[str], cache: Cache) -> str:
+    """Everything in the folder but sdflow.json and these submodels, whatever it is: a verification is about the
+    folder as a whole."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != MANIFEST_FILE and path.name not in submodels:
+            found[path.name] = cache.stat.digest(path) if path.is_file() else tree_digest(path, cache)
+    return digest_json(found)
+
+
+def _source(subject: Subject, cache: Cache) -> str:
+    """What the folder is held to, and how."""
+    source = source_of(subject.checkpoint).to_json()
+    companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
+    return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

@@ -1,0 +1,94 @@
+"""What the process that verifies is asked, of a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.config.workflow import VerifySpec
+from sdflow.verify.judge_request import JudgeRequest
+from sdflow.verify.recipes import RecipeCheck
+from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.selection import Selection
+from sdflow.verify.stored import BoundModel
+from sdflow.verify.subject import Subject
+from sdflow.verify.torch_module import LoraMerge, TorchModule
+from sdflow.weights.lora import LoraInput
+
+
+@dataclass(frozen=True)
+class Built:
+    """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
+    its weights were bound to, where the cache still has it. unproved: why there is none."""
+
+    submodels: Sequence[str]
+    digests: Mapping[str, str]
+    structures: Mapping[str, Path]
+    unproved: Mapping[str, str]
+
+
+def judge_request(
+    subject: Subject, spec: VerifySpec, built: Built, out: Path, threads: int | None, run_on: str | None
+) -> JudgeRequest:
+    """What the process is asked; where the reference lies is not known yet."""
+    return JudgeRequest(
+        family=subject.checkpoint.family.name,
+        folder=subject.folder.absolute(),
+        name=subject.name,
+        target=subject.target,
+        level=spec.level,
+        submodels=built.submodels,
+        reference=Path(),
+        out=out,
+        modules=[_module(subject, name) for name in built.submodels],
+        recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
+        unproved=built.unproved,
+        allow_fallback=subject.allow_fallback,
+        threads=threads,
+        run_on=run_on,
+    )
+
+
+def submodels_of_reference(selection: Selection, subject: Subject) -> list[str]:
+    family = subject.checkpoint.family
+    return sorted({*selection.submodels, *family.drawing, *family.beside(subject.checkpoint.submodels)})
+
+
+def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:
+    """What PyTorch is to compute, into the folder `out`."""
+    checkpoint = subject.checkpoint
+    return ReferenceRequest(
+        family=checkpoint.family.name,
+        loads={name: checkpoint.submodels[name].load for name in submodels_of_reference(selection, subject)},
+        companions={name: path.absolute() for name, path in checkpoint.companions.items()},
+        options=checkpoint.options,
+        scheduler=checkpoint.said.get("scheduler"),
+        loras=_merges(subject),
+        selection=selection,
+        out=out.absolute(),
+    )
+
+
+def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
+    part = subject.checkpoint.submodels[submodel]
+    loras = [LoraInput(lora.path.absolute(), lora.scale) for lora in subject.loras]
+    bound = BoundModel((subject.folder / submodel).absolute(), part.load, loras, _denoiser(subject))
+    return RecipeCheck(submodel, structure.absolute(), bound)
+
+
+def _module(subject: Subject, submodel: str) -> TorchModule:
+    """The PyTorch model of a submodel, with its LoRAs."""
+    return TorchModule(submodel, subject.checkpoint.submodels[submodel].load, _merges(subject), _denoiser(subject))
+
+
+def _merges(subject: Subject) -> list[LoraMerge]:
+    return [LoraMerge(lora.path.absolute(), lora.scale) for lora in subject.loras]
+
+
+def _denoiser(subject: Subject) -> Mapping[str, Any]:
+    """Its config."""
+    checkpoint = subject.checkpoint
+    config: Mapping[str, Any] = checkpoint.submodels[checkpoint.family.denoiser].load["config"]
+    return config
