@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--soak", type=float, metavar="SECONDS")
+    parser.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of what it can take")
+    parser.add_argument("--capacity", type=float, help="images/s that it can take, where that was measured before")
     parser.add_argument("--rate", type=float, help="of the soak, in images/s")
     parser.add_argument("--loras", type=Path, help="of the soak: the folder that they are in")
     parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
@@ -62,22 +64,23 @@ def main() -> None:
         urls = {"sdflow serve": own}
         with plain_server(given, "one at a time") as one, plain_server(given, "batches of 8, 50 ms") as eight:
             urls |= {"one at a time": one, "batches of 8, 50 ms": eight}
-            asyncio.run(compare(urls, body, given.seconds, given.seed))
+            asyncio.run(compare(urls, body, given))
 
 
-async def compare(urls: dict[str, str], body: dict[str, Any], seconds: float, seed: int) -> None:
+async def compare(urls: dict[str, str], body: dict[str, Any], given: Any) -> None:
     """Print a table of all servers at all rates."""
-    most = {}
+    most = given.capacity
     for name, url in urls.items():
-        most[name] = await capacity(url, body, max(seconds / 4, 5))
-        print(f"{name}: {most[name]:.2f} images/s for {CLIENTS} clients that wait; {load()}", flush=True)
+        found = await capacity(url, body, max(given.seconds / 4, 5))
+        most = most or found
+        print(f"{name}: {found:.2f} images/s for {CLIENTS} clients that wait; {load()}", flush=True)
     print(
         "| rate | server | images/s | p50 s | p95 s | of its p95 | refused | machine |\n|---|---|---|---|---|---|---|---|"
     )
-    for part in PARTS:
-        rate, p95 = part * most["sdflow serve"], 0.0
+    for part in given.parts:
+        rate, p95 = part * most, 0.0
         for name, url in urls.items():
-            took, refused, whole = await arrivals(url, itertools.repeat(body), rate, seconds, seed)
+            took, refused, whole = await arrivals(url, itertools.repeat(body), rate, given.seconds, given.seed)
             tail = quantile(took, 0.95)
             p95 = p95 or tail
             figures = f"{len(took) / whole:.2f} | {quantile(took, 0.5):.2f} | {tail:.2f} | {p95 / tail:.2f} | {refused}"
@@ -198,6 +201,8 @@ def started(command: list[str]) -> Iterator[str]:
                     break
                 if said["event"] == "worker lost":
                     raise SystemExit(said["what"])
+            else:
+                sys.stderr.buffer.write(line)
         else:
             raise SystemExit(f"it ended: {' '.join(command)}")
         sink = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # its log goes on

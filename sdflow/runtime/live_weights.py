@@ -38,10 +38,15 @@ class LiveWeights:
         opened.CopyFrom(graph)
         del opened.graph.initializer[:]
         opened.graph.initializer.extend(others)
+        matrices = _as_products(opened, {tensor.name: tuple(tensor.dims) for tensor in live})
+        slots = {
+            tensor.name: self._slots[tensor.name].view(matrices.get(tensor.name, tuple(tensor.dims))) for tensor in live
+        }
         opened.graph.input.extend(
-            helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in live
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, list(slots[tensor.name].shape))
+            for tensor in live
         )
-        return opened, {tensor.name: self._slots[tensor.name] for tensor in live}
+        return opened, slots
 
     def hold(self, values: Mapping[str, torch.Tensor]) -> None:
         """Let the next runs read these, and the model's own where there are none. On a GPU, queued on the current stream."""
@@ -50,6 +55,48 @@ class LiveWeights:
             if self._held[name] is not wanted:
                 slot.copy_(wanted)
                 self._held[name] = wanted
+
+
+def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Change NhwcConv of a live weight into a product of matrices, in place; the shapes that those weights have then.
+
+    ONNX Runtime's CUDA provider takes no NhwcConv whose weight is an input. Over single pixels it is that product: (images, rows,
+    columns, channels) times the transpose of (filters, 1, 1, channels).
+    """
+    from onnx import helper
+
+    shapes: dict[str, tuple[int, int]] = {}
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "NhwcConv" or node.input[1] not in live:
+            nodes.append(node)
+            continue
+        image, weight, *bias = node.input
+        shapes[weight] = (live[weight][0], live[weight][-1])
+        product = f"{node.output[0]}/product" if bias else node.output[0]
+        nodes.append(
+            helper.make_node("FusedMatMul", [image, weight], [product], node.name, domain="com.microsoft", transB=1)
+        )
+        if bias:
+            nodes.append(helper.make_node("Add", [product, bias[0]], [node.output[0]], f"{node.name}/Add"))
+    kept = [copied(node) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return shapes
+
+
+def over_single_pixels(node: onnx.NodeProto) -> bool:
+    """Whether a convolution is a product of matrices."""
+    from onnx import helper
+
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    ones = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0}
+    return (
+        attributes.get("kernel_shape") is not None
+        and all(set(attributes.get(name, [])) <= {value} for name, value in ones.items())
+        and attributes.get("group", 1) == 1
+        and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
+    )
 
 
 def own_values(model: Path, names: Collection[str], device: str) -> dict[str, torch.Tensor]:

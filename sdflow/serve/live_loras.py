@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
-from sdflow.runtime.live_weights import LiveWeights, own_values
+from sdflow.runtime.live_weights import LiveWeights, over_single_pixels, own_values
 from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.weights.half import AtLimit
 from sdflow.weights.lora import LoraInput, Loras, Merged
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
 READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
-"""Operators that take a weight which is no constant, and compute the same with it."""
+"""Operators that take a weight which is no constant, and compute the same with it; NhwcConv over single pixels alone
+(`LiveWeights.open`)."""
 
 Layers = Sequence[tuple[Mapping[str, "LoraLayer"], float]]
 """What each LoRA holds for a submodel, and how much it counts."""
@@ -64,12 +65,13 @@ class Structure:
     @cached_property
     def changeable(self) -> frozenset[str]:
         """The initializers that may be inputs: they lie in the data file, and every operator that reads them can do that."""
-        readers: dict[str, set[str]] = {}
+        readers: dict[str, list[bool]] = {}
         for node in self._graph.node:
+            takes = node.op_type in READERS and (node.op_type != "NhwcConv" or over_single_pixels(node))
             for name in node.input:
-                readers.setdefault(name, set()).add(node.op_type)
+                readers.setdefault(name, []).append(takes)
         large = {tensor.name for tensor in self._graph.initializer if tensor_bytes(tensor) >= INLINE_BELOW}
-        return frozenset(name for name in large & self.recipes.keys() if readers.get(name, {""}) <= READERS)
+        return frozenset(name for name in large & self.recipes.keys() if all(readers.get(name, [False])))
 
     @cached_property
     def usual(self) -> frozenset[str]:

@@ -59,10 +59,14 @@ def work(connection: Connection, options: WorkerOptions) -> None:
 
 
 def _draw(connection: Connection, options: WorkerOptions) -> None:
+    import torch
+
     from sdflow.serve.engine import Engine
     from sdflow.serve.ready_pipelines import ReadyPipelines
     from sdflow.serve.served_pipeline import ServedPipeline
 
+    # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
+    torch.set_num_threads(1)
     pipelines = {
         name: ServedPipeline.load(folder, options.threads, options.checker)
         for name, folder in options.pipelines.items()
