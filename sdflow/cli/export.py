@@ -53,6 +53,9 @@ def export(
     ] = None,
     width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's own size.")] = None,
     images: Annotated[int | None, typer.Option(help="How many at once, where the size is one alone.")] = None,
+    embed: Annotated[
+        bool, typer.Option("--embed", help="The weights in the graph, not beside it: for browsers. Up to 2 GB.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
@@ -77,6 +80,7 @@ def export(
         height=height,
         width=width,
         images=images,
+        embed=embed,
     )
     if schedule_file is not None:
         table = folder_schedule(pipeline, wanted)

@@ -5,6 +5,7 @@ Nothing is computed with the weights: the files are those of the artifacts, copi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
 from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.families.base import Latents
+from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
 from sdflow.runtime.folder import (
     SCHEDULER,
     folder_defaults,
@@ -29,6 +31,10 @@ from sdflow.runtime.folder import (
     submodel_config,
 )
 from sdflow.runtime.start import require_size
+from sdflow.units import spell_bytes
+
+EMBEDDED = 2_000_000_000
+"""Bytes of weights within a graph: a protobuf message ends at 2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Wanted:
     """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
     without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
     put the safety checker in, where the pipeline has one. text: put the tokenizers in. height, width, images: of the only size
-    that the graph then draws; without any of them it draws all sizes. Those that are not given: the model's own size, one."""
+    that the graph then draws; without any of them it draws all sizes. Those that are not given: the model's own size, one.
+    embed: the weights in the graph, up to EMBEDDED bytes."""
 
     scheduler: str | None = None
     steps: int | None = None
@@ -48,6 +55,7 @@ class Wanted:
     height: int | None = None
     width: int | None = None
     images: int | None = None
+    embed: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,9 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     source = Source(folder, family, tuple(there), configs, read_options(folder), load_companions(folder))
     composed = compose(source, form, {name: path.name for name, path in data.items()})
     model, beside = composed.model, out.with_name(f"{out.name}.json")
+    if wanted.embed:
+        _embed(model, {path.name: folder / name / WEIGHTS_FILE for name, path in data.items()})
+        data = {}
     inputs, outputs = (tuple(map(_described, items)) for items in (model.graph.input, model.graph.output))
     told = {
         "format_version": FORMAT_VERSION,
@@ -124,6 +135,24 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         ) from error
     files = (out, *data.values(), beside)
     return Exported(files, sum(path.stat().st_size for path in files), inputs, outputs, schedule)
+
+
+def _embed(model: Any, files: Mapping[str, Path]) -> None:
+    """Put the weights into the graph. files: by the names that they have in it. Raises UsageError for too many."""
+    if (size := sum(path.stat().st_size for path in files.values())) > EMBEDDED:
+        raise UsageError(
+            f"the weights are {spell_bytes(size)}, and a graph holds {spell_bytes(EMBEDDED)}",
+            where="--embed",
+            remedy="Leave it away: the weights are then beside the graph.",
+        )
+    opened = {name: path.read_bytes() for name, path in files.items()}
+    for tensor, _ in initializers_and_constants(model):
+        if is_external(tensor):
+            name, offset, length = data_span(tensor)
+            assert length is not None, "as compose writes them"
+            tensor.raw_data = opened[name][offset : offset + length]
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
 
 
 def _size(wanted: Wanted, what: Latents) -> Size | None:

@@ -189,6 +189,19 @@ def test_a_graph_of_one_size_works_out_no_shape_in_a_round(tiny_pipeline: Path, 
     assert not [node.name for node in loop.attribute[0].g.node if node.op_type == "Shape"]
 
 
+def test_weights_may_be_in_the_graph(
+    tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = exported(tiny_pipeline, tmp_path / "tiny.onnx", checker=False, embed=True)
+    assert {path.name for path in made.files} == {"tiny.onnx", "tiny.onnx.json"}
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx")
+    assert drawing.told["data"] == []
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
+    monkeypatch.setattr("sdflow.export.one_file.EMBEDDED", 1000)
+    with pytest.raises(UsageError, match="and a graph holds 1"):
+        exported(tiny_pipeline, tmp_path / "tiny.onnx", embed=True)
+
+
 def test_a_size_that_the_model_cannot_draw_is_told(tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="height is 100 pixels"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", height=100)
