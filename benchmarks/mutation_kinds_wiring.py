@@ -54,8 +54,8 @@ def _behind(graph: Graph, value: str) -> set[str]:
 
 
 def results_exchanged(folder: Folder, chance: Chance) -> str | None:
-    """Results of two weights of one shape, neither computed from the other, each in the place of the other: a block's time bias in another
-    block, queries for keys."""
+    """Results of two weights of one shape, neither computed from the other, each in the place of the other: a block's time bias
+    in another block, queries for keys."""
     graph = graph_of(folder, chance)
     assert graph is not None
     sizes = {each.name: tuple(each.dims) for each in graph.graph.initializer}

@@ -15,8 +15,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class CaseDistance:
-    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch. draws: over how
-    many ways to round (`sdflow.verify.roundings`) these are root mean squares."""
+    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch. draws: of how
+    many ways to round (`sdflow.verify.roundings`) these are the lower quartile."""
 
     case: str
     group: str
