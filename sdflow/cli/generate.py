@@ -247,6 +247,8 @@ def generate(
 
 
 _TYPED = {
+    "prompt_syntax": "--prompt-syntax",
+    "clip_skip": "--clip-skip",
     "ip_adapter_image": "--ip-image",
     "ip_adapter_scale": "--ip-image",
     "prompt_2": "--prompt-2",

@@ -8,24 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
+from beside_diffusers import KINDS, PROMPT, SIZE, assert_equal, differ, generator, of_diffusers, pattern, put_together
 from converted import Converted
 from PIL import Image
 
-from sdflow.assemble import assemble
 from sdflow.errors import UsageError
-from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
-TOLERANCE = 1e-4  # of pixel values in [0, 1]
-SIZE = 64
-PROMPT = "a horse on the moon"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np", "guidance_scale": 5.0}
-KINDS = {"sd15-tiny": "StableDiffusion", "sdxl-tiny": "StableDiffusionXL"}
 
 
 class Built:
@@ -34,15 +28,8 @@ class Built:
     def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         nets = {"edges": f"synthetic:{architecture}?seed=1", "depth": f"synthetic:{architecture}?seed=2"}
         opened = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False, nets=nets)
-        family = opened.family
         self.architecture, self.folder = architecture, root / "pipeline"
-        assemble(
-            self.folder,
-            parts=converted(opened),
-            companions=opened.companions,
-            origin=Origin(architecture, "cpu", family=family.name),
-            options=opened.options,
-        )
+        put_together(opened, converted, self.folder)
         self.ours = Pipeline.load(self.folder, "cpu", threads=1)
         self.torch = load_pipeline(opened)
         self.nets = dict(zip(("depth", "edges"), self.torch.controlnet.nets, strict=True))
@@ -52,11 +39,7 @@ class Built:
         parts = {name: part for name, part in self.torch.components.items() if name != "controlnet"}
         if nets:
             parts["controlnet"] = [self.nets[name] for name in nets] if len(nets) > 1 else self.nets[nets[0]]
-        xl = self.architecture == "sdxl-tiny"
-        extra = {"add_watermarker": False} if xl else {"safety_checker": None, "requires_safety_checker": False}
-        made = getattr(diffusers, f"{KINDS[self.architecture]}{kind}Pipeline")(**{**parts, **extra})
-        made.set_progress_bar_config(disable=True)
-        return made
+        return of_diffusers(f"{KINDS[self.architecture]}{kind}Pipeline", parts)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,27 +47,7 @@ def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory
     return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
 
 
-def pattern(seed: int, height: int = SIZE, width: int = SIZE) -> Image.Image:
-    squares = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3))
-    return Image.fromarray(squares.repeat(8, 0).repeat(8, 1).astype("uint8"))
-
-
 EDGES, DEPTH = pattern(1), pattern(2)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    assert drawn.shape == expected.shape
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
-
-
-def differ(one: Any, other: Any) -> bool:
-    return bool(np.abs(one - other).max() > 10 * TOLERANCE)
 
 
 def test_one_net_with_its_scale_equals_diffusers(built: Built) -> None:

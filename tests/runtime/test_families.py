@@ -9,24 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
+from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, of_diffusers, put_together
 from converted import Converted
 from original_layout import vae_tensors
 from PIL import Image
 from safetensors.torch import save_file
 
-from sdflow.assemble import assemble
 from sdflow.errors import UsageError
-from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
 
-TOLERANCE = 1e-4  # of pixel values in [0, 1]
-SIZE = 64
-PROMPT = "a horse on the moon"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np"}
 KINDS = {
     "sd21-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
@@ -55,24 +50,13 @@ class Built:
         checkpoint = open_checkpoint(
             f"synthetic:{architecture}", digests=PlainDigests(), download=False, components=components
         )
-        family = checkpoint.family
         self.architecture, self.folder = architecture, root / "pipeline"
-        assemble(
-            self.folder,
-            parts=converted(checkpoint, checkpoint.submodels),
-            companions=checkpoint.companions,
-            origin=Origin(architecture, "cpu", family=family.name),
-            options=checkpoint.options,
-        )
+        put_together(checkpoint, converted, self.folder, checkpoint.submodels)
         self.ours = Pipeline.load(self.folder, "cpu", threads=1)
         self.parts: Mapping[str, Any] = load_pipeline(checkpoint).components
 
     def theirs(self, kind: int) -> Any:
-        cls = getattr(diffusers, KINDS[self.architecture][kind])
-        extra = {"requires_safety_checker": False} if "safety_checker" in self.parts else {"add_watermarker": False}
-        made = cls(**{**self.parts, **extra})
-        made.set_progress_bar_config(disable=True)
-        return made
+        return of_diffusers(KINDS[self.architecture][kind], self.parts)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -91,10 +75,6 @@ def mask() -> Image.Image:
     return Image.fromarray(np.where(np.arange(SIZE) >= SIZE // 2, 255, 0)[None].repeat(SIZE, 0).astype("uint8"))
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 def latents_of(built: Built, image: Image.Image) -> torch.Tensor:
     """What diffusers encodes the image to, without the noise that it would draw for that."""
     vae = built.parts["vae"]
@@ -102,13 +82,6 @@ def latents_of(built: Built, image: Image.Image) -> torch.Tensor:
     with torch.no_grad():
         encoded: torch.Tensor = vae.encode(pixels).latent_dist.mode()
     return encoded * vae.config.scaling_factor
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    assert drawn.shape == expected.shape
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
 
 
 @pytest.mark.parametrize("words", WORDS)

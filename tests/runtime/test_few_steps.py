@@ -16,6 +16,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, of_diffusers, put_together
 from converted import Converted
 
 from sdflow.artifact import Artifact
@@ -29,9 +30,6 @@ from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, few_steps, load_pipeline, open_checkpoint
 
-TOLERANCE = 1e-4  # of pixel values in [0, 1]
-SIZE = 64
-PROMPT = "a horse on the moon"
 TURBO = {"steps": 4, "guidance_scale": 0.0}  # what its configs say; its name says that one is enough
 LCM = {"steps": 4, "guidance_scale": 8.5}
 MODELS = {
@@ -47,25 +45,14 @@ class Built:
 
     def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
-        family = checkpoint.family
         self.text, self.image, self.own = MODELS[architecture]
         self.folder = root / "pipeline"
-        assemble(
-            self.folder,
-            parts=converted(checkpoint),
-            companions=checkpoint.companions,
-            origin=Origin(architecture, "cpu", family=family.name),
-            options=checkpoint.options,
-        )
+        put_together(checkpoint, converted, self.folder)
         self.ours = Pipeline.load(self.folder, "cpu", threads=1)
-        parts = dict(load_pipeline(checkpoint).components)
-        self.parts = {**parts, "safety_checker": None} if "safety_checker" in parts else parts
+        self.parts = load_pipeline(checkpoint).components
 
     def theirs(self, cls: str) -> Any:
-        extra = {"requires_safety_checker": False} if "safety_checker" in self.parts else {"add_watermarker": False}
-        made = getattr(diffusers, cls)(**{**self.parts, **extra})
-        made.set_progress_bar_config(disable=True)
-        return made
+        return of_diffusers(cls, self.parts)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -87,17 +74,6 @@ def start(built: Built) -> torch.Tensor:
     with torch.no_grad():
         latents: torch.Tensor = vae.encode(pixels).latent_dist.mode() * vae.config.scaling_factor
     return latents
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    assert drawn.shape == expected.shape
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
 
 
 @pytest.mark.parametrize("steps", [1, None])

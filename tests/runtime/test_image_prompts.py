@@ -9,28 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import onnx
 import pytest
 import torch
+from beside_diffusers import KINDS, PROMPT, SIZE, assert_equal, differ, generator, of_diffusers, pattern, put_together
 from converted import Converted
 from ip_adapter_files import save_adapter, save_encoder, tensors, with_adapters
 from PIL import Image
 
-from sdflow.assemble import assemble
 from sdflow.errors import UsageError
-from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.split import split
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.reference import AdapterReference
 
-TOLERANCE = 1e-4  # of pixel values in [0, 1]
-SIZE = 64
-PROMPT = "a horse on the moon"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "guidance_scale": 5.0}
-KINDS = {"sd15-tiny": "StableDiffusion", "sdxl-tiny": "StableDiffusionXL"}
 FILES = ("plain.safetensors", "plus.safetensors")
 
 
@@ -45,27 +39,17 @@ class Built:
         adapters = [AdapterReference(str(root / name)) for name in FILES]
         model = f"synthetic:{architecture}"
         opened = open_checkpoint(model, digests=PlainDigests(), download=False, adapters=adapters)
-        family = opened.family
         self.folder = root / "pipeline"
-        assemble(
-            self.folder,
-            parts=converted(opened),
-            companions=opened.companions,
-            origin=Origin(architecture, "cpu", family=family.name),
-            options=opened.options,
-        )
+        put_together(opened, converted, self.folder)
         self.ours = Pipeline.load(self.folder, "cpu", threads=1)
         self.model = model
 
     def theirs(self, kind: str = "", *files: str, plain: bool = False) -> Any:
         """diffusers' pipeline with these adapters, by default with both. kind: how its class ends, before `Pipeline`."""
         parts = load_pipeline(open_checkpoint(self.model, digests=PlainDigests(), download=False)).components
-        extra = {"safety_checker": None, "requires_safety_checker": False}
         if self.architecture == "sdxl-tiny":
-            extra = {"add_watermarker": False}
             parts["feature_extractor"] = self.ours.companions["feature_extractor"]
-        made = getattr(diffusers, f"{KINDS[self.architecture]}{kind}Pipeline")(**{**parts, **extra})
-        made.set_progress_bar_config(disable=True)
+        made = of_diffusers(f"{KINDS[self.architecture]}{kind}Pipeline", parts)
         return made if plain else with_adapters(made, self.root, *(files or FILES))
 
 
@@ -79,27 +63,7 @@ def theirs(built: Built) -> Any:
     return built.theirs()
 
 
-def pattern(seed: int, height: int = SIZE, width: int = SIZE) -> Image.Image:
-    squares = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3))
-    return Image.fromarray(squares.repeat(8, 0).repeat(8, 1).astype("uint8"))
-
-
 ONE, OTHER, WIDE = pattern(1), pattern(2), pattern(3, 72, 136)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    assert drawn.shape == expected.shape
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
-
-
-def differ(one: Any, other: Any) -> bool:
-    return bool(np.abs(one - other).max() > 10 * TOLERANCE)
 
 
 def test_an_image_for_each_adapter_with_its_scale_equals_diffusers(built: Built, theirs: Any) -> None:

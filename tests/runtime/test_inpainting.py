@@ -14,13 +14,11 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
-import torch
+from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, put_together
 from converted import Converted
 from PIL import Image
 
-from sdflow.assemble import assemble
 from sdflow.errors import CheckpointError, UsageError
-from sdflow.manifest import Origin
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.folder import folder_task, read_index
 from sdflow.runtime.generate import generate
@@ -28,9 +26,6 @@ from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.checkpoint import pipeline_facts
 
-TOLERANCE = 1e-4  # of pixel values in [0, 1]
-SIZE = 64
-PROMPT = "a horse on the moon"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np", "guidance_scale": 7.5, "height": SIZE}
 SETTINGS["width"] = SIZE
 ASSEMBLED = {
@@ -45,15 +40,8 @@ class Built:
 
     def __init__(self, architecture: str, root: Path, converted: Converted) -> None:
         checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
-        family = checkpoint.family
         self.architecture, self.folder, self.checkpoint = architecture, root / "pipeline", checkpoint
-        assemble(
-            self.folder,
-            parts=converted(checkpoint),
-            companions=checkpoint.companions,
-            origin=Origin(architecture, "cpu", family=family.name),
-            options=checkpoint.options,
-        )
+        put_together(checkpoint, converted, self.folder)
         self.ours = Pipeline.load(self.folder, "cpu", threads=1)
         kind = "StableDiffusionXLInpaintPipeline" if "sdxl" in architecture else "StableDiffusionInpaintPipeline"
         extra = {"add_watermarker": False} if "sdxl" in architecture else {"requires_safety_checker": False}
@@ -96,17 +84,6 @@ def image(turned: bool = False) -> Image.Image:
 
 def mask(begin: int = SIZE // 2) -> Image.Image:
     return Image.fromarray(np.where(np.arange(SIZE) >= begin, 255, 0)[None].repeat(SIZE, 0).astype("uint8"))
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    assert drawn.shape == expected.shape
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])

@@ -9,6 +9,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from beside_diffusers import PROMPT, SIZE, assert_equal, generator
 from converted import Converted
 from PIL import Image
 from safetensors.torch import save_file
@@ -27,9 +28,6 @@ from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline,
 from sdflow.targets import TARGETS
 from sdflow.weights.tensors import open_tensors
 
-TOLERANCE = 1e-4
-SIZE = 64
-PROMPT = "a horse on the moon"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np"}
 REFERENCE = "synthetic:taesd-tiny?seed=3"
 
@@ -76,16 +74,6 @@ def ours(folder: Path) -> Pipeline:
 def image() -> Image.Image:
     rows, columns = np.mgrid[0:SIZE, 0:SIZE] / SIZE
     return Image.fromarray((np.stack([rows, columns, 1 - rows], axis=-1) * 255).astype("uint8"))
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-def assert_equal(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "an image of one colour would prove nothing"
-    difference = np.abs(drawn - expected).max()
-    assert difference <= TOLERANCE, f"largest difference {difference}"
 
 
 def test_text_to_image_equals_diffusers_with_that_vae(
