@@ -47,9 +47,7 @@ def ignore() -> None:
 
 def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
-    import torch
-
-    from sdflow.runtime.ensemble import Ensemble, hand_over
+    from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.kernels.library import kernel_library
     from sdflow.runtime.recorded_tuning import Recorded, recorded_tuning
     from sdflow.runtime.tuning import UNTUNED
@@ -64,6 +62,29 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
         threads=settings.threads,
         tuning=recorded.tuning,
     )
+
+    notes = [recorded.note]
+    if target.name == "cuda":
+        own = recorded.tuning.own_kernels and kernel_library() is not None
+        notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
+    return pipeline_drawer(pipeline, folder, settings), "; ".join(note for note in notes if note)
+
+
+def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
+    """sdflow's pipeline on engines of TensorRT's own."""
+    from sdflow.bench.tensorrt import tensorrt_pipeline
+
+    pipeline = tensorrt_pipeline(folder)
+    if settings.scheduler is not None:
+        pipeline.scheduler = named_scheduler(settings.scheduler, pipeline.scheduler.config)
+    return pipeline_drawer(pipeline, folder, settings)
+
+
+def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings) -> Draw:
+    """sdflow's pipeline of a folder, or its ensemble, as it is called."""
+    import torch
+
+    from sdflow.runtime.ensemble import Ensemble, hand_over
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
 
@@ -88,14 +109,10 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
             callback_on_text_end=mark,
             callback_on_step_end=(lambda *_: mark()) if mark else None,
         )
-        images: np.ndarray = drawn.images  # type: ignore[assignment]
+        images: np.ndarray = drawn.images
         return images
 
-    notes = [recorded.note]
-    if target.name == "cuda":
-        own = recorded.tuning.own_kernels and kernel_library() is not None
-        notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
-    return draw, "; ".join(note for note in notes if note)
+    return draw
 
 
 def torch_drawer(

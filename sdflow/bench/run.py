@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
-from sdflow.bench.drawers import Draw, onnxruntime_drawer, torch_drawer
+from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
@@ -88,7 +88,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if not active:
         reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
         raise UsageError(f"no engine can run here: {reasons}", where="sdflow bench", remedy="See sdflow targets.")
-    if request.check and any(each.engine.target for each in active):
+    if request.check and any(each.engine.target or each.engine.library for each in active):
         require_sound_pipeline(request.folder, checker=False)
     for each in active:
         dtype = dtype_of(request.folder, each.engine, device)
@@ -197,6 +197,8 @@ class _Runner:
             note = ""
             if engine.target:
                 running.draw, note = onnxruntime_drawer(request.folder, engine, request.settings)
+            elif engine.library:
+                running.draw = tensorrt_drawer(request.folder, request.settings)
             else:
                 dtype = running.result.dtype
                 running.draw = torch_drawer(
