@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawing_jobs import SMALL, assert_bench_finds_both_right
 from PIL import Image
 from shell import ROOT, Shell
 from small_lora import write_lora
 
 pytestmark = pytest.mark.slow
-SIZE = ("--height", "64", "--width", "64")
 MODELS = {  # workflow: steps, guidance, steps and strength from an image, scheduler
     "sd_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerDiscreteScheduler"),
     "sdxl_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerAncestralDiscreteScheduler"),
@@ -42,7 +42,7 @@ def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
     assert built["evaluation"]["submodels"]["unet"]["inputs"]["sample"].startswith("1x"), "one row, no guidance"
 
     folder, quick = f"pipelines/{name}", ("--prompt", "an otter", "--seed", "1", "--threads", "1")
-    settings = shell.json("generate", folder, *quick, *SIZE, "--out", "text")["settings"]
+    settings = shell.json("generate", folder, *quick, *SMALL, "--out", "text")["settings"]
     own = {"steps": steps, "guidance_scale": guidance, "scheduler": scheduler}
     assert {key: settings[key] for key in own} == own
     assert {key: settings_of(shell.folder / "text/001-1.png")[key] for key in own} == own
@@ -53,10 +53,7 @@ def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
 
     (verified,) = shell.json("verify", folder, "--quick", "--fresh")["pipelines"]
     assert verified["passed"]
-    engines = ("-e", "ort-cpu", "-e", "torch-sdpa")
-    measured = shell.json("bench", folder, "--size", "64", "--rounds", "1", "--threads", "1", *engines)
-    verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
-    assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
+    measured = assert_bench_finds_both_right(shell, folder)
     assert measured["settings"]["guidance_scale"] == guidance and measured["cases"][0]["steps"] == steps
     tuned = shell.json("tune", folder, "--size", "64", "--rounds", "1", "--option", "memory_pattern")
     assert tuned["kind"] == "tune"
@@ -69,27 +66,10 @@ def test_a_lora_that_is_baked_changes_how_the_pipeline_draws_and_verifies(shell:
     baked = shell.run(*arguments)
     assert baked.returncode == 0, baked.stderr
     assert "lcm-lora-sdv1-5.safetensors is LCM-LoRA: it draws with 4 steps, no guidance, scheduler lcm" in baked.stdout
-    done = shell.run("generate", "pipelines/fast", "--prompt", "an otter", "--seed", "1", *SIZE, "--out", "fast")
+    done = shell.run("generate", "pipelines/fast", "--prompt", "an otter", "--seed", "1", *SMALL, "--out", "fast")
     assert done.returncode == 0, done.stderr
     assert "lcm-lora-sdv1-5.safetensors is LCM-LoRA: 4 steps, no guidance, LCMScheduler" in done.stdout
     assert settings_of(shell.folder / "fast/001-1.png")["steps"] == 4
     (verified,) = shell.json("verify", "pipelines/fast", "--quick", "--fresh")["pipelines"]
     assert verified["passed"]
-    measured = shell.json(
-        *(
-            "bench",
-            "pipelines/fast",
-            "--size",
-            "64",
-            "--rounds",
-            "1",
-            "--threads",
-            "1",
-            "-e",
-            "ort-cpu",
-            "-e",
-            "torch-sdpa",
-        )
-    )
-    verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
-    assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
+    assert_bench_finds_both_right(shell, "pipelines/fast")

@@ -6,17 +6,22 @@ import json
 from typing import Any
 
 import pytest
+from drawing_jobs import (
+    DRAW,
+    assert_a_bake_changes_only_what_the_lora_does,
+    assert_bench_finds_both_right,
+    assert_tune_runs,
+    drawn,
+)
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from PIL import Image
 from shell import ROOT, Shell
-from small_lora import write_lora
 
 from sdflow.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 WORKFLOW = str(ROOT / "workflows/tiny_ip_adapter_cpu.yaml")
 FOLDER, READS = "pipelines/tiny_ip_adapter_cpu", "image_encoder"
-DRAW = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +40,12 @@ def first(shell: Shell) -> Any:
     return pipeline
 
 
-def drawn(shell: Shell, name: str, *more: str, folder: str = FOLDER) -> bytes:
-    shell.json("generate", folder, *DRAW, *more, "--out", name)
-    with Image.open(shell.folder / name / "001-1.png") as image:
-        assert image.size == (64, 64)
-        return image.tobytes()
-
-
 def test_generate_follows_the_image_that_it_is_shown(shell: Shell, first: Any) -> None:
-    plain = drawn(shell, "plain")
-    shown = drawn(shell, "shown", "--ip-image", "one.png:0.8")
-    both = drawn(shell, "both", "--ip-image", "one.png", "--ip-image", "other.png:0.8")
+    plain = drawn(shell, FOLDER, "plain")
+    shown = drawn(shell, FOLDER, "shown", "--ip-image", "one.png:0.8")
+    both = drawn(shell, FOLDER, "both", "--ip-image", "one.png", "--ip-image", "other.png:0.8")
     assert len({plain, shown, both}) == 3
-    assert drawn(shell, "none", "--ip-image", "one.png:0") == plain
+    assert drawn(shell, FOLDER, "none", "--ip-image", "one.png:0") == plain
     with Image.open(shell.folder / "shown/001-1.png") as image:
         (told,) = json.loads(image.info["sdflow"])["image_prompts"]
     assert (told["name"], told["scale"]) == ("one.png", 0.8)
@@ -81,27 +79,17 @@ def test_another_adapter_of_the_same_shape_builds_no_graph_of_the_denoiser_again
     (pipeline,) = shell.json("run", str(own), "--no-verify", "--no-evaluate")["pipelines"]
     built = {step["pass"] for step in pipeline["steps"] if step["outcome"] == "built" and "/unet/" in step["step"]}
     assert built == {"BindWeights"}
-    assert drawn(shell, "own", "--ip-image", "one.png", folder="pipelines/own") != drawn(
-        shell, "random", "--ip-image", "one.png"
-    )
+    shown = ("--ip-image", "one.png")
+    assert drawn(shell, "pipelines/own", "own", *shown) != drawn(shell, FOLDER, "random", *shown)
     assert read_manifest(shell.folder / "pipelines/own").origin.ip_adapters == (
         {"file": str(shell.folder / "own.safetensors")},
     )
 
 
 def test_bake_keeps_the_adapter_and_builds_only_what_the_lora_changes(shell: Shell, first: Any) -> None:
-    write_lora(shell.folder / "ink.safetensors")
-    shell.json("bake", "--base", FOLDER, "--lora", "ink.safetensors", "--out", "baked/ink")
-    before, after = (read_manifest(shell.folder / folder).artifacts for folder in (FOLDER, "baked/ink"))
-    assert {name for name in before if before[name] != after[name]} == {"unet", "text_encoder"}
-    shown = ("--ip-image", "one.png")
-    assert drawn(shell, "inked", *shown, folder="baked/ink") != drawn(shell, "uninked", *shown)
+    assert_a_bake_changes_only_what_the_lora_does(shell, FOLDER, "--ip-image", "one.png")
 
 
 def test_bench_and_tune_run_on_it(shell: Shell, first: Any) -> None:
-    settings = ("--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1")
-    measured = shell.json("bench", FOLDER, *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
-    verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
-    assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
-    tuned = shell.json("tune", FOLDER, "--size", "64", "--steps", "1", "--rounds", "1", "--option", "memory_pattern")
-    assert tuned["kind"] == "tune"
+    assert_bench_finds_both_right(shell, FOLDER, "--steps", "2")
+    assert_tune_runs(shell, FOLDER)
