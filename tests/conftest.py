@@ -22,8 +22,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the core that they wait for
 
 from converted import converted  # noqa: F401
+from forked_workers import forked_workers, server_of_workers  # noqa: F401
 from small_workflows import bench, chain  # noqa: F401
+from started_python import sdflow, started_python  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
+
+LONGEST_FILES = (
+    "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file", "test_bench",
+    "test_structure_and_weights", "test_equality", "test_components", "test_signals", "test_kills", "test_few_steps",
+    "test_ort_transformers_optimization", "test_evaluate", "test_families", "test_control", "test_generate",
+    "test_inputs_that_change", "test_faults", "test_fuzz", "test_deploy",
+)  # fmt: skip
+"""Begun first: who has one of them left at the end works alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: index for index, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

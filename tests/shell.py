@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from started_python import StartedPython
+
 ROOT = Path(__file__).parents[1]
 
 # Python imports this in every process: it records each host name that is looked up, and each connection.
@@ -28,21 +30,32 @@ sys.addaudithook(record)
 """
 
 
+KEPT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+
+
 @dataclass
 class Shell:
-    """A folder, a home directory and an environment of their own; sdflow is run there as a command."""
+    """A folder, a home directory and an environment of their own; sdflow is run there as a command.
+
+    started: forks its processes. None: each is a new Python, and whom it reaches is recorded.
+    """
 
     folder: Path
+    started: StartedPython | None = None
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        kept = {name: value for name, value in os.environ.items() if name in KEPT}
+        environment = {**kept, "HOME": str(home), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "sdflow", *arguments]
+        if self.started is not None:
+            done = self.started.run(("sdflow", *arguments), self.folder, environment)
+            return subprocess.CompletedProcess(command, *done)
         recorder = self.folder / "recorder"
         recorder.mkdir(exist_ok=True)
         (recorder / "sitecustomize.py").write_text(RECORDER)
-        home = self.folder / "home"
-        home.mkdir(exist_ok=True)
-        environment = {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join([str(recorder), str(ROOT)])}
-        command = [sys.executable, "-m", "sdflow", *arguments]
+        environment["PYTHONPATH"] = os.pathsep.join([str(recorder), str(ROOT)])
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def json(self, *arguments: str) -> Any:

@@ -13,6 +13,7 @@ import yaml
 from original_layout import vae_tensors
 from safetensors.torch import save_file
 from small_lora import write_lora
+from started_python import StartedPython
 from test_main_job import TINY, Shell
 
 from sdflow.bench.checkpoint import torch_modules
@@ -72,8 +73,8 @@ def test_the_plan_says_where_the_vae_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Shell:
-    shell = Shell(tmp_path_factory.mktemp("components"))
+def shell(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPython | None, file: Path) -> Shell:
+    shell = Shell(tmp_path_factory.mktemp("components"), started_python)
     (shell.folder / "vae.safetensors").write_bytes(file.read_bytes())
     load_pipeline(open_checkpoint(LCM, digests=PlainDigests(), download=False)).unet.save_pretrained(
         shell.folder / "lcm"

@@ -15,6 +15,7 @@ from sdflow.plan import Plan, make_plan
 from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 CHAIN = [{"pass": "OnnxConversion"}, {"pass": "LoraMerge"}]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 import typer
 import yaml
 from bench.conftest import built  # noqa: F401
+from started_python import Command
 
 from sdflow.cli.app import app
 from sdflow.config import load_workflow
@@ -187,19 +185,11 @@ def test_commands_are_run_here_or_elsewhere() -> None:
 @pytest.mark.parametrize(
     "line", [line for line in WHOLE if line.words[0] in RUN_HERE and COMPARED.isdisjoint(line.words)], ids=str
 )
-def test_a_command_of_the_manual_runs(line: Line, folder: Path) -> None:
+def test_a_command_of_the_manual_runs(line: Line, folder: Path, sdflow: Command) -> None:
     words = [*line.words, *QUICKER.get(line.words[0], ())]
     if line.words[:2] == ("cache", "clean"):
         words.append("--yes")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "sdflow", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = sdflow(*words, folder=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

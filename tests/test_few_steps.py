@@ -32,6 +32,7 @@ from sdflow.sources import Checkpoint, reopen_checkpoint
 from sdflow.verify.selection import select
 
 HYPER = "Hyper-SD15-8steps-lora.safetensors"
+pytestmark = pytest.mark.usefixtures("forked_workers")
 CHAIN = [{"pass": "OnnxConversion"}, {"pass": "LoraMerge"}]
 
 

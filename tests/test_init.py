@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import save_file
 from shell import ROOT, Shell
 from small_lora import write_lora
+from started_python import StartedPython
 
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, SdflowError, UsageError
@@ -38,9 +39,9 @@ def lora(path: Path, width: int = 768, **metadata: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+def shell(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPython | None) -> Shell:
     """A folder with a small model as diffusers saves it, and a LoRA for it."""
-    shell = Shell(tmp_path_factory.mktemp("init"))
+    shell = Shell(tmp_path_factory.mktemp("init"), started_python)
     checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
     load_pipeline(checkpoint).save_pretrained(shell.folder / "models/tiny")
     (shell.folder / "loras").mkdir()

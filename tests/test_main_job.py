@@ -14,6 +14,7 @@ from earlier_folder import as_an_earlier_sdflow
 from PIL import Image
 from shell import Shell
 from small_lora import write_lora
+from started_python import StartedPython
 
 from sdflow.config import load_workflow
 from sdflow.passes import registry
@@ -25,13 +26,19 @@ TINY = ROOT / "workflows/tiny_cpu.yaml"
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+def new_shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Each of its processes is a new Python."""
     return Shell(tmp_path_factory.mktemp("main_job"))
 
 
 @pytest.fixture(scope="module")
-def first(shell: Shell) -> Any:
-    return shell.json("run", str(TINY))
+def shell(new_shell: Shell, started_python: StartedPython | None) -> Shell:
+    return Shell(new_shell.folder, started_python)
+
+
+@pytest.fixture(scope="module")
+def first(new_shell: Shell) -> Any:
+    return new_shell.json("run", str(TINY))
 
 
 def test_the_first_run_builds_every_step_and_draws_an_image(shell: Shell, first: Any) -> None:
@@ -136,14 +143,12 @@ def test_a_copied_pipeline_stands_alone(shell: Shell, first: Any) -> None:
     ).read_bytes()
 
 
-def test_a_new_onnxruntime_rebuilds_only_the_passes_that_use_it(
-    shell: Shell, first: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metadata = shell.folder / "recorder" / "onnxruntime-99.0.dist-info"
+def test_a_new_onnxruntime_rebuilds_only_the_passes_that_use_it(new_shell: Shell, first: Any) -> None:
+    metadata = new_shell.folder / "recorder" / "onnxruntime-99.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n")
     try:
-        steps = shell.json("explain", str(TINY))["steps"]
+        steps = new_shell.json("explain", str(TINY))["steps"]
     finally:
         shutil.rmtree(metadata)
     stale = {step["pass"] for step in steps if step["state"] == "to run"}
@@ -197,10 +202,10 @@ def earlier(shell: Shell, first: Any) -> Path:
     return as_an_earlier_sdflow(shell.folder / "pipelines/tiny_cpu", shell.folder / "pipelines/earlier", plan, cache)
 
 
-def test_a_folder_of_an_earlier_sdflow_still_draws(shell: Shell, earlier: Path) -> None:
+def test_a_folder_of_an_earlier_sdflow_still_draws(new_shell: Shell, shell: Shell, earlier: Path) -> None:
     settings = ("--prompt", "an otter", "--steps", "1", "--seed", "3", "--no-sheet")
-    for name in ("earlier", "tiny_cpu"):
-        shell.json("generate", f"pipelines/{name}", *settings, "--out", f"drawn/{name}")
+    for by, name in ((new_shell, "earlier"), (shell, "tiny_cpu")):
+        by.json("generate", f"pipelines/{name}", *settings, "--out", f"drawn/{name}")
     images = [next((shell.folder / "drawn" / name).glob("*.png")) for name in ("earlier", "tiny_cpu")]
     with Image.open(images[0]) as one, Image.open(images[1]) as other:
         assert one.tobytes() == other.tobytes()

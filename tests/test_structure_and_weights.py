@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_workers import forking
 from small_lora import write_lora
 from small_workflows import SMALL_PASSES, TESTS, Bench, Events
 
@@ -25,6 +26,7 @@ from sdflow.step import Step
 from sdflow.store import Cache
 from sdflow.store.stat_cache import SHA256, Known, identity
 from sdflow.weights.page_sums import PAGE_SUMS
+from sdflow.worker_server import WorkerServer
 
 TEXT_ENCODER = "small/text_encoder"
 OPTIMIZE = {"pass": "OrtTransformersOptimization", "model_type": "clip"}
@@ -32,14 +34,15 @@ CHAIN = ({"pass": "OnnxConversion"}, {"pass": "LoraMerge"}, OPTIMIZE)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def shared(server_of_workers: WorkerServer | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """The small text encoder's chain, built once; tests that follow find it in the cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("shared")
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("PYTHONPATH", str(TESTS.parent))
         bench = Bench(folder)
-        bench.run(workflow(bench))
+        with forking(server_of_workers):
+            bench.run(workflow(bench))
         bench.events.heard.clear()
         yield bench
 
@@ -58,6 +61,7 @@ def files(steps: tuple[FinishedStep, ...]) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in steps[-1].record.artifact.path.iterdir()}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_another_checkpoint_executes_only_bindweights(shared: Bench) -> None:
     first = shared.run(workflow(shared))[TEXT_ENCODER]
     assert set(outcomes(first).values()) == {"cached"}
@@ -79,6 +83,7 @@ def test_plan_and_explain_name_the_checkpoint_that_changed(shared: Bench) -> Non
     assert pipeline.notes == ()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_carried_weights_give_the_same_bytes_with_and_without_loras(shared: Bench) -> None:
     lora = write_lora(shared.folder / "both.safetensors", ["text_encoder"])
     for loras in ([], [{"file": str(lora), "scale": 0.7}]):
@@ -91,6 +96,7 @@ def test_carried_weights_give_the_same_bytes_with_and_without_loras(shared: Benc
     assert note.endswith("carry_weights: true")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_lora_executes_only_bindweights_and_starts_from_the_model_without_it(shared: Bench) -> None:
     first = shared.run(workflow(shared))[TEXT_ENCODER]
     lora = {"file": str(write_lora(shared.folder / "ink.safetensors", ["text_encoder"], seed=1)), "scale": 0.5}
@@ -103,6 +109,7 @@ def test_a_lora_executes_only_bindweights_and_starts_from_the_model_without_it(s
     assert outcomes(checked)["BindWeights"] == "checked", "computed from nothing it has the same bytes"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_new_scale_builds_nothing_but_bindweights(shared: Bench) -> None:
     lora = {"file": str(write_lora(shared.folder / "scale.safetensors", ["text_encoder"], seed=2))}
     shared.run(workflow(shared, loras=[{**lora, "scale": 0.1}]))
@@ -216,6 +223,7 @@ def with_lora(bench: Bench, seed: int, **options: Any) -> tuple[FinishedStep, ..
     return bench.run(workflow(bench, loras=[lora]), **options)[TEXT_ENCODER]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("noted", ["digest", "digest and sums"])
 def test_a_flipped_bit_in_the_base_is_found_while_it_is_copied(shared: Bench, noted: str) -> None:
     lora = {
@@ -309,6 +317,7 @@ def digest_file_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_many_loras_for_two_targets_are_two_structures_and_a_bind_each(shared: Bench) -> None:
     loras = {
         f"l{seed}": [{"file": str(write_lora(shared.folder / f"l{seed}.safetensors", ["text_encoder"], seed))}]
@@ -328,6 +337,7 @@ def test_many_loras_for_two_targets_are_two_structures_and_a_bind_each(shared: B
     assert len({steps[-1].record.artifact.digest for _, steps in finished}) == 3 * 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_recipe_damaged_on_purpose_is_found_and_built_again(shared: Bench) -> None:
     structure = shared.run(workflow(shared))[TEXT_ENCODER][1].record.artifact.path / "model.onnx"
     structure.chmod(0o644)

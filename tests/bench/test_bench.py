@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small_lora import write_lora
+from started_python import Command
 
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.compare import compare
@@ -42,19 +41,15 @@ average_latency median_latency first_run_memory_MB second_run_memory_MB enable_c
 """
 
 
-def sdflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "sdflow", "bench", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
-def measured(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def measured(
+    built: Path, sdflow: Command, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The command with a sweep, from the shell, and the folder of its files."""
     out = tmp_path_factory.mktemp("out")
     arguments = ["--batch", "1,2", "--size", "64", "--steps", "2", "--rounds", "2", "--threads", "1"]
     engines = ["-e", "ort-cpu", "-e", "torch-sdpa", "-e", "torch-eager", "-e", "torch-xformers"]
-    return sdflow(out, str(built), *arguments, *engines, "--out", "report"), out / "report"
+    return sdflow("bench", str(built), *arguments, *engines, "--out", "report", folder=out), out / "report"
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -178,10 +173,12 @@ def run(folder: Path, engines: Sequence[str], **options: Any) -> BenchResult:
     return bench(BenchRequest(folder, [CASE], QUICK, engines, **options), lambda text: None)
 
 
-def test_a_fast_engine_that_draws_something_else_is_wrong_in_every_output(built: Path, tmp_path: Path) -> None:
+def test_a_fast_engine_that_draws_something_else_is_wrong_in_every_output(
+    built: Path, tmp_path: Path, sdflow: Command
+) -> None:
     folder = other_weights(built, tmp_path / "wrong", "unet")
     quick = ["--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1", "--out", "out"]
-    done = sdflow(tmp_path, str(folder), "-e", "ort-cpu", "-e", "torch-sdpa", *quick)
+    done = sdflow("bench", str(folder), "-e", "ort-cpu", "-e", "torch-sdpa", *quick, folder=tmp_path)
     assert done.returncode == 4, done.stderr
     assert "not the image that PyTorch draws in float32" in done.stderr
     assert done.stdout.endswith("WRONG images: ort-cpu (1 x 64x64, 2 steps)\n")
@@ -219,8 +216,11 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
         (["PIPELINE", "--scheduler", "eulr"], "did you mean 'euler'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(built: Path, tmp_path: Path, arguments: list[str], what: str) -> None:
-    done = sdflow(tmp_path, *(str(built) if each == "PIPELINE" else each for each in arguments))
+def test_what_cannot_be_measured_is_refused(
+    built: Path, tmp_path: Path, sdflow: Command, arguments: list[str], what: str
+) -> None:
+    words = [str(built) if each == "PIPELINE" else each for each in arguments]
+    done = sdflow("bench", *words, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert what in done.stderr
     assert "Traceback" not in done.stderr
@@ -318,7 +318,7 @@ def test_a_checkpoint_or_lora_that_has_changed_since_is_refused(built: Path, tmp
 
 
 def test_runs_of_unlike_machines_versions_or_settings_are_compared_only_by_force(
-    measured: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+    measured: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, sdflow: Command
 ) -> None:
     before = measured[1] / "bench.json"
     result = json.loads(before.read_text())
@@ -334,11 +334,11 @@ def test_runs_of_unlike_machines_versions_or_settings_are_compared_only_by_force
     result["settings"]["guidance_scale"] = 1.0
     other = tmp_path / "other.json"
     other.write_text(json.dumps(result))
-    done = sdflow(tmp_path, "--compare", str(before), str(other))
+    done = sdflow("bench", "--compare", str(before), str(other), folder=tmp_path)
     assert done.returncode == 2
     for line in ("machine.processor: ", "versions.onnxruntime: ", "settings.guidance_scale: 7.5 / 1.0"):
         assert line in done.stderr
-    forced = sdflow(tmp_path, "--compare", str(before), str(other), "--force")
+    forced = sdflow("bench", "--compare", str(before), str(other), "--force", folder=tmp_path)
     assert forced.returncode == 0, forced.stderr
     assert "FORCED: these runs were not made alike" in forced.stdout
     assert "machine.processor: " in forced.stdout

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from started_python import Command
 
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
@@ -69,13 +68,22 @@ def test_a_choice_that_computes_something_else_or_fails_is_not_taken(built: Path
 
 
 def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
-    built: Path, tmp_path: Path, tuning_folder: Path
+    built: Path, tmp_path: Path, tuning_folder: Path, sdflow: Command
 ) -> None:
     """Some options; all take minutes on a busy machine."""
-    command = [sys.executable, "-m", "sdflow", "tune", str(built), "--size", "64", "--steps", "1", "--rounds", "1",
-               "--option", "optimization", "--option", "memory_arena", "--json"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    arguments = [
+        "--size",
+        "64",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--option",
+        "optimization",
+        "--option",
+        "memory_arena",
+    ]
+    done = sdflow("tune", str(built), *arguments, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["format_version"], result["kind"], result["target"]) == (1, "tune", "cpu")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 from ip_adapter_files import tensors
 from original_layout import vae_tensors
 from safetensors.torch import save_file
+from started_python import Command
 
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
@@ -438,22 +437,20 @@ def test_damaged_folders_have_an_answer_or_are_refused_in_words(tmp_path: Path, 
     assert all(each.kind for each in findings)
 
 
-def test_the_command_prints_lines_or_json_and_refuses_in_words(tmp_path: Path) -> None:
+def test_the_command_prints_lines_or_json_and_refuses_in_words(tmp_path: Path, sdflow: Command) -> None:
     save_file(lora(ATTENTION, 768, alpha=8.0), tmp_path / "dog.safetensors", {"modelspec.trigger_phrase": "sks dog"})
 
-    def sdflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "sdflow", "inspect", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    def inspected(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return sdflow("inspect", *arguments, folder=tmp_path)
 
-    plain = sdflow("dog.safetensors")
+    plain = inspected("dog.safetensors")
     assert plain.returncode == 0, plain.stderr
     assert "trigger words  sks dog" in plain.stdout
     assert "extends: base/sd15.yaml" in plain.stdout
-    told = json.loads(sdflow("dog.safetensors", "--json").stdout)
+    told = json.loads(inspected("dog.safetensors", "--json").stdout)
     assert (told["format_version"], told["kind"], told["findings"][0]["kind"]) == (1, "inspect", "LoRA")
     for missing in ("no.safetensors", "."):
-        refused = sdflow(missing if missing != "." else str(ROOT / "docs"))
+        refused = inspected(missing if missing != "." else str(ROOT / "docs"))
         assert refused.returncode == 2
         assert "Traceback" not in refused.stderr
 

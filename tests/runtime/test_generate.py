@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from started_python import Command
 
 from sdflow.errors import UsageError
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.images import SETTINGS_CHUNK
 
-ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
 
 
@@ -32,12 +29,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     with Image.open(path) as image:
         settings: dict[str, Any] = json.loads(image.info[SETTINGS_CHUNK])
     return settings
-
-
-def sdflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "sdflow", "generate", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +44,13 @@ def pipeline_folder(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_images_are_files_that_tell_how_to_draw_them_again(pipeline_folder: Path, tmp_path: Path) -> None:
+def test_images_are_files_that_tell_how_to_draw_them_again(
+    pipeline_folder: Path, tmp_path: Path, sdflow: Command
+) -> None:
     (tmp_path / "prompts.txt").write_text("a horse\n\na cow\n")
     arguments = ["--prompts", "prompts.txt", "--images", "2", "--seed", "7", "--steps", "2", "--height", "64",
                  "--width", "64", "--scheduler", "euler_a", "--batch", "3", "--threads", "1", "--json"]  # fmt: skip
-    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    done = sdflow("generate", str(pipeline_folder), *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["format_version"], result["kind"]) == (1, "generate")
@@ -121,10 +114,10 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
-    pipeline_folder: Path, tmp_path: Path, arguments: list[str], what: str
+    pipeline_folder: Path, tmp_path: Path, sdflow: Command, arguments: list[str], what: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    done = sdflow("generate", str(pipeline_folder), *arguments, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert what in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,14 +125,14 @@ def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
 
 
 def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
-    pipeline_folder: Path, tmp_path: Path
+    pipeline_folder: Path, tmp_path: Path, sdflow: Command
 ) -> None:
     save_file({"emb_params": torch.ones(2, 32)}, tmp_path / "my-style.safetensors")
     torch.save({"string_to_param": {"*": torch.ones(1, 32)}, "name": "x"}, tmp_path / "bad-hands.pt")
     arguments = ["-p", "a (horse:1.3) in My-Style BREAK a moon", "--negative-prompt", "(ugly)", "--seed", "7", "--steps", "2",
                  "--height", "64", "--width", "64", "--threads", "1", "--prompt-syntax", "a1111", "--clip-skip", "1",
                  "--embedding", "my-style.safetensors", "--embedding", "bad-hands.pt:ugly", "--allow-pickle"]  # fmt: skip
-    done = sdflow(tmp_path, str(pipeline_folder), *arguments)
+    done = sdflow("generate", str(pipeline_folder), *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     settings = read_settings(tmp_path / "images/001-7.png")
     assert (settings["prompt_syntax"], settings["clip_skip"]) == ("a1111", 1)
@@ -156,14 +149,14 @@ def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
         generate(replace(again, prompts=["my-style"], embeddings=twice))
 
 
-def test_a_target_that_is_not_here_ends_with_status_5(pipeline_folder: Path, tmp_path: Path) -> None:
-    done = sdflow(tmp_path, str(pipeline_folder), "-p", "a", "--target", "cuda")
+def test_a_target_that_is_not_here_ends_with_status_5(pipeline_folder: Path, tmp_path: Path, sdflow: Command) -> None:
+    done = sdflow("generate", str(pipeline_folder), "-p", "a", "--target", "cuda", folder=tmp_path)
     assert done.returncode == 5, done.stderr
     assert "built without CUDAExecutionProvider" in done.stderr
 
 
-def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
-    done = sdflow(tmp_path, ".", "-p", "a")
+def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path, sdflow: Command) -> None:
+    done = sdflow("generate", ".", "-p", "a", folder=tmp_path)
     assert done.returncode == 2
     assert "this is no pipeline of sdflow" in done.stderr
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from shell import Shell
+from started_python import StartedPython
 
 from sdflow.assemble import assemble
 from sdflow.errors import UsageError
@@ -76,8 +77,8 @@ def test_a_crop_at_the_corner_and_lists_are_sizes() -> None:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    return Shell(tmp_path_factory.mktemp("xl_arguments"))
+def shell(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPython | None) -> Shell:
+    return Shell(tmp_path_factory.mktemp("xl_arguments"), started_python)
 
 
 def folder(shell: Shell, family: str) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from started_python import Command
 
 from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
 from sdflow.samples.score import Score, tally
@@ -25,15 +23,13 @@ FEW = CASES[:4]
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def pipelines(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The pipelines of two workflows, as a user builds them, loaded: name -> Pipeline."""
     from sdflow.runtime.pipeline import Pipeline
 
     folder = tmp_path_factory.mktemp("shapes")
-    for workflow in ("shapes_cpu", "shapes_lora_cpu"):
-        command = [sys.executable, "-m", "sdflow", "run", str(ROOT / f"workflows/{workflow}.yaml"), "--no-evaluate"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    for workflow, more in (("shapes_cpu", ()), ("shapes_lora_cpu", ("--no-verify",))):
+        done = sdflow("run", str(ROOT / f"workflows/{workflow}.yaml"), "--no-evaluate", *more, folder=folder)
         assert done.returncode == 0, done.stderr
     found = {path.name.removeprefix("shapes_lora_cpu-"): path for path in (folder / "pipelines").iterdir()}
     assert found.keys() == {"shapes_cpu", "scale_0", "scale_0.5", "scale_1"}
@@ -86,11 +82,11 @@ def test_its_score_equals_pytorchs_within_two_points(base: list[Image.Image], by
 def test_without_prompt_or_guidance_it_is_not_what_was_asked_for(pipelines: dict[str, Any]) -> None:
     pipeline = pipelines["shapes_cpu"]
     for images in (
-        draw(pipeline, [replace(case, prompt="") for case in CASES]),
-        draw(pipeline, CASES, guidance_scale=1.0),
+        draw(pipeline, [replace(case, prompt="") for case in FEW]),
+        draw(pipeline, FEW, guidance_scale=1.0),
     ):
         with pytest.raises(AssertionError):
-            assert_shown(tally(CASES, images))
+            assert_shown(tally(FEW, images))
 
 
 def test_at_scale_0_the_images_equal_the_base(pipelines: dict[str, Any], base: list[Image.Image]) -> None:

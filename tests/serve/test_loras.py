@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from base64 import b64decode
@@ -21,6 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
+from started_python import Command
 
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.runtime.live_weights import own_values
@@ -39,20 +37,15 @@ SAMPLES = ROOT / "samples/loras"
 BOTH = (("stripes", 0.8), ("outline", 0.5))
 
 
-def sdflow(folder: Path, *arguments: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "sdflow", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
     folder = tmp_path_factory.mktemp("shapes")
-    sdflow(folder, "run", str(ROOT / "workflows/shapes_cpu.yaml"), "--no-evaluate", "--no-verify")
+    run = ["run", str(ROOT / "workflows/shapes_cpu.yaml"), "--no-evaluate", "--no-verify"]
     loras = [each for name, scale in BOTH for each in ("--lora", f"{SAMPLES / name}.safetensors:{scale}")]
-    sdflow(folder, "bake", "--base", "pipelines/shapes_cpu", *loras, "--out", "pipelines/baked")
+    for command in (run, ["bake", "--base", "pipelines/shapes_cpu", *loras, "--out", "pipelines/baked"]):
+        done = sdflow(*command, folder=folder)
+        assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -15,6 +15,7 @@ from sdflow.store import Cache
 from sdflow.verify import Verification, subject_of_folder, verify
 from tests.small_workflows import Events
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 TO_FLOAT16 = [{"pass": "OnnxConversion", "target_opset": 17}, {"pass": "OnnxFloatToFloat16"}]
 
 

@@ -29,10 +29,13 @@ from sdflow.verify.cases import read_cases
 from sdflow.verify.html import page
 from sdflow.verify.on_device import run_on_device
 from sdflow.verify.recipes import structure_of
+from sdflow.worker_server import WorkerServer
+from tests.forked_workers import forking
 from tests.small_workflows import Events
 from tests.store.faults import in_process, read_only
 from tests.verify.sample_artifacts import ROOT
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 SPEC = VerifySpec(steps=2, height=64, width=64)
 BREAKING = Path(__file__).parent / "breaking_pass.py"
 
@@ -54,8 +57,9 @@ def subject(
 
 
 @pytest.fixture(scope="module")
-def first(subject: Subject, cache: Cache) -> Verified:
-    return verify(subject, SPEC, cache, threads=1)
+def first(subject: Subject, cache: Cache, server_of_workers: WorkerServer | None) -> Verified:
+    with forking(server_of_workers):
+        return verify(subject, SPEC, cache, threads=1)
 
 
 def test_a_good_pipeline_passes_submodel_by_submodel_and_as_an_image(first: Verified) -> None:
@@ -218,10 +222,10 @@ def test_an_artifact_that_the_provider_computes_otherwise_fails_there_alone(
     (gelu,) = [node for node in model.graph.node if node.op_type == "Sigmoid"][:1]
     gelu.op_type = "Tanh"
     graph.write_bytes(model.SerializeToString())
-    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases)
+    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases, None)
     assert "on cpu, last_hidden_state is" in device.problems[0][0]
     graph.write_bytes(b"")
-    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases)
+    device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases, None)
     assert device.outputs == ()
     assert "on cpu it fails at its loading" in device.problems[0][0]
 
