@@ -74,6 +74,7 @@ class LoraPipelines:
         self._folder, self._base, self._memory = folder, base, memory
         self._checkpoint, self._structures = checkpoint, structures
         self._live: LiveLoras | None = None
+        self._files_alone = False
         self._read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = {}
         self._own: dict[str, Layers] = {}
         self._made: dict[tuple[LoraFile, ...], Made] = {}
@@ -150,9 +151,15 @@ class LoraPipelines:
         live = None if self._base.why_alone is not None else self._live_for({})
         return None if live is None else live.pipeline
 
+    def use_files(self) -> None:
+        """From now on each combination of LoRAs has files and sessions of its own; those that live are let go."""
+        self._files_alone, self._live = True, None
+
     def _live_for(self, names: Names) -> LiveLoras | None:
         """Sessions in which these may be changed; None where that cannot be. What is there is made anew only for weights that
         LoRAs seldom touch."""
+        if self._files_alone:
+            return None
         if self._live is None or not self._live.covers(names):
             before = {} if self._live is None else self._live.names
             wanted = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.errors import SdflowError
 from sdflow.serve.jobs import Job
 from sdflow.serve.served_pipeline import ServedPipeline
 
 if TYPE_CHECKING:
     from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
+
+log = logging.getLogger("sdflow.serve")
 
 
 class ReadyPipelines:
@@ -30,13 +34,18 @@ class ReadyPipelines:
 
     def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
         """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
-        request will be told.
+        request will be told; where sessions for LoRAs cannot draw, for want of memory say, requests with LoRAs get their own.
 
         job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
         """
         coming = self._pool.submit(self._prepare, job, sizes if self._beside else ())
         if not self._beside and coming.exception() is None and (live := coming.result()) is not None:
-            warm(live)
+            try:
+                warm(live)
+            except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
+                log.warning("sessions for LoRAs cannot draw, each LoRA gets its own: %s", error)
+                assert self._loras is not None, "they are of them"
+                self._loras.use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
@@ -69,9 +78,13 @@ class ReadyPipelines:
         return wanted_by is job or not coming.done() or coming.exception() is None
 
     def _begin(self, job: Job) -> None:
-        """What was made for a job that was cancelled since may be wanted by another."""
+        """What was made for a job that was cancelled since may be wanted by another. What was only read is let go."""
+        from sdflow.serve.lora_pipelines import Made
+
         if self._coming is not None and self._coming[1].exception() is None:
-            self._kept(self._coming[1])
+            assert self._loras is not None, "what was made is of them"
+            if isinstance(made := self._coming[1].result(), Made):
+                self._loras.keep(made)
         self._coming = job, self._pool.submit(self._make, job)
 
     def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:

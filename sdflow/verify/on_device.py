@@ -39,7 +39,9 @@ def run_on_device(
     at = "its loading"
     try:
         ports = {port.name for port in read_graph(folder / verdict.name / MODEL_FILE).graph.input}
-        submodel = load_submodel(folder, verdict.name, TARGETS[target], family=family)
+        wanted = TARGETS[target]
+        lazy = wanted.session.static_shapes  # it wants a session for each shape, and has none before
+        submodel = load_submodel(folder, verdict.name, wanted, family=family, lazy=lazy)
 
         def run(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
             outputs: Mapping[str, np.ndarray] = submodel(**{name: given[name] for name in ports if name in given})

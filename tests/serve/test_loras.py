@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
 from started_python import Command
 
-from sdflow.errors import CheckpointError, UsageError
+from sdflow.errors import CheckpointError, UsageError, VerificationError
 from sdflow.runtime.live_weights import own_values
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve import live_loras
@@ -166,6 +166,48 @@ def test_what_failed_for_one_request_is_tried_again_for_the_next(
     assert not pipelines.ready(second, begin=True)
     wait_until(lambda: pipelines.ready(second, begin=False))
     assert pipelines.find(second) is pipelines.find(first) is not base
+
+
+def test_what_was_only_read_for_a_request_that_went_away_is_not_made_for_the_next(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where files alone are read beside the engine. What the first one's would fail of is nobody's matter."""
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    monkeypatch.setattr(pipelines, "_beside", False)
+    first, second = (
+        Job(name, 0, "shapes", "a circle", 1, loras=of_samples((name, 1.0))) for name in ("outline", "stripes")
+    )
+    made, carry_out = [], LoraPipelines.carry_out
+
+    def counted(self: LoraPipelines, wanted: Wanted) -> Made:
+        made.append(wanted.loras)
+        return carry_out(self, wanted)
+
+    monkeypatch.setattr(LoraPipelines, "carry_out", counted)
+    for job in (first, second):
+        assert not pipelines.ready(job, begin=True)
+        wait_until(lambda job=job: pipelines.ready(job, begin=False))
+    assert pipelines.find(second) is not base
+    assert made == [second.loras]
+
+
+def test_where_sessions_for_loras_cannot_draw_each_lora_gets_files(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    monkeypatch.setattr(pipelines, "_beside", False)
+    job = Job("a", 0, "shapes", "a circle", 1, loras=of_samples(("outline", 1.0)))
+
+    def warm(pipeline: ServedPipeline) -> None:
+        raise VerificationError("cannot draw: out of memory", where="shapes")
+
+    pipelines.prepare(job, [1], warm)
+    found = pipelines.find(job)
+    assert found is not base
+    path = found.base.submodels["unet"].path
+    assert path is not None and "sdflow-loras-" in str(path), "its weights are in files of its own"
 
 
 def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(

@@ -87,3 +87,20 @@ def test_a_lucky_draw_of_the_yardstick_is_no_alarm_and_a_fault_is_one(roundings:
 def test_what_is_no_number_is_no_matter_of_rounding() -> None:
     found = [CaseDistance("a", "shape", "sample", None, None, float("inf"), 1e-3)]
     assert too_far(found, judge_outputs("float16", found)[0]) == []
+
+
+def test_what_is_far_beyond_any_rounding_is_not_drawn_again() -> None:
+    found = [CaseDistance(name, "shape", "sample", None, None, far, 1e-3) for name, far in (("a", 0.5), ("b", 2e-3))]
+    assert too_far(found, judge_outputs("float16", found)[0]) == []
+    found = found[1:]
+    assert too_far(found, judge_outputs("float16", found)[0]) == ["b"]
+
+
+def test_a_draw_of_pytorch_that_overflows_takes_no_yardstick_away(
+    roundings: Roundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [CaseDistance(AT, "edge timestep", "out_sample", None, 0.5, 3e-3, 2e-3)]
+    key = (0, "out_sample")
+    monkeypatch.setattr(roundings, "yardsticks", lambda indices: {key: float("inf")})
+    assert drawn_again(found, roundings, {key: 3e-3}) == tuple(found)
+    assert not judge_outputs("float16", found)[0][0].passed

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import onnx
 import pytest
@@ -24,6 +25,7 @@ from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import Checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
+from sdflow.targets import TARGETS, Target
 from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
 from sdflow.verify.cases import read_cases
 from sdflow.verify.html import page
@@ -228,6 +230,19 @@ def test_an_artifact_that_the_provider_computes_otherwise_fails_there_alone(
     device = run_on_device(result, folder, subject.checkpoint.family, "cpu", cases, None)
     assert device.outputs == ()
     assert "on cpu it fails at its loading" in device.problems[0][0]
+
+
+def test_a_provider_that_wants_static_shapes_runs_every_case(
+    subject: Subject, cache: Cache, first: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = TARGETS["cpu"]
+    fixed = dataclasses.replace(cpu, session=dataclasses.replace(cpu.session, static_shapes=True))
+    monkeypatch.setitem(cast("dict[str, Target]", TARGETS), "cpu", fixed)
+    cases = read_cases(reference_of(cache), "text_encoder")
+    result = first.result.submodels["text_encoder"]
+    device = run_on_device(result, subject.folder, subject.checkpoint.family, "cpu", cases, None)
+    assert device.problems == ()
+    assert [each.name for each in device.outputs] == [each.name for each in result.outputs]
 
 
 def reference_of(cache: Cache) -> Path:
