@@ -117,7 +117,9 @@ class HeldSteps:
         found = self._steps.of(rows, columns, conditions, axes)
         if found is None:
             raise PassError(f"with these LoRAs images are drawn together only, and {self.why_alone}")
-        return self._made.setdefault(found, found.holding(self._hold))
+        if found not in self._made:
+            self._made[found] = found.holding(self._hold)
+        return self._made[found]
 
 
 class PausingDenoisers(DenoiserSource):
