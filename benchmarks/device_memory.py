@@ -49,7 +49,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
     from image_latency import PROMPT, SUBMODELS, Machine
 
     from sdflow.families import FAMILIES
-    from sdflow.families.base import Request
+    from sdflow.families.request import Request
     from sdflow.runtime.device_weights import DeviceWeights
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline

@@ -32,7 +32,7 @@ class Variant:
     def __init__(self, folder: Path, kernels: str) -> None:
         import torch
 
-        from sdflow.families.base import Request
+        from sdflow.families.request import Request
         from sdflow.runtime.denoise import Start
         from sdflow.runtime.pipeline import Pipeline
         from sdflow.runtime.tuning import Tuning

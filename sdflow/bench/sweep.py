@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from sdflow.families.base import Latents
+from sdflow.families.latents import Latents
 
 if TYPE_CHECKING:
     import torch

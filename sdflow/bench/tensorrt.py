@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError, VerificationError
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, engine_folders
 from sdflow.runtime.folder import (
     folder_defaults,

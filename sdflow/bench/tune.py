@@ -271,7 +271,7 @@ class _Tuner:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
 
-        from sdflow.families.base import Request
+        from sdflow.families.request import Request
         from sdflow.runtime.denoise import Start
 
         case, settings = self.case, self.settings

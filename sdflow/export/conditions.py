@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.base import Family, Request
+from sdflow.families.base import Family
+from sdflow.families.request import Request
 from sdflow.models.base import Sizes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
 from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
-from sdflow.families.base import Latents
+from sdflow.families.latents import Latents
 from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
 from sdflow.runtime.folder import (
     SCHEDULER,

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
-from sdflow.families.base import Latents
+from sdflow.families.latents import Latents
 
 
 def add_decoder(graph: Builder, model: Any, name: str, latents: str, what: Latents) -> str:

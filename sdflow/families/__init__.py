@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
 from sdflow.families.latent_consistency import LatentConsistency
+from sdflow.families.part import Part
 from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
 from sdflow.families.stable_diffusion_xl_refiner import StableDiffusionXLRefiner

@@ -1,220 +1,25 @@
 """What a family is: data that composes models to a pipeline, and how a prompt becomes what the denoiser takes.
 
 A family says which models lie in which folders, what lies beside them, and how diffusers runs them. It knows nothing of
-passes, the cache or sessions. Tensors are torch's.
+passes, the cache or sessions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from sdflow.errors import CheckpointError, UsageError
+from sdflow.errors import UsageError
 from sdflow.families.colors import LatentColors
 from sdflow.families.defaults import Defaults, Task, settled
-from sdflow.models.base import GUIDANCE, Config, Model, Original, class_names, halved
-from sdflow.prompts.reading import PLAIN, Reading
-
-if TYPE_CHECKING:
-    import torch
+from sdflow.families.latents import Latents
+from sdflow.families.part import Companion, Part
+from sdflow.families.request import Conditions, Request, Run
+from sdflow.models.base import Config
 
 ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
 """What model_index.json calls a folder with an ONNX graph, in every family."""
-
-Tensors = Mapping[str, "torch.Tensor"]
-Run = Callable[[str, Tensors], Tensors]
-"""Runs a submodel, by its name, on inputs by name; gives its outputs by name."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a part lies in a file in the original layout (CompVis, SGM).
-
-    prefix: of its tensors. names: state_dict key -> where it lies, without the prefix; None: the model's own.
-    unused: tensors under the prefix that have no place in the module, given its keys.
-    """
-
-    prefix: str
-    names: Callable[[Iterable[str]], dict[str, Original]] | None = None
-    unused: Callable[[str, Iterable[str]], bool] = lambda name, keys: False
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """Parameters of a part that lie in the files of adapters. of: which adapter's file a parameter is in; None: the part's
-    own. layout: how they lie there."""
-
-    of: Callable[[str], int | None]
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Part:
-    """One submodel of a family.
-
-    name: as in workflows and keys. component: the checkpoint's folder. about: for the workflow's schema.
-    optional: a checkpoint may lack it. read: the outputs that drawing reads, by its config; None: all. layouts: where it lies in
-    files in the original layout; the first whose prefix a file has. lora: how its tensors' names begin in LoRA files.
-    config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
-    files of textual inversion that hold one for each text encoder. controlled: as config, where the pipeline has ControlNets.
-    repeats: of one that may be there several times, what all of them are called (`Family.net`); else "".
-    instead: models that its component may be of in its place: its config.json says which (`of`). adapted: what of it is in the
-    files of IP-Adapters, where the pipeline has some.
-    """
-
-    name: str
-    model: Model
-    component: str
-    about: str
-    optional: bool = False
-    read: Callable[[Config], tuple[str, ...]] | None = None
-    layouts: tuple[Layout, ...] = ()
-    lora: tuple[str, ...] = ()
-    config: Config = field(default_factory=dict)
-    embedding: str | None = None
-    controlled: Config = field(default_factory=dict)
-    repeats: str = ""
-    instead: tuple[Model, ...] = ()
-    adapted: Adapted | None = None
-
-    def of(self, config: Config) -> Part:
-        """This part, of the model whose class a config.json names."""
-        named = class_names(config)
-        model = next((model for model in self.instead if model.class_name in named), None)
-        return self if model is None else replace(self, model=model)
-
-    @property
-    def kind(self) -> str:
-        """What chains of passes and cache keys call it: its name, or that of all that are like it."""
-        return self.repeats or self.name
-
-    def layout(self, prefix: str) -> Layout:
-        """The layout with this prefix; the first with none of it for "": in a file that holds this part alone."""
-        return next((layout for layout in self.layouts if layout.prefix == prefix), replace(self.layouts[0], prefix=""))
-
-
-@dataclass(frozen=True)
-class Companion:
-    """What lies beside the graphs: a tokenizer, a scheduler, a feature extractor.
-
-    library, class_name: what loads it; class_name None: its config names it. file: what its folder must hold.
-    parts: it is there only beside one of these parts; none: always.
-    """
-
-    library: str
-    class_name: str | None
-    file: str
-    parts: tuple[str, ...] = ()
-
-    def wanted(self, submodels: Container[str]) -> bool:
-        """Whether it is there beside these submodels."""
-        return not self.parts or any(part in submodels for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Latents:
-    """What a pipeline's latents are.
-
-    channels: of the VAE. scale: image pixels per latent pixel, along each axis. multiple: rows and columns must be
-    multiples of this: PyTorch's UNet also takes sizes that do not halve evenly, a traced graph doubles whatever it has
-    halved. size: rows and columns of the model's own size. factor: latents are the VAE's times this.
-    """
-
-    channels: int
-    scale: int
-    multiple: int
-    size: int
-    factor: float
-
-    @property
-    def granularity(self) -> int:
-        """Height and width of an image, in pixels, must be multiples of this."""
-        return self.scale * self.multiple
-
-    @property
-    def image_size(self) -> int:
-        """Height and width, in pixels, of the images that the model was made for."""
-        return self.scale * self.size
-
-    @classmethod
-    def of(cls, denoiser: Config, vae: Config) -> Latents:
-        """From config.json of a UNet and a VAE. Raises KeyError or TypeError for one that lacks something, CheckpointError
-        for a size that is none."""
-        scale = halved(vae)
-        return cls(
-            channels=int(vae["latent_channels"]),
-            scale=scale,
-            multiple=halved(denoiser),
-            size=_side(denoiser["sample_size"]),
-            factor=float(vae.get("scaling_factor", 0.18215)),
-        )
-
-
-MOST_LATENTS = 1 << 14
-"""Rows and columns of latents that a config may name as its model's own size: 131,072 pixels."""
-
-
-def _side(sample_size: Any) -> int:
-    """diffusers takes one number, or two for height and width."""
-    sides = set(sample_size) if isinstance(sample_size, list | tuple) and len(sample_size) == 2 else {sample_size}
-    side = sides.pop() if len(sides) == 1 else None
-    if type(side) is not int or not 0 < side <= MOST_LATENTS:
-        raise CheckpointError(
-            f"its sample_size is {sample_size!r:.40}",
-            where="unet/config.json",
-            remedy=f"Write the rows of the latents, 1 to {MOST_LATENTS}; they are as many as the columns.",
-        )
-    return side
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is drawn: one entry of `prompts` and `negatives` for each image.
-
-    negatives: None where the caller gave none. guidance_scale: up to 1 there is no guidance. height, width: of the image
-    in pixels. guidance_width: of the embedding in which the denoiser takes the guidance scale; None: it takes none.
-    more: what only some families take (`Family.arguments`), each None where the caller did not say it. reading: how the
-    texts are read.
-    """
-
-    prompts: Sequence[str]
-    negatives: Sequence[str] | None
-    guidance_scale: float
-    height: int
-    width: int
-    guidance_width: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-    reading: Reading = PLAIN
-
-    @property
-    def guided(self) -> bool:
-        """Whether there is classifier-free guidance: each image then takes two rows, the negative prompts' first."""
-        return self.guidance_scale > 1 and self.guidance_width is None
-
-    def require_no_negatives(self) -> None:
-        """Raises UsageError where the caller gave negative prompts; for a model that takes the guidance scale as an input."""
-        if self.negatives is not None:
-            raise UsageError(
-                "this model knows no negative prompt: guidance is an input of its denoiser",
-                where="negative_prompt",
-                remedy="Leave it out.",
-            )
-
-    def guidance_inputs(self) -> dict[str, torch.Tensor]:
-        """The guidance scale as an input of the denoiser, a row for each image, where it takes it so."""
-        if self.guidance_width is None:
-            return {}
-        return {GUIDANCE: guidance_embedding(self.guidance_scale, self.guidance_width).repeat(len(self.prompts), 1)}
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What the denoiser takes beside latents and timestep: a row for each image, twice as many with guidance, then the
-    negative prompts' first. halves: 2 with guidance, else 1."""
-
-    inputs: Tensors
-    halves: int
 
 
 class Family:
@@ -396,31 +201,3 @@ class Family:
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """configs: by part. Raises KeyError or TypeError for one that lacks something."""
         return Latents.of(configs[self.denoiser], configs[self.decoder])
-
-
-def guidance_embedding(scale: float, width: int) -> torch.Tensor:
-    """(1, width): sines and cosines of a guidance scale. Above 1 is what guidance adds, as the paper counts it.
-
-    After diffusers' StableDiffusionPipeline.get_guidance_scale_embedding; https://arxiv.org/abs/2310.04378, section 4.3.
-    """
-    import torch
-
-    half = width // 2
-    step = torch.log(torch.tensor(10000.0)) / (half - 1)  # in float32 throughout: angles are in the thousands
-    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -step)
-    excess = torch.as_tensor(scale - 1.0, dtype=torch.float32).reshape(1)  # a scale that is traced stays an input
-    angles = (excess * 1000.0)[:, None] * frequencies[None]
-    embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
-    return torch.nn.functional.pad(embedding, (0, width - 2 * half))
-
-
-def token_ids(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
-    """(texts, length) of a CLIP tokenizer. A text beyond the model's length is cut, as in diffusers."""
-    ids: torch.Tensor = tokenizer(
-        list(texts),
-        padding="max_length",
-        max_length=tokenizer.model_max_length,
-        truncation=True,
-        return_tensors="pt",
-    ).input_ids
-    return ids

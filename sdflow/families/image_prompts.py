@@ -13,7 +13,7 @@ from sdflow.models.image_prompts import ADAPTED, scale_input, tokens_axis, token
 if TYPE_CHECKING:
     import torch
 
-    from sdflow.families.base import Run, Tensors
+    from sdflow.families.request import Run, Tensors
 
 
 @dataclass(frozen=True)

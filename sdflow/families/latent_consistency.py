@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.families.base import Companion, Conditions, Family, Request, Run
+from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.part import Companion
+from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.models.base import Config
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.families.base import Adapted, Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.base import Family
 from sdflow.families.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import with_projections
+from sdflow.families.part import Adapted, Companion, Layout, Part
+from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText

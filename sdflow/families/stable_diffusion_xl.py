@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Companion, Conditions, Family, Layout, Part, Request, Run
+from sdflow.families.base import Family
 from sdflow.families.colors import STABLE_DIFFUSION_XL, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import with_projections
+from sdflow.families.part import Companion, Layout, Part
+from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.stable_diffusion import (
     CONTROLNET,
     IMAGE_ENCODER,

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Companion, Conditions, Layout, Request, Run
 from sdflow.families.defaults import Task
+from sdflow.families.part import Companion, Layout
+from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.stable_diffusion import unet_fingerprint, vae_fingerprint
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL, last_but_one_layer
 from sdflow.families.text import encode

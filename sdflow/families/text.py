@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.base import Run, token_ids
+from sdflow.families.request import Run
 from sdflow.prompts.chunks import Chunk, chunked
 from sdflow.prompts.reading import Reading
 from sdflow.prompts.weights import parse
@@ -76,3 +76,15 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     pieces = [piece if isinstance(piece, tuple) else tokenize(piece) for piece in reading.pieces(text)]
     ids = [token for piece in pieces for token in piece][:size]  # as diffusers cuts it
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
+    """(texts, length) of a CLIP tokenizer. A text beyond the model's length is cut, as in diffusers."""
+    ids: torch.Tensor = tokenizer(
+        list(texts),
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    ).input_ids
+    return ids

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, family_of_architecture
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
 from sdflow.families.few_steps import known_model, spelled
+from sdflow.families.part import Part
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, UNKNOWN, Finding
 from sdflow.inspection.lines import (

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning
-from sdflow.families.base import Conditions
+from sdflow.families.request import Conditions
 from sdflow.runtime.control import Control, ControlledDenoiser
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser

@@ -11,9 +11,10 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES, family_of_index
-from sdflow.families.base import ONNX_COMPONENT, Family, Latents
+from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import adapter_count
+from sdflow.families.latents import Latents
 from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Conditions, Family, Request, Tensors
+from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
+from sdflow.families.request import Conditions, Request, Tensors
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Request
 from sdflow.families.image_prompts import adapter_count, token_axes
+from sdflow.families.request import Request
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import controls_of, read_controls, require_controls
 from sdflow.runtime.denoise import denoise

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Family, Latents
+from sdflow.families.base import Family
 from sdflow.families.colors import LatentColors
+from sdflow.families.latents import Latents
 from sdflow.runtime.folder import folder_family, folder_latents, load_submodel
 from sdflow.runtime.images import to_pil
 from sdflow.runtime.submodel import Submodel

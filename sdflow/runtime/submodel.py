@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, TargetUnavailableError, VerificationError
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from sdflow.families.base import Latents
+from sdflow.families.latents import Latents
 from sdflow.runtime.submodel import Submodel
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sdflow.errors import PassError
-from sdflow.families.base import Conditions
+from sdflow.families.request import Conditions
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Latents
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import adapter_count
+from sdflow.families.latents import Latents
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
 from sdflow.runtime.folder import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.file_stamp import file_stamp
 from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import (

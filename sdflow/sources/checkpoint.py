@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from sdflow.digest import digest_file, digest_json
 from sdflow.errors import CheckpointError
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
+from sdflow.families.part import Part
 from sdflow.families.schedulers import renamed
 from sdflow.file_stamp import Stamp
 

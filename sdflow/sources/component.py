@@ -17,7 +17,7 @@ from typing import Any
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, PassError
 from sdflow.families import COMPONENT_ARCHITECTURES, EXCHANGEABLE
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.file_stamp import file_stamp
 from sdflow.models.base import GUIDANCE, Port, Shapes
 from sdflow.sources.architectures import architecture_config

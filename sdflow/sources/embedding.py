@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_float_tensors, read_header
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES, family_of_index
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
+from sdflow.families.part import Part
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.input_file import is_regular, read_json
 from sdflow.models.base import Model, class_names

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import COMPONENT_ARCHITECTURES
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.models.base import Shapes
 from sdflow.sources.architectures import architecture_config
 

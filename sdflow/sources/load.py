@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import part_of
-from sdflow.families.base import Companion, Part
+from sdflow.families.part import Companion, Part
 from sdflow.file_stamp import check_stamps
 from sdflow.input_file import foreign_content, read_json
 from sdflow.models.base import Config, Model

@@ -13,7 +13,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.models.base import Shapes
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config

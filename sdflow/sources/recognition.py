@@ -7,8 +7,9 @@ from pathlib import Path
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
-from sdflow.families.base import Family, Layout
+from sdflow.families.base import Family
 from sdflow.families.few_steps import of_this_name
+from sdflow.families.part import Layout
 from sdflow.sources.architectures import architecture_config
 
 Shapes = Mapping[str, tuple[int, ...]]

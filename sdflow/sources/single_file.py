@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
+from sdflow.families.part import Part
 from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 from sdflow.sources.checkpoint import (

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.models.base import Config, Model, Ports
 from sdflow.verify.cases import Cases, Kind
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.distance import largest_difference, psnr, ssim
-from sdflow.families.base import Family, Latents, Request, Tensors
+from sdflow.families.base import Family
 from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions
+from sdflow.families.latents import Latents
+from sdflow.families.request import Request, Tensors
 from sdflow.models.vae import image_reader
 from sdflow.runtime.folder import (
     folder_latents,

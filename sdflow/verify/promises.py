@@ -14,7 +14,8 @@ from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
 from sdflow.digest import digest_file, digest_tree
 from sdflow.errors import PassError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family, Part
+from sdflow.families.base import Family
+from sdflow.families.part import Part
 from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family, Latents
+from sdflow.families.base import Family
 from sdflow.families.image_prompts import adapter_count, reads_layers
+from sdflow.families.latents import Latents
 from sdflow.families.torch_start import torch_start
 from sdflow.runtime.folder import SCHEDULER
 from sdflow.runtime.schedule import named_scheduler

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sdflow.errors import CheckpointError
 from sdflow.families import part_of
-from sdflow.families.base import Part
+from sdflow.families.part import Part
 from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import files_of, stamps_of
