@@ -30,7 +30,7 @@ from sdflow.models.image_encoder import (
 from sdflow.models.image_prompts import ADAPTED
 from sdflow.sources.architectures import architecture_config, companion_folder
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
-from sdflow.sources.component import Found, Source, shapes_as_json
+from sdflow.sources.component_source import Found, Source, shapes_as_json
 from sdflow.sources.folder import read_config, refuse_pickle
 from sdflow.sources.hub import hub_file
 from sdflow.sources.reference import (

@@ -1,6 +1,6 @@
 """ControlNets beside a checkpoint: each a submodel of its own, whose outputs the checkpoint's denoiser takes.
 
-A ControlNet comes from where a component may come from (`sdflow.sources.component`). A file in the original layout or in
+A ControlNet comes from where a component may come from (`sdflow.sources.component_source`). A file in the original layout or in
 diffusers' names holds no configuration: that of the denoiser says what a ControlNet for it is like.
 """
 
@@ -18,7 +18,8 @@ from sdflow.models.base import Shapes
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
-from sdflow.sources.component import Found, Source, axes, ports_of
+from sdflow.sources.component import axes, ports_of
+from sdflow.sources.component_source import Found, Source
 from sdflow.sources.reference import SyntheticReference
 from sdflow.sources.synthetic import synthetic_identity
 
