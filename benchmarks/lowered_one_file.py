@@ -23,13 +23,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-LOOP = "Loop"
+LOOP, TIMESTEP, TIMESTEPS = "Loop", "timestep", "timesteps"
 PROMPT = "a large red circle on a blue background"
 
 
-def lowered(graph: Path, folder: Path, names: Iterable[str]) -> Any:
+def lowered(graph: Path, folder: Path, names: Iterable[str], more: Iterable[Any] = ()) -> Any:
     """The ModelProto, of standard operators alone. folder: of the pipeline, whose submodels' graphs tell what ranks their values
-    have. Raises VerificationError for an operator that cannot be lowered."""
+    have. more: what tells of further values (`of_one_size`). Raises VerificationError for an operator that cannot be lowered."""
     import onnx
 
     from sdflow.export.inline import read_by
@@ -37,8 +37,10 @@ def lowered(graph: Path, folder: Path, names: Iterable[str]) -> Any:
     from sdflow.verify.lowering import lower
 
     model = onnx.load(graph, load_external_data=False)
-    told = {info.name: info for name in names for info in _declared(folder / name / "model.onnx", f"{name}/")}
+    told = {info.name: info for name in names for info in _declared(_read(folder / name / "model.onnx"), f"{name}/")}
+    told |= {info.name: info for info in more}
     ports = {f"{name}/{port}" for name in names for port in _ports(folder / name / "model.onnx")}
+    ports |= {f"{name}/{TIMESTEPS}/{TIMESTEP}" for name in names}
     (loop,) = (node for node in model.graph.node if node.op_type == LOOP)
     (body,) = (attribute.g for attribute in loop.attribute if attribute.name == "body")
     rest = onnx.ModelProto()
@@ -101,12 +103,33 @@ def lowered(graph: Path, folder: Path, names: Iterable[str]) -> Any:
     return whole
 
 
-def _declared(path: Path, prefix: str) -> list[Any]:
+def of_one_size(model: Any, name: str, sizes: dict[str, int], guided: bool, runs: int) -> list[Any]:
+    """What is known of the values of a denoiser that is taken apart for one size."""
+    from sdflow.export.once import cut
+    from sdflow.runtime.specialize import specialize
+    from sdflow.runtime.split import STEPS
+
+    found = cut(model, sizes, guided=guided)
+    if found is None:
+        return []
+    return [
+        *_declared(specialize(model, sizes).graph, f"{name}/"),
+        *_declared(found.model.graph, f"{name}/"),
+        *_declared(specialize(found.timestep, {STEPS: runs}).graph, f"{name}/{TIMESTEPS}/"),
+    ]
+
+
+def _read(path: Path) -> Any:
+    import onnx
+
+    return onnx.load(path, load_external_data=False).graph
+
+
+def _declared(graph: Any, prefix: str) -> list[Any]:
     """What a submodel's graph says of its values, its ports among them, under the names that they have in the whole."""
     import onnx
 
     found = []
-    graph = onnx.load(path, load_external_data=False).graph
     for info in (*graph.input, *graph.value_info, *graph.output):
         item = onnx.ValueInfoProto()
         item.CopyFrom(info)
@@ -116,9 +139,7 @@ def _declared(path: Path, prefix: str) -> list[Any]:
 
 
 def _ports(path: Path) -> list[str]:
-    import onnx
-
-    return [item.name for item in onnx.load(path, load_external_data=False).graph.input]
+    return [item.name for item in _read(path).input]
 
 
 def _set_aside(graph: Any, ports: set[str], told: dict[str, Any]) -> list[Any]:
@@ -208,17 +229,29 @@ class Draw:
     def graph(self, out: Path, *, any_size: bool = False) -> tuple[Any, dict[str, Any]]:
         """The image of the exported graph, lowered; and what the JSON beside the graph says."""
         from sdflow.export.one_file import Wanted, export_one_file
+        from sdflow.models.base import Sizes
         from sdflow.runtime.folder import load_companions, onnx_submodels, submodel_config
+        from sdflow.runtime.sessions import read_graph
 
         companions = load_companions(self.folder)
         names = onnx_submodels(self.folder)
         own = {name: submodel_config(self.folder, name) for name in names}
         images, _, rows, columns = self.noise.shape
-        scale = _family(self.folder).latents(own).scale
+        family = _family(self.folder)
+        scale = family.latents(own).scale
         size = {} if any_size else {"height": rows * scale, "width": columns * scale, "images": images}
         export_one_file(self.folder, out, Wanted(steps=self.steps, negative=False, checker=False, **size))
         told = json.loads(Path(f"{out}.json").read_bytes())
-        session = session_of(lowered(out, self.folder, names), out.parent, self.threads)
+        more: list[Any] = []
+        if not any_size:
+            (tokens,) = {each["length"] for each in told["tokenizers"].values()}
+            guided = told["guidance_scale"] is not None
+            sizes = Sizes((1 + guided) * images, rows * scale, columns * scale, scale, tokens).axes()
+            sizes |= family.part(family.denoiser).model.more_axes(own[family.denoiser])
+            denoiser = read_graph(self.folder / family.denoiser / "model.onnx")
+            runs = len(told["schedule"]["timesteps"])
+            more = of_one_size(denoiser, family.denoiser, sizes, guided, runs)
+        session = session_of(lowered(out, self.folder, names, more), out.parent, self.threads)
         feeds: dict[str, Any] = {"latents": self.noise}
         inputs = {each.name for each in session.get_inputs()}
         for name in told["tokenizers"]:

@@ -4,7 +4,8 @@
 
 PIPELINE: a built folder, or what benchmarks/structures.py wrote of one, whose weights are then bound here. The graph runs as a
 program would run it, arrays in and out; for any size, and for the one size that it draws here (`--height`, `--width`, `--images`
-of `sdflow export`). Of each a profile of one image is read: what ran on the CPU, what was copied between it and the GPU, how
+of `sdflow export`). First all times are taken: a profiler, once it ran in a process, makes what is queued later slower. Then of
+each a profile of one image is read: what ran on the CPU, what was copied between it and the GPU, which kernels there are, how
 much of the time the GPU had nothing to do. `--target cpu` is to try it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -123,81 +125,122 @@ def busy_ms(draw: Callable[[], Any]) -> dict[str, float] | None:
     return {
         "kernels": len(kernels),
         "kernels_ms": sum(each.time_range.elapsed_us() for each in kernels) / 1e3,
+        "most": _by_name(kernels),
         "copies": dict(Counter(each.name for each in copies)),
         "copies_ms": sum(each.time_range.elapsed_us() for each in copies) / 1e3,
     }
 
 
-def measure(given: Path, scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from sdflow.distance import psnr
-    from sdflow.export.one_file import Wanted, export_one_file
-    from sdflow.runtime.pipeline import Pipeline
+def _by_name(kernels: list[Any]) -> list[tuple[str, int, float]]:
+    """The kernels by the name of their function: how many, and their milliseconds; those with the most time first."""
+    count: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    for each in kernels:
+        name = re.sub(r"<.*|\(.*", "", each.name.replace("(anonymous namespace)::", "").removeprefix("void "))[-60:]
+        count[name] += 1
+        spent[name] += each.time_range.elapsed_us()
+    return [(name, count[name], us / 1e3) for name, us in spent.most_common(25)]
 
-    folder = given
-    if not any(given.glob("*/*.data")):
-        folder = scratch / given.name
-        begun = time.perf_counter()
-        materialize(given, folder)
-        say(f"{given.name}: weights bound in {time.perf_counter() - begun:.0f} s")
-    pipeline = Pipeline.load(folder, options.target, checker=False)
-    size = pipeline.latents
-    noise = np.random.default_rng(0).standard_normal((1, size.channels, size.size, size.size), np.float32)
 
-    def by_pipeline() -> Any:
-        return pipeline(
+class Measured:
+    """One pipeline, and its graph for any size and for one. folder: with its weights."""
+
+    def __init__(self, given: Path, scratch: Path, options: argparse.Namespace) -> None:
+        from sdflow.runtime.pipeline import Pipeline
+
+        self.given, self.scratch, self.options, self.folder = given, scratch, options, given
+        if not any(given.glob("*/*.data")):
+            self.folder = scratch / given.name
+            begun = time.perf_counter()
+            materialize(given, self.folder)
+            say(f"{given.name}: weights bound in {time.perf_counter() - begun:.0f} s")
+        self.pipeline = Pipeline.load(self.folder, options.target, checker=False)
+        size = self.pipeline.latents
+        shape = (1, size.channels, size.size, size.size)
+        self.noise = np.random.default_rng(0).standard_normal(shape, np.float32)
+        self.graphs = {"any size": scratch / f"{given.name}_any.onnx", "one size": scratch / f"{given.name}_one.onnx"}
+        self.found: dict[str, Any] = {}
+
+    def by_pipeline(self) -> Any:
+        return self.pipeline(
             PROMPT,
-            negative_prompt=NEGATIVE if pipeline.defaults["text"].guidance_scale > 1 else None,
-            latents=torch.from_numpy(noise),
-            num_inference_steps=options.steps,
+            negative_prompt=NEGATIVE if self.pipeline.defaults["text"].guidance_scale > 1 else None,
+            latents=torch.from_numpy(self.noise),
+            num_inference_steps=self.options.steps,
             output_type="np",
         ).images
 
-    wanted = np.asarray(by_pipeline())
-    by_pipeline()
-    found: dict[str, Any] = {"pipeline_ms": milliseconds(by_pipeline, options.rounds), "gpu": busy_ms(by_pipeline)}
-    say(f"{given.name}, {options.steps} steps: the pipeline {found['pipeline_ms']:.1f} ms")
-    for label, images in (("any size", None), ("one size", 1)):
-        try:
-            out = scratch / f"{given.name}_{'one' if images else 'any'}.onnx"
-            begun = time.perf_counter()
-            made = export_one_file(folder, out, Wanted(steps=options.steps, checker=False, images=images))
-            each: dict[str, Any] = {"export_s": time.perf_counter() - begun, "bytes": made.bytes}
-            told = json.loads(Path(f"{out}.json").read_bytes())
-            begun = time.perf_counter()
-            session = session_of(out, options.target)
-            each["load_s"] = time.perf_counter() - begun
-            feeds = feeds_of(session, pipeline, told, noise)
+    def feeds(self, session: Any, label: str) -> dict[str, Any]:
+        told = json.loads(Path(f"{self.graphs[label]}.json").read_bytes())
+        return feeds_of(session, self.pipeline, told, self.noise)
 
-            def by_graph(session: Any = session, feeds: Any = feeds) -> Any:
-                return session.run(["images"], feeds)[0]
+    def times(self) -> None:
+        wanted = np.asarray(self.by_pipeline())
+        self.by_pipeline()
+        self.found["pipeline_ms"] = milliseconds(self.by_pipeline, self.options.rounds)
+        say(f"{self.given.name}, {self.options.steps} steps: the pipeline {self.found['pipeline_ms']:.1f} ms")
+        for label in self.graphs:
+            try:
+                self.found[label] = self.time(label, wanted)
+            except Exception:  # noqa: BLE001  the others are measured all the same
+                traceback.print_exc()
 
-            begun = time.perf_counter()
-            image = np.asarray(by_graph())
-            each["first_s"] = time.perf_counter() - begun
-            by_graph()
-            each["ms"] = milliseconds(by_graph, options.rounds)
-            each["ratio"] = each["ms"] / found["pipeline_ms"]
-            each["apart"] = float(abs(image - wanted).max())
-            each["relative_l2"], each["decibels"] = distance(image, wanted), psnr(image, wanted)
-            each["gpu"] = busy_ms(by_graph)
-            say(
-                f"  one file, {label}: {each['ms']:.1f} ms, {each['ratio']:.2f} of the pipeline's; largest difference "
-                f"{each['apart']:.1e}, relative L2 {each['relative_l2']:.4f}, {each['decibels']:.1f} dB; loaded in "
-                f"{each['load_s']:.1f} s, first image {each['first_s']:.1f} s"
-            )
-            del session
-            profiled = session_of(out, options.target, scratch / "profile")
-            for _ in range(2):
-                profiled.run(["images"], feeds)
-            path = Path(profiled.end_profiling())
-            each["profile"] = read_profile(path)
-            path.unlink()
-            say(f"    {json.dumps(each['profile'])}\n    GPU: {json.dumps(each['gpu'])}")
-            found[label] = each
-        except Exception:  # noqa: BLE001  the others are measured all the same
-            traceback.print_exc()
-    say(f"  GPU in the pipeline: {json.dumps(found['gpu'])}")
-    return found
+    def time(self, label: str, wanted: Any) -> dict[str, Any]:
+        from sdflow.distance import psnr
+        from sdflow.export.one_file import Wanted, export_one_file
+
+        begun = time.perf_counter()
+        wants = Wanted(steps=self.options.steps, checker=False, images=1 if label == "one size" else None)
+        made = export_one_file(self.folder, self.graphs[label], wants)
+        each: dict[str, Any] = {"export_s": time.perf_counter() - begun, "bytes": made.bytes}
+        begun = time.perf_counter()
+        session = session_of(self.graphs[label], self.options.target)
+        each["load_s"] = time.perf_counter() - begun
+        feeds = self.feeds(session, label)
+
+        def by_graph() -> Any:
+            return session.run(["images"], feeds)[0]
+
+        begun = time.perf_counter()
+        image = np.asarray(by_graph())
+        each["first_s"] = time.perf_counter() - begun
+        by_graph()
+        each["ms"] = milliseconds(by_graph, self.options.rounds)
+        each["ratio"] = each["ms"] / self.found["pipeline_ms"]
+        each["apart"] = float(abs(image - wanted).max())
+        each["relative_l2"], each["decibels"] = distance(image, wanted), psnr(image, wanted)
+        say(
+            f"  one file, {label}: {each['ms']:.1f} ms, {each['ratio']:.2f} of the pipeline's; largest difference "
+            f"{each['apart']:.1e}, relative L2 {each['relative_l2']:.4f}, {each['decibels']:.1f} dB; loaded in "
+            f"{each['load_s']:.1f} s, first image {each['first_s']:.1f} s"
+        )
+        return each
+
+    def profiles(self) -> None:
+        """Behind all times."""
+        self.found["gpu"] = busy_ms(self.by_pipeline)
+        say(f"{self.given.name}: GPU in the pipeline: {json.dumps(self.found['gpu'])}")
+        for label in self.graphs:
+            try:
+                if label in self.found:
+                    self.found[label] |= self.profile(label)
+            except Exception:  # noqa: BLE001  the others are measured all the same
+                traceback.print_exc()
+
+    def profile(self, label: str) -> dict[str, Any]:
+        session = session_of(self.graphs[label], self.options.target)
+        feeds = self.feeds(session, label)
+        session.run(["images"], feeds)
+        session.run(["images"], feeds)
+        busy = busy_ms(lambda: session.run(["images"], feeds))
+        profiled = session_of(self.graphs[label], self.options.target, self.scratch / "profile")
+        for _ in range(2):
+            profiled.run(["images"], feeds)
+        path = Path(profiled.end_profiling())
+        found = {"gpu": busy, "profile": read_profile(path)}
+        path.unlink()
+        say(f"  {label}: {json.dumps(found['profile'])}\n    GPU: {json.dumps(busy)}")
+        return found
 
 
 def main() -> None:
@@ -208,15 +251,15 @@ def main() -> None:
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = {}
-    for pipeline in options.pipelines:
-        with tempfile.TemporaryDirectory(prefix="one-file-") as scratch:
-            try:
-                found[pipeline.name] = measure(pipeline, Path(scratch), options)
-            except Exception:  # noqa: BLE001  the others are measured all the same
-                traceback.print_exc()
+    with tempfile.TemporaryDirectory(prefix="one-file-") as scratch:
+        measured = []
+        for given in options.pipelines:
+            measured.append(Measured(given, Path(scratch), options))
+            measured[-1].times()
+        for each in measured:
+            each.profiles()
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
+        options.out.write_text(json.dumps({each.given.name: each.found for each in measured}, indent=1))
 
 
 if __name__ == "__main__":

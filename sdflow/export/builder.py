@@ -72,6 +72,12 @@ class Builder:
         """Values one behind the other."""
         return self.add("Concat", *values, to=to, axis=axis)
 
+    def split(self, value: str, to: Sequence[str], axis: int) -> None:
+        """Cut into equal parts of these names."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Split", [value], list(to), name=f"{to[0]}/node", axis=axis))
+
     def part(self, value: str, begin: Sequence[int] | str, end: Sequence[int] | str, axes: Sequence[int]) -> str:
         """From `begin` up to `end` along these axes."""
         bounds = [each if isinstance(each, str) else self.whole(*each) for each in (begin, end)]

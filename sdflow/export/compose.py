@@ -22,7 +22,8 @@ from sdflow.export.conditions import (
     trace_conditions,
 )
 from sdflow.export.inline import inlined
-from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, TIMESTEPS, Loop, add_loop
+from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, Loop, add_loop
+from sdflow.export.once import TIMESTEPS
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.schedule import Coefficients
 from sdflow.export.tokenizer import add_tokenizer
@@ -105,10 +106,12 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
     opsets = _opsets(models)
     latents = family.latents(source.configs)
+    sizes = None
     if form.size is not None:
-        for name, rows in ((family.denoiser, 1 + form.guided), (family.decoder, 1)):
-            sizes = _axes(source, name, form.size, latents.scale)
-            models[name] = specialize(models[name], {**sizes, "batch": rows * form.size.images})
+        axes = _axes(source, family.decoder, form.size, latents.scale)
+        models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
+        axes = _axes(source, family.denoiser, form.size, latents.scale)
+        sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     traced = trace_conditions(
         family,
         source.configs,
@@ -126,7 +129,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     denoiser = models[family.denoiser]
     (output,) = (item.name for item in denoiser.graph.output)
     shape = () if form.size is None else (form.size.images, latents.channels, form.size.rows, form.size.columns)
-    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws, shape))
+    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws, shape, sizes))
     images = add_decoder(graph, models[family.decoder], family.decoder, result, latents)
     outputs = {IMAGES: images}
     if (checker := family.checker) is not None and checker in source.submodels:

@@ -13,17 +13,19 @@ from sdflow.onnx_model.nodes import copied, in_order
 
 @dataclass(frozen=True)
 class Inlined:
-    """Nodes in order, and the initializers that they read. outputs: of the model, by its own names -> in the larger graph;
-    float32 where they are of a floating-point type."""
+    """Nodes in order, and the initializers that they read. outputs: of the model, by its own names -> in the larger graph."""
 
     nodes: list[Any]
     initializers: list[Any]
     outputs: Mapping[str, str]
 
 
-def inlined(model: Any, name: str, given: Mapping[str, str], wanted: Iterable[str] | None = None) -> Inlined:
+def inlined(
+    model: Any, name: str, given: Mapping[str, str], wanted: Iterable[str] | None = None, *, widened: bool = True
+) -> Inlined:
     """A ModelProto as nodes. name: the prefix of all its names. given: its inputs -> what they read, of any type that can be
-    cast. wanted: the outputs; what only others need is left out. None: all.
+    cast; what has the input's own name behind the prefix is read as it is. wanted: the outputs; what only others need is left
+    out. None: all. widened: outputs of a floating-point type are given as float32.
 
     Raises UsageError for a model with other inputs.
     """
@@ -44,11 +46,12 @@ def inlined(model: Any, name: str, given: Mapping[str, str], wanted: Iterable[st
     graph = add_prefix_graph(graph, prefix)
     border = Builder(f"{name}/border")
     for port, element in inputs.items():
-        border.cast(given[port], element, to=prefix + port)
+        if given[port] != prefix + port:
+            border.cast(given[port], element, to=prefix + port)
     behind = Builder(f"{name}/behind")
     made = {port: prefix + port for port in chosen}
     for port in chosen:
-        if _is_float(outputs[port]):
+        if widened and _is_float(outputs[port]):
             made[port] = behind.cast(prefix + port, _float32())
     nodes = needed([*border.nodes, *in_order(graph.node), *behind.nodes], made.values())
     read = read_by(nodes)

@@ -8,10 +8,12 @@ from typing import Any
 
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined, parted
+from sdflow.export.once import ROUND, TIMESTEPS, cut, time_rows
+from sdflow.runtime.specialize import specialize
 from sdflow.runtime.split import SAMPLE, TIMESTEP
 
 LATENTS, NOISES, SCALE = "latents", "noises", "guidance_scale"
-TIMESTEPS, COEFFICIENTS = "timesteps", "coefficients"
+COEFFICIENTS = "coefficients"
 BODY = "denoising"
 
 
@@ -19,7 +21,8 @@ BODY = "denoising"
 class Loop:
     """model: the denoiser's ModelProto; output: of it. conditions: its inputs beside latents and timestep -> values, a row for
     each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises. shape:
-    of the latents, where it is always the same: then no shape is worked out in a round."""
+    of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out in a
+    round, and nothing is computed twice (`sdflow.export.once`)."""
 
     model: Any
     name: str
@@ -28,6 +31,7 @@ class Loop:
     guided: bool
     draws: bool
     shape: tuple[int, ...] = ()
+    sizes: Mapping[str, int] | None = None
 
 
 def add_loop(graph: Builder, loop: Loop) -> str:
@@ -59,13 +63,19 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     conditions = {name: _for_rows(graph, value, rows) for name, value in loop.conditions.items()}
 
     body = Builder(BODY)
-    row = body.add("Gather", COEFFICIENTS, "round", axis=0)
+    row = body.add("Gather", COEFFICIENTS, ROUND, axis=0)
     row = body.add("Reshape", row, body.whole(1, -1))
     sample = body.add("Reshape", body.add("MatMul", row, "terms"), body.whole(*loop.shape) if loop.shape else shape)
-    both = body.joined(sample, sample) if loop.guided else sample
-    timestep = body.add("Reshape", body.add("Gather", TIMESTEPS, "round", axis=0), body.whole(1))
-    denoiser = inlined(loop.model, loop.name, {SAMPLE: both, TIMESTEP: timestep, **conditions}, [loop.output])
-    parts = parted(denoiser, {both, timestep}, conditions.values())
+    found = None if loop.sizes is None else cut(loop.model, loop.sizes, guided=loop.guided)
+    if found is None:
+        model = loop.model if loop.sizes is None else specialize(loop.model, loop.sizes)
+        timestep = body.add("Reshape", body.add("Gather", TIMESTEPS, ROUND, axis=0), body.whole(1))
+        moving = {SAMPLE: body.joined(sample, sample) if loop.guided else sample, TIMESTEP: timestep}
+    else:
+        model = found.model
+        moving = {SAMPLE: sample, **time_rows(graph, body, found, loop.name)}
+    denoiser = inlined(model, loop.name, {**moving, **conditions}, [loop.output])
+    parts = parted(denoiser, moving.values(), conditions.values())
     graph.nodes.extend(parts.before)
     graph.initializers.extend(parts.before_initializers)
     body.nodes.extend(parts.body)
@@ -77,7 +87,7 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         negative = body.part(output, [0], half, axis)
         positive = body.part(output, half, [1 << 62], axis)
         output = body.add("Add", negative, body.add("Mul", scale, body.add("Sub", positive, negative)))
-    place = body.add("Add", body.add("Reshape", "round", body.whole(1)), first)
+    place = body.add("Add", body.add("Reshape", ROUND, body.whole(1)), first)
     output = body.add("Reshape", output, one_row)
     place = body.add("Reshape", place, body.whole(1, 1))
     body.add("ScatterND", "terms", place, output, to="more_terms")
@@ -88,7 +98,7 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         body.nodes,
         BODY,
         [
-            helper.make_tensor_value_info("round", TensorProto.INT64, []),
+            helper.make_tensor_value_info(ROUND, TensorProto.INT64, []),
             helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
             helper.make_tensor_value_info("terms", TensorProto.FLOAT, ["term", "value"]),
         ],

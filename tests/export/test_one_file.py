@@ -15,7 +15,7 @@ import torch
 from converted import Converted
 
 from sdflow.assemble import assemble
-from sdflow.errors import PassError, UsageError
+from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
 from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
@@ -114,6 +114,11 @@ def exported(folder: Path, out: Path, **wanted: Any) -> Exported:
     return export_one_file(folder, out, Wanted(**{"steps": STEPS, **wanted}))
 
 
+def one_size(ours: Pipeline) -> dict[str, int]:
+    scale = ours.latents.scale
+    return {"height": ROWS * scale, "width": COLUMNS * scale, "images": len(PROMPTS)}
+
+
 def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert ours.shape == theirs.shape
     assert theirs.std() > 0.1, "an image, not a grey plane"
@@ -177,8 +182,7 @@ def test_a_guidance_scale_up_to_1_is_none(tiny_pipeline: Path, tiny: Pipeline, t
 
 
 def test_a_graph_of_one_size_works_out_no_shape_in_a_round(tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path) -> None:
-    size = {"height": ROWS * tiny.latents.scale, "width": COLUMNS * tiny.latents.scale, "images": len(PROMPTS)}
-    made = exported(tiny_pipeline, tmp_path / "tiny.onnx", **size)
+    made = exported(tiny_pipeline, tmp_path / "tiny.onnx", **one_size(tiny))
     assert f"latents float (2, 4, {ROWS}, {COLUMNS})" in made.inputs
     assert "input_ids int32 (2, 77)" in made.inputs
     drawing = Drawing(tiny, tmp_path / "tiny.onnx")
@@ -186,7 +190,22 @@ def test_a_graph_of_one_size_works_out_no_shape_in_a_round(tiny_pipeline: Path, 
     assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
     graph = onnx.load(tmp_path / "tiny.onnx", load_external_data=False).graph
     (loop,) = (node for node in graph.node if node.op_type == "Loop")
-    assert not [node.name for node in loop.attribute[0].g.node if node.op_type == "Shape"]
+    kinds = {node.op_type for node in loop.attribute[0].g.node}
+    assert not kinds & {"Shape", "Sin", "Cos"}, "the timesteps are embedded in front of it"
+    assert "MatMul" in kinds
+
+
+def test_a_denoiser_that_cannot_be_taken_apart_runs_whole_and_that_is_told(
+    tiny_pipeline: Path, tiny: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
+        raise PassError("its time embedding reads the latents", where="split")
+
+    monkeypatch.setattr("sdflow.export.once.split", refuse)
+    with pytest.warns(SlowerWarning, match="reads the latents"):
+        exported(tiny_pipeline, tmp_path / "tiny.onnx", checker=False, **one_size(tiny))
+    drawing = Drawing(tiny, tmp_path / "tiny.onnx")
+    assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
 
 
 def test_weights_may_be_in_the_graph(
@@ -219,6 +238,8 @@ def test_every_family_is_one_graph(architecture: str, converted: Converted, tmp_
     guided = any(name.startswith("negative") for name in drawing.inputs)
     assert guided == (architecture != "lcm-tiny")
     assert_same(drawing.graph()[0], drawing.pipeline(STEPS, negative=guided))
+    exported(folder, tmp_path / "one.onnx", **one_size(ours))
+    assert_same(Drawing(ours, tmp_path / "one.onnx").graph()[0], drawing.pipeline(STEPS, negative=guided))
     if guided:  # for SDXL zeros, for others the embeddings of an empty text
         exported(folder, tmp_path / "one.onnx", negative=False)
         drawing = Drawing(ours, tmp_path / "one.onnx")

@@ -1,0 +1,77 @@
+"""A denoiser for one size in a loop, so that no round computes what another one did (`sdflow.runtime.split`).
+
+What depends on the text alone is computed in front of the loop, and what depends on the timestep alone for all rounds at once.
+With guidance, what does not depend on the text is computed for one half of the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.errors import PassError, SlowerWarning
+from sdflow.export.builder import Builder
+from sdflow.export.inline import inlined
+from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.split import TIMESTEP, split
+
+TIMESTEPS = "timesteps"
+ROUND = "round"
+"""Of the loop: its number."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """model: a ModelProto of the denoiser that reads `time_values` in place of a timestep, and with guidance the latents once.
+    timestep: a ModelProto from timesteps to the time values, a row for each."""
+
+    model: Any
+    timestep: Any
+    time_values: tuple[str, ...]
+
+
+def cut(model: Any, sizes: Mapping[str, int], *, guided: bool) -> Cut | None:
+    """None for a graph that cannot be taken apart; a SlowerWarning says why. sizes: of all axes."""
+    try:
+        parts = split(model, sizes, guidance=guided)
+    except PassError as error:
+        warnings.warn(f"the loop runs the denoiser as a whole: {error}", SlowerWarning, stacklevel=2)
+        return None
+    joined, text, step = copied(parts.step), parts.text.graph, parts.step.graph
+    del joined.graph.node[:], joined.graph.input[:]
+    joined.graph.node.extend([*text.node, *step.node])
+    inputs = {item.name: item for item in (*text.input, *step.input) if item.name not in parts.text_values}
+    joined.graph.input.extend(inputs.values())
+    there = {tensor.name for tensor in step.initializer}
+    joined.graph.initializer.extend(tensor for tensor in text.initializer if tensor.name not in there)
+    infos = {item.name for item in step.value_info}
+    given = [item for item in (*text.value_info, *step.input) if item.name not in infos | inputs.keys()]
+    joined.graph.value_info.extend(given)
+    return Cut(joined, parts.timestep, parts.time_values)
+
+
+def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str, str]:
+    """The time values of a round: input of the model -> what it reads in the body, `name/input`. In front of the loop those of
+    one shape are put side by side for all rounds, so that a round takes them out by one Gather and one Split."""
+    times = inlined(found.timestep, f"{name}/{TIMESTEP}", {TIMESTEP: TIMESTEPS}, widened=False)
+    graph.nodes.extend(times.nodes)
+    graph.initializers.extend(times.initializers)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for item in found.model.graph.input:
+        if item.name in found.time_values:
+            of = item.type.tensor_type
+            alike.setdefault((of.elem_type, *(axis.dim_value for axis in of.shape.dim)), []).append(item.name)
+    for (_, rows, *rest), values in alike.items():
+        repeated = graph.whole(1, rows, *(1 for _ in rest))
+        apart = [graph.add("Unsqueeze", times.outputs[value], graph.whole(1)) for value in values]
+        tables = [graph.add("Expand", each, repeated) for each in apart]
+        inside = [f"{name}/{value}" for value in values]
+        if len(values) == 1 or not rest:
+            for table, value in zip(tables, inside, strict=True):
+                body.add("Gather", table, ROUND, to=value, axis=0)
+        else:
+            row = body.add("Gather", graph.joined(*tables, axis=2), ROUND, axis=0)
+            body.split(row, inside, axis=1)
+    return {value: f"{name}/{value}" for value in found.time_values}
