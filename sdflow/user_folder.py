@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sdflow.errors import UsageError
@@ -20,3 +22,16 @@ def user_folder(name: str, variable: str) -> Path:
     except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
         raise UsageError(f"no folder for {name}: {error}", remedy=f"Name one: {variable}=FOLDER.") from error
     return base / "sdflow" / name
+
+
+@contextmanager
+def writing(what: str, where: Path, variable: str) -> Iterator[None]:
+    """Raises UsageError in place of an OSError. what: is written there, in the plural. variable: names another folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"no {what} can be kept there: {error.strerror or error}",
+            where=str(where),
+            remedy=f"Name another folder: {variable}=FOLDER.",
+        ) from error

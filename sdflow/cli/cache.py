@@ -221,16 +221,41 @@ def clean(
     cache: CacheDir = Path("cache"),
 ) -> None:
     """Empty the cache. Pipelines that were built without --copy stop working."""
-    from sdflow.errors import UsageError
     from sdflow.store import Cache
+
+    _must_agree(f"everything in {cache.resolve()}", yes=yes, command="sdflow cache clean")
+    Cache(cache).clean()
+    print(f"{cache} is empty")
+
+
+@app.command()
+def engines(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove them: they are built again when they are needed.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: AsJson = False,
+) -> None:
+    """List the engines that TensorRT and MIGraphX have kept for this user, $SDFLOW_ENGINES, or remove them."""
+    from sdflow.report import print_engines
+    from sdflow.runtime.engine_cache import engine_root
+    from sdflow.runtime.kept_engines import clear_engines, kept_engines
+
+    root = engine_root()
+    kept = kept_engines(root)
+    if clear:
+        _must_agree(f"all engines in {root}", yes=yes, command="sdflow cache engines --clear")
+        clear_engines(kept)
+    print_engines(kept, root, removed=clear, as_json=json)
+
+
+def _must_agree(what: str, *, yes: bool, command: str) -> None:
+    """Asks, unless the answer was given. Raises UsageError where nobody can be asked."""
+    from sdflow.errors import UsageError
 
     if not yes and not sys.stdin.isatty():
         raise UsageError(
-            f"removing everything in {cache.resolve()} wants a yes, and there is no terminal to ask",
-            where="sdflow cache clean",
-            remedy="Write it: --yes.",
+            f"removing {what} wants a yes, and there is no terminal to ask", where=command, remedy="Write it: --yes."
         )
     if not yes:
-        typer.confirm(f"Remove everything in the cache {cache.resolve()}?", abort=True)
-    Cache(cache).clean()
-    print(f"{cache} is empty")
+        typer.confirm(f"Remove {what}?", abort=True)

@@ -4,6 +4,7 @@ from sdflow.report.build import print_bake, print_explanation, print_plan, print
 from sdflow.report.cache import (
     print_cache_verification,
     print_collection,
+    print_engines,
     print_entries,
     print_pulled,
     print_pushed,
@@ -21,6 +22,7 @@ __all__ = [
     "print_cache_verification",
     "print_collection",
     "print_diagnoses",
+    "print_engines",
     "print_entries",
     "print_explanation",
     "print_passes",

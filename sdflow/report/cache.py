@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from sdflow.artifact import Record
 from sdflow.report.output import print_json, print_table
+from sdflow.runtime.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
 from sdflow.store.remote.up import Sent
@@ -142,3 +144,27 @@ def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> N
         f"{'would remove' if dry_run else 'removed'} {swept.actions} entries, {swept.manifests} manifests and "
         f"{swept.pieces} pieces of {remote}; {spell_bytes(swept.bytes_freed)} freed, {spell_bytes(swept.bytes_kept)} kept"
     )
+
+
+def print_engines(kept: Sequence[KeptEngines], root: Path, *, removed: bool, as_json: bool) -> None:
+    """The engines that providers keep, or what was removed of them."""
+    if as_json:
+        rows = [{**asdict(each), "folder": str(each.folder)} for each in kept]
+        print_json("engines", {"folder": str(root), "removed": removed, "engines": rows})
+        return
+    if kept:
+        columns = ("provider", "device", "driver", "models", "size", "last used", "folder")
+        table = [
+            (
+                each.provider.removesuffix("ExecutionProvider"),
+                each.device or "-",
+                each.driver or "-",
+                str(each.models),
+                spell_bytes(each.bytes),
+                _date(each.used),
+                each.folder.name,
+            )
+            for each in kept
+        ]
+        print_table("", columns, table, right=("models", "size"))
+    print(f"{'removed' if removed else 'kept'}: {spell_bytes(sum(each.bytes for each in kept))} in {root}")

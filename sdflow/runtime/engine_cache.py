@@ -24,14 +24,14 @@ from typing import Any
 
 from sdflow.atomic_write import write_whole
 from sdflow.digest import digest_json
-from sdflow.errors import UsageError
 from sdflow.machine.device import cuda_device, driver_version
 from sdflow.machine.packages import installed_versions
 from sdflow.targets import CACHE_DIR, ONNXRUNTIME_FLAVOURS, TIMING_DIR, Target
-from sdflow.user_folder import user_folder
+from sdflow.user_folder import user_folder, writing
 
 FOLDER_VARIABLE = "SDFLOW_ENGINES"
 TENSORRT = "TensorrtExecutionProvider"
+MACHINE_FILE = "machine.json"
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
@@ -52,13 +52,14 @@ class Profile:
         return cls(exact, exact, exact)
 
     def with_shapes(self, shapes: Shapes) -> Profile:
-        """Wide enough for these too; itself, where it is."""
+        """Wide enough for these too; itself, where it is. A wider one is tuned for the largest: whichever sizes came first, those
+        that were drawn have one engine."""
 
         def each(extreme: Any, known: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
             return {name: tuple(map(extreme, known[name], shape)) for name, shape in shapes.items()}
 
-        wider = Profile(each(min, self.smallest), self.usual, each(max, self.largest))
-        return self if wider == self else wider
+        smallest, largest = each(min, self.smallest), each(max, self.largest)
+        return self if (smallest, largest) == (self.smallest, self.largest) else Profile(smallest, largest, largest)
 
     def only(self, names: Container[str]) -> Profile:
         """Of these inputs alone."""
@@ -104,7 +105,7 @@ def engine_folders(
     Raises UsageError for a folder that cannot be written.
     """
     machine = machine_key(provider)
-    root = user_folder("engines", FOLDER_VARIABLE) if root is None else root
+    root = engine_root() if root is None else root
     short = provider.removesuffix("ExecutionProvider").lower()
     here = root.absolute() / f"{short}-{digest_json(machine)[:16]}"
     what = {
@@ -113,19 +114,18 @@ def engine_folders(
         "profile": None if profile is None else profile.to_json(),
     }
     found = EngineFolders(here / digest_json(what)[:32], here / "timing")
-    try:
+    with writing("engines", here, FOLDER_VARIABLE):
         for folder in (found.engines, found.timing):
             folder.mkdir(parents=True, exist_ok=True)
-        for path, content in ((here / "machine.json", machine), (found.engines / "model.json", what)):
+        for path, content in ((here / MACHINE_FILE, machine), (found.engines / "model.json", what)):
             if not path.exists():
                 write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
-    except OSError as error:
-        raise UsageError(
-            f"no engines can be kept there: {error.strerror or error}",
-            where=str(here),
-            remedy=f"Name another folder: {FOLDER_VARIABLE}=FOLDER.",
-        ) from error
     return found
+
+
+def engine_root() -> Path:
+    """The user's folder of engines; it may not exist yet. Raises UsageError when there is no such place."""
+    return user_folder("engines", FOLDER_VARIABLE)
 
 
 def machine_key(provider: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
+from sdflow.runtime.engine_cache import Shapes
 from sdflow.runtime.kernels.replace import DOMAIN
-from sdflow.runtime.sessions import PLAIN, LoadOptions, Shapes, create_session
+from sdflow.runtime.sessions import PLAIN, LoadOptions, create_session
 from sdflow.targets import CPU_PROVIDER, Target
 
 if TYPE_CHECKING:

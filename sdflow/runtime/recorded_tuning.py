@@ -21,7 +21,7 @@ from sdflow.manifest import read_manifest
 from sdflow.runtime.folder import every_artifact
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import Target
-from sdflow.user_folder import user_folder
+from sdflow.user_folder import user_folder, writing
 
 FORMAT_VERSION = 1
 FOLDER_VARIABLE = "SDFLOW_TUNING"
@@ -77,14 +77,8 @@ def record_tuning(folder: Path, target: Target, tuning: Tuning, evidence: Mappin
     others = [record for record in _read(path) if record["machine"] != here]
     records = [*others, {"machine": here, "tuning": tuning.to_json(), **evidence}]
     content = {"format_version": FORMAT_VERSION, "pipeline": read_manifest(folder).origin.name, "records": records}
-    try:
+    with writing("choices of `sdflow tune`", path, FOLDER_VARIABLE):
         write_whole(path, json.dumps(content, indent=2).encode())
-    except OSError as error:
-        raise UsageError(
-            f"the choice cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy=f"Name a folder for it: {FOLDER_VARIABLE}=FOLDER.",
-        ) from error
     return path
 
 

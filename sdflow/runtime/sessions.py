@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationErr
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.runtime.cublas import small_workspaces
-from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, engine_folders, keeps_engines
+from sdflow.runtime.dimensions import free_dimensions, profile_of_graph
+from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, Shapes, engine_folders, keeps_engines
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.tuning import UNTUNED, Tuning
@@ -34,9 +35,6 @@ DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
 MOST_SAID = 1000
 """Characters of what ONNX Runtime says: names of a graph may be of any length."""
-
-Shapes = Mapping[str, Sequence[int]]
-"""Input name -> its size along each axis."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,9 @@ def create_session(
         engines = engine_folders(options.engine_cache, target, provider, artifact, profile)
     providers = {name: provider_options(target, name, engines) for name in wanted}
     if profile is not None and provider == TENSORRT:
-        named = _with_free_axes(read_graph(model) if graph is None else graph)
-        providers[provider] |= profile.only(named).options()
+        providers[provider] |= profile_of_graph(
+            profile, read_graph(model) if graph is None else graph, str(model)
+        ).options()
     if target.session.needs_cuda and options.stream is not None:
         for each in providers.values():
             each["user_compute_stream"] = str(options.stream)
@@ -202,39 +201,6 @@ def provider_options(target: Target, provider: str, engines: EngineFolders | Non
     kept = {name.removesuffix("_path") for name, value in options.items() if CACHE_DIR in value or TIMING_DIR in value}
     left_out = {f"{name}{ending}" for name in kept for ending in ("", "_path", "_enable")}
     return {name: value for name, value in options.items() if name not in left_out}
-
-
-def _with_free_axes(model: onnx.ModelProto) -> set[str]:
-    """The inputs that have an axis without a size: the only ones that may be in a profile."""
-    given = {tensor.name for tensor in model.graph.initializer}
-    return {
-        value.name
-        for value in model.graph.input
-        if value.name not in given and any(not axis.HasField("dim_value") for axis in value.type.tensor_type.shape.dim)
-    }
-
-
-def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[str, int]:
-    """The sizes of the model's named dimensions when its inputs have these shapes. where: for errors, its path.
-
-    Raises VerificationError when a dimension stays free, or two inputs want different sizes of one dimension.
-    """
-    sizes: dict[str, int] = {}
-    for value in model.graph.input:
-        axes = value.type.tensor_type.shape.dim
-        shape = shapes.get(value.name)
-        if shape is None and not any(axis.dim_param for axis in axes):
-            continue  # a part of a graph has inputs of its own, whose shapes are fixed
-        if shape is None or len(shape) != len(axes):
-            raise VerificationError(f"no shape is known for its input {value.name}", where=where)
-        for axis, size in zip(axes, shape, strict=True):
-            if axis.HasField("dim_value") and axis.dim_value != size:
-                raise VerificationError(f"{value.name} has size {axis.dim_value}, not {size}", where=where)
-            if axis.dim_param and sizes.setdefault(axis.dim_param, size) != size:
-                raise VerificationError(
-                    f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=where
-                )
-    return sizes
 
 
 def _load_cuda(ort: Any) -> None:

@@ -20,8 +20,9 @@ from sdflow.families.part import Part
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.device_weights import DeviceWeights
-from sdflow.runtime.engine_cache import Profile
-from sdflow.runtime.sessions import Shapes, free_dimensions, read_graph
+from sdflow.runtime.dimensions import free_dimensions
+from sdflow.runtime.engine_cache import Profile, Shapes
+from sdflow.runtime.sessions import read_graph
 
 if TYPE_CHECKING:
     import numpy as np

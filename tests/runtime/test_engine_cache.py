@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
+from shell import Shell
+from started_python import StartedPython
 
 from sdflow.errors import SlowerWarning, UsageError
 from sdflow.families import DEFAULT, FAMILIES
@@ -152,7 +155,78 @@ def test_a_profile_grows_with_what_is_drawn(recorder: Recorder, model: Path, tmp
         wider = submodel.load({"sample": (4, 4, 64, 32), "timestep": (1,)})
     assert wider is not first
     assert recorder.last["trt_profile_min_shapes"] == "sample:2x4x64x32"
-    assert recorder.last["trt_profile_opt_shapes"] == "sample:2x4x64x64"
+    assert recorder.last["trt_profile_opt_shapes"] == "sample:4x4x64x64"
     assert recorder.last["trt_profile_max_shapes"] == "sample:4x4x64x64"
     assert submodel.load({"sample": (3, 4, 64, 48), "timestep": (1,)}) is wider, "between the two"
     assert len(recorder.asked) == 2
+
+
+def test_whichever_size_came_first_the_engine_is_the_same(
+    folder: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    sizes = [{"sample": (2, 4, *each), "timestep": (1,)} for each in ((64, 64), (96, 64), (64, 128))]
+    found = set()
+    for order in permutations(sizes):
+        profile = Profile.of(order[0])
+        for shapes in order[1:]:
+            profile = profile.with_shapes(shapes)
+        assert all(profile.with_shapes(shapes) is profile for shapes in sizes)
+        found.add(engine_folders(tmp_path, TARGET, TENSORRT, "a", profile).engines)
+    assert len(found) == 1
+
+
+@pytest.fixture
+def partly_taken(tmp_path: Path) -> Path:
+    """A graph of three parts: the middle one is an operator that no parser of TensorRT knows."""
+    sample = helper.make_tensor_value_info("sample", TensorProto.FLOAT, ["batch", 4, "rows", "columns"])
+    nodes = [
+        helper.make_node("Transpose", ["sample"], ["last"], perm=[0, 2, 3, 1]),
+        helper.make_node("QuickGelu", ["last"], ["active"], domain="com.microsoft"),
+        helper.make_node("Transpose", ["active"], ["first"], perm=[0, 3, 1, 2]),
+        helper.make_node("AveragePool", ["first"], ["pooled,all"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Relu", ["pooled,all"], ["out_sample"]),
+    ]
+    result = helper.make_tensor_value_info("out_sample", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [sample], [result])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "partly.onnx")
+    return tmp_path / "partly.onnx"
+
+
+def test_what_lies_between_parts_of_a_graph_is_in_the_profile(recorder: Recorder, partly_taken: Path) -> None:
+    """Where the parser takes only parts, the provider wants the shapes of their inputs, which are values of the graph."""
+    profile = Profile.of({"sample": (2, 4, 64, 64)}).with_shapes({"sample": (4, 4, 32, 64)})
+    create_session(partly_taken, TARGET, profile=profile)
+    said = {word: recorder.last[f"trt_profile_{word}_shapes"].split(",") for word in ("min", "opt", "max")}
+    assert set(said["min"]) == {"sample:2x4x32x64", "last:2x32x64x4", "active:2x32x64x4", "first:2x4x32x64"}
+    assert set(said["max"]) == set(said["opt"])
+    assert set(said["max"]) == {"sample:4x4x64x64", "last:4x64x64x4", "active:4x64x64x4", "first:4x4x64x64"}
+
+
+def test_of_an_operator_that_nobody_knows_the_inputs_shapes_are_told(recorder: Recorder, partly_taken: Path) -> None:
+    model = onnx.load(partly_taken)
+    model.graph.node[1].op_type = "Strange"
+    onnx.save(model, partly_taken)
+    create_session(partly_taken, TARGET, profile=Profile.of({"sample": (2, 4, 64, 64)}))
+    assert recorder.last["trt_profile_min_shapes"] == "sample:2x4x64x64"
+
+
+def test_engines_are_listed_and_removed(
+    started_python: StartedPython | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, root = Shell(tmp_path, started_python), tmp_path / "home/.cache/sdflow/engines"
+    monkeypatch.setattr(engine_cache, "driver_version", lambda: "580.1")
+    for model in ("a", "b"):
+        found = engine_folders(root, TARGET, TENSORRT, model, Profile.of(SHAPES))
+        (found.engines / "graph.engine").write_bytes(b"x" * 5000)
+    (root / "of somebody else").mkdir()
+    (root / "of somebody else" / "file").touch()
+    (listed,) = json.loads(shell.run("cache", "engines", "--json").stdout)["engines"]
+    assert (listed["provider"], listed["driver"], listed["models"]) == (TENSORRT, "580.1", 2)
+    assert listed["bytes"] > 10000
+    refused = shell.run("cache", "engines", "--clear")
+    assert refused.returncode == 2 and "there is no terminal to ask" in refused.stderr
+    assert found.engines.is_dir()
+    done = shell.run("cache", "engines", "--clear", "--yes")
+    assert (done.returncode, done.stderr) == (0, "") and f"kB in {root}" in done.stdout
+    assert [path.name for path in root.iterdir()] == ["of somebody else"], "what is none of ours stays"

@@ -17,7 +17,8 @@ from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.machine.packages import onnxruntime_packages
 from sdflow.machine.providers import choose_provider
 from sdflow.runtime.availability import loader_errors, target_availability, try_target
-from sdflow.runtime.sessions import create_session, free_dimensions, read_graph
+from sdflow.runtime.dimensions import free_dimensions
+from sdflow.runtime.sessions import create_session, read_graph
 from sdflow.targets import TARGETS
 from sdflow.workers import clean_environment, python_command
 
