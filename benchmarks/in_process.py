@@ -43,6 +43,8 @@ class Here:
         pass
 
     def run(self, module: str, request: Mapping[str, Any], **options: Any) -> WorkerResult:
+        if "judge" not in request:  # the image of a base and its refiner
+            return WorkerResult(work(request, lambda phrase: None), 0.0, 0)
         self.asked = JudgeRequest.from_json(request["judge"])
         if self.counts is not None and request["reference"] is None:
             self._in_parts(request, self.asked)

@@ -1,7 +1,7 @@
 """Plants faults in a built pipeline, from a seed, and counts which `sdflow verify --quick` finds.
 
     python benchmarks/mutations.py pipelines/shapes_cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
-        [--minutes 5] [--kinds epsilon scaled ...]
+        [--first 0] [--minutes 5] [--kinds epsilon scaled ...]
 
 The kinds are those of `mutation_kinds.py` and `mutation_kinds_wiring.py`, in turn; place and size come from the seed and the
 number of the fault. The digests are written anew, as whoever built the pipeline so would have written them. First the submodel
@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, required=True, help="the cache that it was built with")
     parser.add_argument("--out", type=Path, required=True, help="results, a line of JSON each")
     parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="the number to begin with; the kinds go by it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="end after so many; what is missing is told"
@@ -169,11 +170,11 @@ def main() -> int:
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         pipeline = Pipeline(options.pipeline.absolute(), Cache(options.cache), Path(scratch))
-        for number in range(options.count):
+        for number in range(options.first, options.first + options.count):
             if (options.seed, number) in done:
                 continue
             if time.perf_counter() - begun > 60 * options.minutes:
-                print(f"ended at number {number} of {options.count}; the same command goes on there")
+                print(f"ended before number {number}, of {options.count}; the same command goes on there")
                 break
             results.append(attempt(pipeline, options.seed, number, options.kinds))
             with options.out.open("a") as stream:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 ACTIONS = "actions"
+REFINER = "refiner"
 
 
 def structure(cache: Path, steps: list[dict]) -> tuple[Path, Path]:
@@ -37,12 +38,18 @@ def structure(cache: Path, steps: list[dict]) -> tuple[Path, Path]:
 
 
 def take(pipeline: Path, cache: Path, out: Path) -> None:
+    """A pipeline and, where it has one, its refiner."""
+    take_one(pipeline, cache, out, out.parent / ACTIONS)
+    if (pipeline / REFINER).is_dir():
+        take_one(pipeline / REFINER, cache, out / REFINER, out.parent / ACTIONS)
+
+
+def take_one(pipeline: Path, cache: Path, out: Path, actions: Path) -> None:
     manifest = json.loads((pipeline / "sdflow.json").read_text())
-    submodels = manifest["submodels"]
+    submodels, left = manifest["submodels"], {REFINER, *manifest["submodels"]}
     shutil.copytree(
-        pipeline, out, ignore=lambda folder, names: [n for n in names if Path(folder) == pipeline and n in submodels]
+        pipeline, out, ignore=lambda folder, names: [n for n in names if Path(folder) == pipeline and n in left]
     )
-    actions = out.parent / ACTIONS
     actions.mkdir(exist_ok=True)
     for name, each in submodels.items():
         files, record = structure(cache, each["steps"])

@@ -2,13 +2,14 @@
 
     python benchmarks/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny_cpu ...]
         [--jobs 16] [--minutes 5] [--threads 1] [--out lines.jsonl]
+    python benchmarks/verify_all.py SCRATCH --take GRAPHS ...
     python benchmarks/verify_all.py SCRATCH --graphs GRAPHS ...
 
-The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. Not for CUDA,
-whose BiasSplitGelu and BiasAdd take the widths of Stable Diffusion alone: there the alarm is right. The sample's workflows
-are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes at a
-time. --graphs: of a machine that builds nothing: what benchmarks/structures.py wrote of the pipelines of another run is filled
-with its weights and verified, whatever they are.
+The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. For CUDA all but the
+sample's are built without BiasSplitGelu and BiasAdd, whose kernels take the widths of Stable Diffusion alone. The sample's
+workflows are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes
+at a time. --take: nothing is verified; the pipelines are left in GRAPHS without their weights. --graphs: on a machine that builds
+nothing: what was taken so, or by benchmarks/structures.py, is filled with its weights and verified, whatever it is.
 
 A line each as it ends, of JSON in --out; what is there is not done again, so a run that was ended goes on. After --minutes no
 more is begun. The exit status is 1 when one does not pass.
@@ -20,6 +21,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from in_process import Here, verified
 from proof_on_gpu import fill
+from structures import take
 
 from sdflow.config.workflow import VerifySpec, Workflow
 from sdflow.manifest import MANIFEST_FILE
@@ -46,9 +49,23 @@ FAMILIES = (
     "tiny_cpu", "shapes_cpu", "shapes_lora_cpu", "sd15_inpainting_tiny_cpu", "sd15_taesd_tiny_cpu", "sd21_tiny_cpu",
     "sd_turbo_tiny_cpu", "lcm_tiny_cpu", "tiny_controlnet_cpu", "tiny_ip_adapter_cpu", "sdxl_tiny_cpu",
     "sdxl_refiner_tiny_cpu", "sdxl_turbo_tiny_cpu", "lcm_sdxl_tiny_cpu", "sdxl_tiny_controlnet_cpu",
-    "sdxl_tiny_ip_adapter_cpu",
+    "sdxl_tiny_ip_adapter_cpu", "sdxl_with_refiner_tiny_cpu",
 )  # fmt: skip
-RIGHTLY_REFUSED = {(name, "cuda") for name in FAMILIES if not name.startswith("shapes")}
+NARROW: dict[str, Any] = {"passes": {"OrtTransformersOptimization": {"optimization_options": dict.fromkeys(
+    ("enable_bias_splitgelu", "enable_bias_add"), False
+)}}}  # fmt: skip
+"""What CUDA's kernels ask of a model that is a few channels wide."""
+
+FUSED_ATTENTION = {"unet": {"passes": {"OrtTransformersOptimization": {"expect": {"MultiHeadAttention": 48}}}}}
+"""Of the small model with an IP-Adapter, where all attention is fused so. Its workflow says what it is for the CPU."""
+
+
+def changed(name: str, target: str) -> dict[str, Any]:
+    """What a workflow for the CPU needs besides, to be built for another target."""
+    change = dict(NARROW) if target == "cuda" and not name.startswith("shapes") else {}
+    if name == "tiny_ip_adapter_cpu" and target in ("cuda", "rocm", "directml"):
+        change["submodels"] = FUSED_ATTENTION
+    return change
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,14 @@ class Task:
 def tasks_of_workflows(names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
     for target in targets:
         for name in names:
-            if (name, target) not in RIGHTLY_REFUSED:
-                path, shared = WORKFLOWS / f"{name}.yaml", more["scratch"] / "cache"
-                for pipeline in load(path, target).pipelines:
-                    yield Task(f"{pipeline.name} for {target}", path, target, shared=shared, **more)
+            path, shared = WORKFLOWS / f"{name}.yaml", more["scratch"] / "cache"
+            if change := changed(name, target):
+                content = {"extends": str(path), "targets": {target: change}}
+                path = more["scratch"] / target / path.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(content))  # which is YAML too
+            for pipeline in load(path, target).pipelines:
+                yield Task(pipeline.name, path, target, shared=shared, **more)
 
 
 def tasks_of_graphs(graphs: Path, names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
@@ -82,10 +103,13 @@ def tasks_of_graphs(graphs: Path, names: Sequence[str], targets: Sequence[str], 
 
 
 def load(path: Path, target: str) -> Workflow:
+    """The workflow for one target, each of its pipelines called by it too."""
     from sdflow.config import load_workflow
     from sdflow.passes import registry
 
-    return load_workflow(path, catalog=registry.catalog(), targets=[target])
+    found = load_workflow(path, catalog=registry.catalog(), targets=[target])
+    named = (replace(each, name=f"{each.name.removesuffix(f'-{target}')}-{target}") for each in found.pipelines)
+    return replace(found, pipelines=tuple(named))
 
 
 def built(task: Task) -> tuple[Path, Path]:
@@ -95,6 +119,12 @@ def built(task: Task) -> tuple[Path, Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         fill(task.source, out, cache)
         return out, cache
+    (folder,) = build([task], task.shared)
+    return folder, task.shared
+
+
+def build(tasks: Sequence[Task], cache: Path) -> list[Path]:
+    """The folders of pipelines, built in one run. Nothing is verified."""
     from sdflow.cli.progress import PlainLines
     from sdflow.run import RunOptions, run_workflow
 
@@ -104,12 +134,29 @@ def built(task: Task) -> tuple[Path, Path]:
         def _say(self, text: str) -> None:
             pass
 
-    loaded = load(task.source, task.target)
-    (pipeline,) = (each for each in loaded.pipelines if f"{each.name} for {task.target}" == task.name)
-    only = replace(loaded, pipelines=(replace(pipeline, name=task.name),))
-    options = RunOptions(out=task.scratch / "pipelines", results=task.scratch / "results", verify=False, evaluate=False)
-    (found,) = run_workflow(only, Cache(task.shared), options, Quiet()).pipelines
-    return found.folder, task.shared
+    loaded = {(each.source, each.target): load(each.source, each.target) for each in tasks}
+    pipelines = [
+        pipeline
+        for task in tasks
+        for pipeline in loaded[task.source, task.target].pipelines
+        if pipeline.name == task.name
+    ]
+    whole = replace(next(iter(loaded.values())), pipelines=tuple(pipelines))
+    scratch = tasks[0].scratch
+    options = RunOptions(out=scratch / "pipelines", results=scratch / "results", verify=False, evaluate=False)
+    return [each.folder for each in run_workflow(whole, Cache(cache), options, Quiet()).pipelines]
+
+
+def take_all(tasks: Sequence[Task], graphs: Path) -> int:
+    """Build pipelines, and leave them without their weights."""
+    graphs.mkdir(parents=True, exist_ok=True)
+    missing = [each for each in tasks if each.shared is not None and not (graphs / each.name).exists()]
+    if missing and missing[0].shared is not None:
+        for folder in build(missing, missing[0].shared):
+            take(folder, missing[0].shared, graphs / folder.name)
+            shutil.rmtree(folder)
+    print(f"{len(missing)} of {len(tasks)} pipelines built and taken")
+    return 0
 
 
 def verify_one(task: Task) -> dict[str, Any]:
@@ -118,7 +165,7 @@ def verify_one(task: Task) -> dict[str, Any]:
     told: dict[str, Any] = {"name": task.name, "target": task.target}
     try:
         folder, cache = built(task)
-        spec = VerifySpec(level=task.level)
+        spec = VerifySpec(level=task.level)  # type: ignore[arg-type]
         result = verified(folder, spec, Cache(cache), Here(), threads=task.threads)
     except Exception:  # noqa: BLE001 - it is told, and the run goes on
         return told | {"passed": False, "problems": [traceback.format_exc()[-800:]], "line": ""}
@@ -140,7 +187,20 @@ def line(result: Verification) -> str:
         unrounded = f" (unrounded {max(exact):.2f})" if exact else ""
         parts.append(f"{name} {max(shares, default=0):.2f}{unrounded}{f', {drawn} drawn again' if drawn else ''}")
     image = f", image {result.image.psnr or float('inf'):.1f} dB" if result.image else ""
-    return f"of the limit: {', '.join(parts)}{image}"
+    both = f", with the refiner {result.ensemble.psnr or float('inf'):.1f} dB" if result.ensemble else ""
+    return f"of the limit: {', '.join(parts)}{image}{both}"
+
+
+def table(results: Sequence[dict[str, Any]]) -> None:
+    """How many passed of those that were verified, by workflow and target."""
+    found: dict[str, dict[str, list[bool]]] = {}
+    for each in results:
+        of_name = found.setdefault(each["name"].removesuffix(f"-{each['target']}"), {})
+        of_name.setdefault(each["target"], []).append(each["passed"])
+    print("passed and run", *TARGETS, sep=" | ")
+    for name in sorted(found):
+        cells = (found[name].get(target, []) for target in TARGETS)
+        print(name, *(f"{sum(cell)}/{len(cell)}" if cell else "-" for cell in cells), sep=" | ")
 
 
 def main() -> int:
@@ -151,6 +211,7 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, help="these workflows")
     parser.add_argument("--graphs", type=Path, help="pipelines without their weights, in place of workflows")
+    parser.add_argument("--take", type=Path, help="verify nothing; leave the pipelines here without their weights")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of ONNX Runtime, in each process")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so many")
@@ -168,6 +229,8 @@ def main() -> int:
         else tasks_of_graphs(options.graphs.absolute(), options.only, options.targets, **more)
     )
     tasks = [each for each in found if each.name not in done]
+    if options.take is not None:
+        return take_all(tasks, options.take.absolute())
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before the processes import torch
     end = time.monotonic() + 60 * options.minutes
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool, out.open("a") as stream:
@@ -184,6 +247,7 @@ def main() -> int:
             if time.monotonic() > end:
                 for each in waiting:
                     each.cancel()
+    table(results)
     alarms = sum(not each["passed"] for each in results)
     print(f"{len(results)} of {len(done) + len(tasks)} pipelines verified, {alarms} alarms")
     return int(alarms > 0)

@@ -102,6 +102,23 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
     def in_float32(function: Any, args: Any, kwargs: Any) -> Any:
         return tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
 
+    def gives_wider(function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what is given asks for more than halves: by a type of the result, or by an operand of a wider one."""
+        if kwargs.get("dtype") not in (None, torch.float16):
+            return True
+        return torch.Tag.pointwise in function.tags and any(
+            isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64) and value.dim() > 0
+            for value in tree_iter((args, kwargs))
+        )
+
+    def written(function: Any, args: Any, kwargs: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The halves that an operator writes into, and copies in float32, by the id of each half."""
+        names = [each.name for each in function._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        into = [each.name for each in function._schema.arguments if each.alias_info and each.alias_info.is_write]
+        halves = [value for value in tree_iter([given.get(name) for name in into]) if is_half(value)]
+        return {id(value): (value, value.float()) for value in halves}
+
     class Whole(TorchFunctionMode):  # type: ignore[misc]
         """Attention and linear layers, before torch takes them apart."""
 
@@ -109,7 +126,7 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if function in self.functions and is_half(args[0]):
+            if function in self.functions and is_half(args[0] if args else kwargs.get("query", kwargs.get("input"))):
                 return in_float32(function, args, kwargs)
             return function(*args, **kwargs)
 
@@ -121,13 +138,32 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
                 return function(*args, **kwargs)
             if not any(is_half(value) for value in tree_iter((args, kwargs))):
                 return function(*args, **kwargs)
-            if name.endswith("_"):  # into its first operand
-                return args[0].copy_(in_float32(getattr(torch.ops.aten, name[:-1]), args, kwargs))
+            if kwargs.get("dtype") == torch.float16:  # the result's, which is rounded to it
+                kwargs = {**kwargs, "dtype": torch.float32}
+                return in_float32(function, args, kwargs)
+            if copies := written(function, args, kwargs):
+                return self.into(copies, function, args, kwargs)
+            if gives_wider(function, args, kwargs):
+                return function(*tree_map(widened, args), **tree_map(widened, kwargs))
             bias = args[2] if name == "convolution" else None
             if bias is not None:
                 args = (*args[:2], None, *args[3:])
             result = in_float32(function, args, kwargs)
             return result if bias is None else result.add_(bias.reshape(1, -1, *[1] * (result.dim() - 2)))
+
+        def into(self, copies: Any, function: Any, args: Any, kwargs: Any) -> Any:
+            """What an operator writes into its operands, rounded into them, and them in place of their copies."""
+
+            def copied(value: Any) -> Any:
+                return copies[id(value)][1] if id(value) in copies else widened(value)
+
+            result = function(*tree_map(copied, args), **tree_map(copied, kwargs))
+            for value, copy in copies.values():
+                if value.shape != copy.shape:  # an `out` takes the shape of what is written
+                    value.resize_(copy.shape)
+                value.copy_(copy)
+            mine = {id(copy): value for value, copy in copies.values()}
+            return tree_map(lambda value: mine[id(value)] if id(value) in mine else rounded(value), result)
 
     with torch.no_grad(), Whole(), Halves():
         yield

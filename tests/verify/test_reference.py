@@ -101,6 +101,55 @@ def test_an_operator_that_writes_into_its_operand_is_rounded_too() -> None:
     assert torch.equal(values, expected)
 
 
+def test_attention_and_linear_layers_take_their_operands_by_name() -> None:
+    import torch
+    from torch.nn import functional
+
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(1)).half()
+    with quick_halves():
+        assert torch.equal(
+            functional.scaled_dot_product_attention(query=q, key=k, value=v),
+            functional.scaled_dot_product_attention(q, k, v),
+        )
+        assert torch.equal(functional.linear(input=q, weight=k[0, 0]), functional.linear(q, k[0, 0]))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "cumsum", "prod"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_a_type_that_is_asked_for_is_the_results(name: str, dtype: str) -> None:
+    import torch
+
+    values = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)).half() + 0.5
+    dim, asked = (1,), getattr(torch, dtype)
+    with quick_halves():
+        found = getattr(torch, name)(values, *dim, dtype=asked)
+    exact = getattr(torch, name)(values.float(), *dim, dtype=torch.float32 if asked is torch.float16 else asked)
+    assert found.dtype == asked
+    assert torch.equal(found, exact.to(asked))
+
+
+def test_an_operand_of_a_wider_type_gives_a_wider_result() -> None:
+    import torch
+
+    values = torch.rand(8, generator=torch.Generator().manual_seed(1)).half()
+    wide = torch.rand(8, generator=torch.Generator().manual_seed(2))
+    with quick_halves():
+        assert torch.equal(torch.pow(values, wide), torch.pow(values.float(), wide))
+        assert torch.pow(values, wide[0]).dtype == torch.float16  # a number alone widens nothing
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0,)])
+def test_what_is_to_take_the_result_takes_it_rounded(shape: tuple[int, ...]) -> None:
+    import torch
+
+    left, right = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1)).half()
+    out = torch.full(shape, 7.0, dtype=torch.float16)
+    with quick_halves():
+        returned = torch.mm(left[:3], right, out=out)
+    assert returned is out
+    assert torch.equal(out, (left[:3].float() @ right.float()).half())
+
+
 def test_a_convolutions_bias_is_added_to_the_rounded_result() -> None:
     import torch
 
