@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.errors import UsageError
+from sdflow.families.approximation import EXACT, Approximation
 from sdflow.families.base import Family
 from sdflow.families.torch_start import torch_start
 from sdflow.manifest import REFINER
@@ -67,7 +68,7 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     if target.name == "cuda":
         own = recorded.tuning.own_kernels and kernel_library() is not None
         notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
-    return pipeline_drawer(pipeline, folder, settings), "; ".join(note for note in notes if note)
+    return pipeline_drawer(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
 
 
 def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
@@ -80,8 +81,8 @@ def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
     return pipeline_drawer(pipeline, folder, settings)
 
 
-def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings) -> Draw:
-    """sdflow's pipeline of a folder, or its ensemble, as it is called."""
+def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings, fewer: Approximation = EXACT) -> Draw:
+    """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
     import torch
 
     from sdflow.runtime.ensemble import Ensemble, hand_over
@@ -98,6 +99,7 @@ def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings) -> Draw:
             **place(case.steps),
             **canvas(base.task, case.height, case.width),
             **shown(folder_adapters(folder)),
+            **fewer.settings(),
             negative_prompt=settings.negative_prompt,
             height=case.height,
             width=case.width,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Literal
 
 from sdflow.errors import TargetUnavailableError, UsageError
+from sdflow.families.approximation import EXACT, Approximation
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.targets import TARGETS
 
@@ -22,7 +23,8 @@ class Engine:
     attention: how diffusers computes it: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.
     compile_mode: of torch.compile. flags: of its compiler, beyond the mode's. fused_qkv: projections as one product.
     int8: linear layers in int8, their inputs quantized as they come. needs: packages. cuda: only with a CUDA device.
-    slow: compiles for minutes, so it takes part only when asked.
+    slow: compiles for minutes, so it takes part only when asked. fewer: what it leaves out, as no engine of the table does;
+    exact: the engine that it is an approximation of.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Engine:
     needs: tuple[str, ...] = ()
     cuda: bool = False
     slow: bool = False
+    fewer: Approximation = EXACT
+    exact: str = ""
 
 
 # https://github.com/huggingface/diffusers/blob/main/docs/source/en/tutorials/fast_diffusion.md
@@ -120,6 +124,17 @@ def choose(names: Sequence[str], built_for: str, device: str) -> list[Chosen]:
         Chosen(engine, missing(engine, device) or (None if names else not_by_default(engine, built_for, device)))
         for engine in wanted
     ]
+
+
+def beside_exact(chosen: Sequence[Chosen], fewer: Approximation) -> list[Chosen]:
+    """Behind each engine of sdflow's that takes part the same one as an approximation; without one as they are."""
+    found = []
+    for each in chosen:
+        found.append(each)
+        if fewer and each.skipped is None and each.engine.target:
+            name, title = f"{each.engine.name}-approximation", f"an approximation: {fewer.spelled()}"
+            found.append(Chosen(replace(each.engine, name=name, title=title, fewer=fewer, exact=each.engine.name)))
+    return found
 
 
 def missing(engine: Engine, device: str) -> str | None:

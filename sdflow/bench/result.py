@@ -45,7 +45,8 @@ class Measurement:
     prompt; "step": from one step's end to the next, scheduler included; "decoder": from the last step to pixels on the
     host. On a GPU these are of runs of their own, which wait for the device at every mark. images_per_second: batch over the
     median. memory, memory_second: the highest in the first and the second call. energy: joules an image.
-    check: None when no reference was wanted.
+    check: None when no reference was wanted. approximates: the engine whose image it was compared with, in place of PyTorch's;
+    empty: it is exact, or should be.
     """
 
     first_ms: float
@@ -57,9 +58,12 @@ class Measurement:
     memory_second: Memory
     energy: float | None
     check: Check | None
+    approximates: str = ""
 
     @property
-    def verdict(self) -> Literal["right", "WRONG", "not checked"]:
+    def verdict(self) -> Literal["right", "WRONG", "not checked", "approximation"]:
+        if self.approximates:
+            return "approximation"
         if self.check is None:
             return "not checked"
         return "WRONG" if self.check.wrong else "right"

@@ -6,6 +6,7 @@ warm or busy. It costs memory; an engine that does not fit beside the others is 
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,13 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
-from sdflow.bench.engines import ENGINES, Chosen, Engine, choose
+from sdflow.bench.engines import ENGINES, Chosen, Engine, beside_exact, choose
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns, distance
 from sdflow.errors import SdflowError, UsageError
+from sdflow.families.approximation import EXACT, Approximation
 from sdflow.file_stamp import check_stamps, folder_stamps
 from sdflow.machine.device import cuda_device, has_cuda
 from sdflow.machine.device import device as describe_device
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT32_TOLERANCE = BENCH_FLOAT32, "fixed, for float32"
+APART = "none: an approximation says how far it is from the exact engine's image"
 REFERENCE = Engine("reference", "PyTorch, float32")
 OPTIONAL_PACKAGES = ("torchao", "xformers", "triton")
 
@@ -53,6 +56,7 @@ class BenchRequest:
     """folder: of the pipeline. engines: names, none for what suits the machine. check: hold the models' files to the digests of
     the build, and compare every image with PyTorch's float32.
 
+    fewer: what approximations leave out, each beside the engine that is exact.
     first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
     """
 
@@ -62,6 +66,7 @@ class BenchRequest:
     engines: Sequence[str] = ()
     check: bool = True
     first_limit: float | None = None
+    fewer: Approximation = EXACT
 
 
 @dataclass
@@ -82,7 +87,13 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     origin = manifest.origin
     built_for = find_target(origin.target, str(request.folder / MANIFEST_FILE))
     device = here(built_for.name, request.engines)
-    chosen = choose(request.engines, built_for.name, device.kind)
+    if request.fewer and refiner_of(request.folder) is not None:
+        raise UsageError(
+            "it is not known how much of that a refiner bears",
+            where=", ".join(request.fewer.settings()),
+            remedy="Measure the base alone.",
+        )
+    chosen = beside_exact(choose(request.engines, built_for.name, device.kind), request.fewer)
     running = [_Running(each.engine, _skipped(each)) for each in chosen]
     active = [each for each in running if each.result.status != "skipped"]
     if not active:
@@ -108,7 +119,12 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
         },
         machine={**describe_device(built_for), **_accelerator(device)},
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
-        settings={**asdict(request.settings), "device": device.kind, "cases": [asdict(case) for case in request.cases]},
+        settings={
+            **asdict(request.settings),
+            **_told_of(request.fewer),
+            "device": device.kind,
+            "cases": [asdict(case) for case in request.cases],
+        },
         cases=tuple(request.cases),
         engines=tuple(each.result for each in running),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -218,8 +234,7 @@ class _Runner:
             if each.draw is None:
                 continue
             self.say(f"{case}: {each.engine.name}, first image")
-            tolerance = self.tolerances.get((each.result.dtype, case), FLOAT32_TOLERANCE)
-            own = Turns(each.draw, case, self.device, self.references.get(case), tolerance)
+            own = self._turns(each, each.draw, case, turns)
             with self._reported(each, ""):
                 with within(self.request.first_limit):
                     own.first()
@@ -241,6 +256,18 @@ class _Runner:
                 each.cases[index] = own.result(self.request.settings.warmup)
         for each in active:
             each.result = replace(each.result, cases=tuple(each.cases))
+
+    def _turns(
+        self, running: _Running, draw: Draw, case: SweepPoint, before: Sequence[tuple[_Running, Turns]]
+    ) -> Turns:
+        """before: those that have drawn their first images of this case. An approximation is held to the engine that it is one
+        of, which is among them unless it failed."""
+        engine = running.engine
+        if not engine.exact:
+            tolerance = self.tolerances.get((running.result.dtype, case), FLOAT32_TOLERANCE)
+            return Turns(draw, case, self.device, self.references.get(case), tolerance)
+        found = [own.drawn for each, own in before if each.engine.name == engine.exact and self.request.check]
+        return Turns(draw, case, self.device, found[0] if found else None, (math.inf, APART), engine.exact)
 
     @contextmanager
     def _reported(self, running: _Running, beside: str) -> Iterator[None]:
@@ -280,6 +307,11 @@ class _Runner:
             return 0  # the modules' own memory is used
         different = {id(module): module for module in self.modules.values()}
         return sum(2 * parameter.numel() for module in different.values() for parameter in module.parameters())
+
+
+def _told_of(fewer: Approximation) -> dict[str, Any]:
+    """What the settings say of approximations; nothing without any."""
+    return {"approximation": fewer.settings()} if fewer else {}
 
 
 def _skipped(chosen: Chosen) -> EngineResult:

@@ -43,8 +43,12 @@ class Turns:
         device: Device,
         reference: np.ndarray | None,
         tolerance: tuple[float, str],
+        approximates: str = "",
     ) -> None:
-        """tolerance: and where it comes from. reference: the right image, None: check nothing."""
+        """tolerance: and where it comes from. reference: the right image, None: check nothing. approximates: as of
+        `Measurement`."""
+        self.drawn: np.ndarray | None = None
+        self._approximates = approximates
         self._draw, self._case, self._device = draw, case, device
         self._reference, self._tolerance = reference, tolerance
         self._worst: tuple[float, float | None] | None = None
@@ -95,6 +99,7 @@ class Turns:
             memory_second=self._memories[1],
             energy=self._energy / images if known and self._energy is not None else None,
             check=None if self._worst is None else Check(*self._worst, *self._tolerance),
+            approximates=self._approximates,
         )
 
     def _timed(self, draw: Callable[[], np.ndarray]) -> float:
@@ -104,6 +109,7 @@ class Turns:
         drawn = draw()
         self._device.wait()
         took = 1e3 * (time.perf_counter() - begun)
+        self.drawn = drawn
         if self._reference is not None:
             found = distance(drawn, self._reference)
             self._worst = found if self._worst is None else max(self._worst, found, key=lambda each: each[0])

@@ -61,6 +61,17 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure approximations too, as of `sdflow generate`, beside the exact engine. Default: the workflow's.",
+            metavar="every=2,from=0.1,to=0.9|off",
+            show_default=False,
+        ),
+    ] = None,
+    guidance_interval: Annotated[
+        str | None, typer.Option(help="The same.", metavar="from=0.1,to=0.8|off", show_default=False)
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two bench.json instead.", metavar="BEFORE AFTER")
     ] = None,
@@ -76,6 +87,8 @@ def bench(
     from sdflow.bench.run import BenchRequest
     from sdflow.bench.run import bench as measure
     from sdflow.errors import UsageError, VerificationError
+    from sdflow.families.approximation import Approximation, parse
+    from sdflow.manifest import read_manifest
     from sdflow.report.bench import print_bench
 
     if compare is not None:
@@ -91,7 +104,12 @@ def bench(
 
     guidance = _own(pipeline).guidance_scale if guidance_scale is None else guidance_scale
     settings = Settings(prompt, negative_prompt, guidance, seed, scheduler, warmup, rounds, threads, tuning)
-    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit), _say)
+    given = (
+        None if text is None else parse(option, text)
+        for option, text in (("--reuse", reuse), ("--guidance-interval", guidance_interval))
+    )
+    fewer = Approximation.chosen(read_manifest(pipeline).origin.said, *given)
+    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer), _say)
     files = write_files(result, out) if out is not None else []
     print_bench(result, files, as_json=json)
     if result.wrong:

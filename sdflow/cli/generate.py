@@ -56,6 +56,23 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            help="An approximation: of so many steps one is whole, and its deep features serve the others. Also layers=1: how "
+            "many of the outermost run in every step. Default: the workflow's, else off.",
+            metavar="every=2,from=0.1,to=0.9|off",
+            show_default=False,
+        ),
+    ] = None,
+    guidance_interval: Annotated[
+        str | None,
+        typer.Option(
+            help="An approximation: the part of the steps that have guidance. Default: the workflow's, else all.",
+            metavar="from=0.1,to=0.8|off",
+            show_default=False,
+        ),
+    ] = None,
     embedding: Annotated[
         list[str] | None,
         typer.Option(
@@ -189,6 +206,7 @@ def generate(
         _on_a_page(context, pipeline)
         return
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+    from sdflow.families.approximation import parse
     from sdflow.report.generate import print_generate
     from sdflow.runtime.control_files import parse_controls
     from sdflow.runtime.draw_request import GenerateRequest, read_prompts
@@ -234,6 +252,8 @@ def generate(
         refiner_start=refiner_start,
         prompt_syntax=prompt_syntax,
         clip_skip=clip_skip,
+        reuse=None if reuse is None else parse("--reuse", reuse),
+        guidance_interval=None if guidance_interval is None else parse("--guidance-interval", guidance_interval),
         embeddings=embedding or (),
         allow_pickle=allow_pickle,
         preview=preview,
@@ -249,6 +269,8 @@ def generate(
 _TYPED = {
     "prompt_syntax": "--prompt-syntax",
     "clip_skip": "--clip-skip",
+    "reuse": "--reuse",
+    "guidance_interval": "--guidance-interval",
     "ip_adapter_image": "--ip-image",
     "ip_adapter_scale": "--ip-image",
     "prompt_2": "--prompt-2",

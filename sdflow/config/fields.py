@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
+from sdflow.families.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
 from sdflow.families.schedulers import SchedulerName
 
 WORKFLOW: Mapping[str, str] = {
@@ -157,6 +158,28 @@ class VerifyFields(_Fields):
     width: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
 
 
+class IntervalFields(_Fields):
+    """A part of the steps, from 0 to 1."""
+
+    begin: Annotated[float, Field(ge=0, lt=1, alias="from", description="Where it begins.")] = Interval.begin
+    end: Annotated[float, Field(gt=0, le=1, alias="to", description="Where it ends.")] = Interval.end
+
+    @model_validator(mode="after")
+    def _forward(self) -> Self:
+        if self.begin >= self.end:
+            raise ValueError("from must be less than to")
+        return self
+
+
+class ReuseFields(IntervalFields):
+    """Deep features of the denoiser are kept over some steps."""
+
+    every: Annotated[int, Field(ge=2, le=MOST_EVERY, description="One run in so many is whole.")] = Reuse.every
+    layers: Annotated[
+        int, Field(ge=1, le=MOST_LAYERS, description="How many of the outermost layers run in every step.")
+    ] = Reuse.layers
+
+
 class GenerateFields(_Fields):
     """How the pipeline draws where nobody says it. null, or left out: as the model and its LoRAs say."""
 
@@ -173,6 +196,14 @@ class GenerateFields(_Fields):
     ] = None
     scheduler: Annotated[
         SchedulerName | None, Field(description="In place of the checkpoint's own, with its noise schedule.")
+    ] = None
+    reuse: Annotated[
+        ReuseFields | None,
+        Field(description="An approximation: deep features of the denoiser are kept over some steps. null: none are."),
+    ] = None
+    guidance_interval: Annotated[
+        IntervalFields | None,
+        Field(description="An approximation: the part of the steps that have guidance. null: all have it."),
     ] = None
 
 

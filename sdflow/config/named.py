@@ -141,7 +141,7 @@ class Named:
             expect_kind(node, "a map of steps, guidance_scale and scheduler, or null", "`generate`", self._problems)
             return {}
         fields = check(GenerateFields, node, "generate", self._problems)
-        return fields.model_dump(exclude_none=True) if fields else {}
+        return fields.model_dump(exclude_none=True, by_alias=True) if fields else {}
 
     def _lora_folder(self, item: Node) -> Path:
         written = item.entries.get("file", item) if isinstance(item, YamlMap) else item

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.models.base import Config
 
 Task = Literal["text", "image", "inpaint"]
@@ -23,6 +24,8 @@ SAID: Mapping[str, type | tuple[type, ...]] = {
     "strength": (int, float),
     "eta": (int, float),
     "scheduler": str,
+    REUSE: dict,
+    GUIDANCE_INTERVAL: dict,
 }
 """What may be said of how a model draws, besides what its configs tell, and of which type it is."""
 

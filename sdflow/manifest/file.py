@@ -14,6 +14,7 @@ from typing import Any
 from sdflow.digest import FileEntry
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
+from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.families.defaults import SAID
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.input_file import read_json
@@ -219,8 +220,12 @@ def _adapters(value: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
 def _said(value: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = _get_or(value, key, dict, None) or {}
     said = {name: _get(found, name, kind) for name, kind in {**SAID, "because": str}.items() if name in found}
+    try:
+        Approximation.of(said.get(REUSE), said.get(GUIDANCE_INTERVAL))
+    except UsageError as error:
+        raise ValueError(f"'{key}' has {error}") from error
     for name, number in said.items():
-        if not isinstance(number, str) and not int(name == "steps") <= number < math.inf:
+        if not isinstance(number, str | dict) and not int(name == "steps") <= number < math.inf:
             raise ValueError(f"'{key}' has {name} {number}")
     if said.get("scheduler", next(iter(SCHEDULERS))) not in SCHEDULERS:
         raise ValueError(f"'{key}' names the scheduler {said['scheduler']!r:.40}, known are {', '.join(SCHEDULERS)}")

@@ -73,7 +73,9 @@ def denoise(
     for index in range(schedule.runs):
         denoiser.sample[:, :, :channels].copy_(latents(index))
         output = denoiser.step(index)
-        terms[schedule.known(index) : schedule.known(index + 1)].copy_(output.view(schedule.halves, -1))
+        halves = schedule.made[index] if schedule.made else schedule.halves
+        end = schedule.known(index + 1)
+        terms[end - halves : end].copy_(output.view(halves, -1))
         if on_step is not None:
             on_step(index, schedule.numbers[index], schedule.runs)
         if on_clean is not None:

@@ -58,16 +58,21 @@ class PartedDenoiser:
     """The graph in parts (`sdflow.runtime.split`): what depends on the text or the timestep alone is not computed in
     every step, and what does not depend on the text is not computed twice."""
 
-    def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """As of `WholeDenoiser`. Raises PassError for a graph that cannot be taken apart."""
+    def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int = 0) -> None:
+        """As of `WholeDenoiser`. layers: how many of the outermost run in the steps that take the deep features of one before
+        (`sdflow.runtime.shallow`); 0: there are no such steps. Raises PassError for a graph that cannot be taken apart,
+        UsageError for one without as many layers."""
+        from sdflow.runtime.shallow import depths
         from sdflow.runtime.split import split
 
         assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
         parts = split(read_graph(model.path), sizes, guidance=sizes["batch"] == 2 * shape[0])
-        with ThreadPoolExecutor(max_workers=3) as pool:
+        cut = depths(parts, layers) if layers else None
+        with ThreadPoolExecutor(max_workers=4) as pool:
             text = pool.submit(model.part_session, parts.text)
             timestep = pool.submit(model.part_session, parts.timestep, capture=False)  # for any number of steps
-            step = pool.submit(model.part_session, parts.step)
+            step = pool.submit(model.part_session, parts.step if cut is None else cut.whole)
+            shallow = None if cut is None else pool.submit(model.part_session, cut.shallow)
         text_session, self._timestep_session, step_session = text.result(), timestep.result(), step.result()
         self._place = model.place
         with self._place.current():
@@ -75,6 +80,10 @@ class PartedDenoiser:
             self._time_values = _Slices(step_session, parts.time_values, model.place.device)
             given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
             self._step = _bind(step_session, model, given)
+            self._shallow = None
+            if cut is not None and shallow is not None:
+                kept = {cut.features: self._step.outputs[cut.features]}
+                self._shallow = _bind(shallow.result(), model, {**given, **self._step.inputs, **kept})
         self.sample = self._step.inputs["sample"].view(-1, *shape)
         self._schedule: Schedule | None = None
 
@@ -89,7 +98,34 @@ class PartedDenoiser:
 
     def step(self, index: int) -> torch.Tensor:
         self._time_values.memory.copy_(self._rows[index])
-        return self._step.run()["out_sample"]
+        reused = self._schedule is not None and self._schedule.reused[index : index + 1] == (True,)
+        bound = self._shallow if reused and self._shallow is not None else self._step
+        return bound.run()["out_sample"]
+
+
+class PartlyGuidedDenoiser:
+    """One with guidance, and one of half the batch for the steps without (`Schedule.made`)."""
+
+    def __init__(self, guided: Denoiser, alone: Denoiser, rows: int) -> None:
+        """rows: of the batch with guidance."""
+        self._guided, self._alone, self._rows = guided, alone, rows
+        self.sample = guided.sample
+
+    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
+        self._made = schedule.made
+        if 2 in self._made:
+            self._guided.begin(conditions, schedule)
+        half = {
+            name: value[self._rows // 2 :] if len(value) == self._rows else value for name, value in conditions.items()
+        }
+        if 1 in self._made:
+            self._alone.begin(half, schedule)
+
+    def step(self, index: int) -> torch.Tensor:
+        if self._made[index] == 2:
+            return self._guided.step(index)
+        self._alone.sample.copy_(self.sample[:1])
+        return self._alone.step(index)
 
 
 class _Slices:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from sdflow.errors import PassError, SlowerWarning
+from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.families.approximation import EXACT, REUSE, Approximation
 from sdflow.families.request import Conditions
 from sdflow.runtime.control import Control, ControlledDenoiser
 from sdflow.runtime.denoise import Start
-from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, WholeDenoiser
+from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
 from sdflow.runtime.submodel import Bound, Submodel
 
 KEPT = 2
@@ -31,11 +32,13 @@ class DenoiserSource(Protocol):
         axes: Mapping[str, int],
         *,
         guess: bool,
+        fewer: Approximation = EXACT,
     ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
 
         rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
-        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes.
+        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes. fewer: what is left out; UsageError
+        where it cannot be.
         """
         ...
 
@@ -78,7 +81,10 @@ class Denoisers(DenoiserSource):
         axes: Mapping[str, int],
         *,
         guess: bool,
+        fewer: Approximation = EXACT,
     ) -> Denoiser:
+        if fewer:
+            self._require_parts(fewer)
         images, channels, *size = start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
         if conditions is None:
@@ -92,17 +98,46 @@ class Denoisers(DenoiserSource):
             return ControlledDenoiser(whole, self._nets, controls, sizes, images, guess=guess)
         if self._model.path is None or not self._split:
             return WholeDenoiser(self._model, shape, sizes)
-        key = (shape, rows, length, *axes.values())
+        layers = 0 if fewer.reuse is None else fewer.reuse.layers
+        texts = self._texts if conditions is None else ()
+        denoiser = self._parted(shape, sizes, layers, texts)
+        if fewer.guidance is None:
+            return denoiser
+        alone = self._parted(shape, {**sizes, "batch": rows // 2}, layers, ())
+        return PartlyGuidedDenoiser(denoiser, alone, rows)
+
+    def _require_parts(self, fewer: Approximation) -> None:
+        """Raises UsageError where the denoiser is not taken apart."""
+        where = ", ".join(fewer.settings())
+        if self._nets:
+            raise UsageError(
+                "what ControlNets add is new in every step, in all layers: there a step is not cut short",
+                where=where,
+                remedy="Draw without it, or with a pipeline without ControlNets.",
+            )
+        if self._model.path is None or not self._split:
+            raise UsageError(
+                "this target compiles the denoiser as a whole, so that no part of it can be left out",
+                where=where,
+                remedy="Draw without it, or on the target cpu or cuda.",
+            )
+
+    def _parted(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
+    ) -> Denoiser:
+        key = (shape, layers, *sizes.values())
         if key not in self.kept:
             while len(self.kept) >= KEPT:
                 self.kept.pop(next(iter(self.kept)))
-            self.kept[key] = self._made(shape, sizes, self._texts if conditions is None else ())
+            self.kept[key] = self._made(shape, sizes, layers, texts)
         return self.kept[key]
 
-    def _made(self, shape: tuple[int, ...], sizes: Mapping[str, int], texts: Sequence[Submodel]) -> Denoiser:
+    def _made(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
+    ) -> Denoiser:
         """texts: that are not encoded yet."""
         with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._model, shape, sizes)
+            parted = pool.submit(_parted_or_whole, self._model, shape, sizes, layers)
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
@@ -121,9 +156,11 @@ def _length(denoiser: Submodel, conditions: Conditions) -> int:
     raise AssertionError("a denoiser that reads no texts")
 
 
-def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Denoiser:
+def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int) -> Denoiser:
     try:
-        return PartedDenoiser(model, shape, sizes)
+        return PartedDenoiser(model, shape, sizes, layers)
     except PassError as error:
+        if layers:
+            raise UsageError(f"the denoiser cannot be taken apart: {error}", where=REUSE) from error
         warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
         return WholeDenoiser(model, shape, sizes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.atomic_write import require_makable
 from sdflow.errors import UsageError
+from sdflow.families.approximation import Approximation
 from sdflow.families.schedulers import require_known
 from sdflow.input_file import read_input
 from sdflow.manifest import Manifest, read_manifest
@@ -46,7 +47,8 @@ class GenerateRequest:
     from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. check: whether the folder's files are held to their digests. controls: images for
     ControlNets; guess_mode: as of the pipeline. image_prompts: images for IP-Adapters. more: what the pipeline's family takes
-    besides. preview: write one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
+    besides. reuse, guidance_interval: as of the pipeline; None: as the folder's workflow says; empty: none. preview: write
+    one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
     folder: Path
@@ -77,6 +79,8 @@ class GenerateRequest:
     refiner_start: float | None = None
     prompt_syntax: str = "plain"
     clip_skip: int | None = None
+    reuse: Mapping[str, float] | None = None
+    guidance_interval: Mapping[str, float] | None = None
     embeddings: Sequence[str] = ()
     allow_pickle: bool = False
     preview: bool = False
@@ -107,6 +111,18 @@ def with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
     except UsageError as error:
         remedy = "Run the pipeline's workflow again, or write --refiner-start 1: without it."
         raise UsageError(error.what, where=error.where, remedy=remedy) from error
+
+
+def approximation_of(request: GenerateRequest, built: Manifest) -> Approximation:
+    """What the images leave out: as the caller says, else as the folder's workflow does. Raises UsageError where it cannot be."""
+    found = Approximation.chosen(built.origin.said, request.reuse, request.guidance_interval)
+    if found and request.refiner is not None:
+        raise UsageError(
+            "it is not known how much of that a refiner bears",
+            where=", ".join(found.settings()),
+            remedy="Draw without it (--reuse off, --guidance-interval off), or without the refiner: --refiner-start 1.",
+        )
+    return found
 
 
 def read_whole(folder: Path) -> Manifest:

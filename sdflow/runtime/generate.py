@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.families.approximation import Approximation
 from sdflow.families.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.control import Control
 from sdflow.runtime.draw_request import (
     GenerateRequest,
+    approximation_of,
     check_request,
     control_of,
     open_image,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHEET_FILE = "sheet.png"
+APPROXIMATION = "approximation"
+"""In an image's settings, where it is one: what was left out."""
 PREVIEWS = "previews"
 """The folder for them: one a step, NNN-SEED/STEP.png."""
 
@@ -88,6 +92,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     built = read_whole(request.folder)
     request = with_refiner(request, built)
     check_request(request)
+    fewer = approximation_of(request, built)
     words = words_of(request)
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}
@@ -109,8 +114,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
     drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
-    settings = {**_settings(request, drawing, built, target, words), **_refined(request)}
-    notes = _told(drawing, built, settings)
+    settings = {**_settings(request, drawing, built, target, words), **_refined(request), **_approximated(fewer)}
+    notes = (*_told(drawing, built, settings), *_said_of(fewer))
     for note in notes:
         progress.phase(note)
     images: list[Image] = []
@@ -127,7 +132,9 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
-        batch, flags = _draw(pipeline, request, prompts, seeds, (image, mask), controls, shown, callbacks)
+        batch, flags = _draw(
+            pipeline, request, prompts, seeds, (image, mask), controls, {**shown, **fewer.settings()}, callbacks
+        )
         for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{name}.png"
             _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
@@ -262,6 +269,15 @@ def _refined(request: GenerateRequest) -> dict[str, Any]:
     built = read_manifest(request.refiner)
     start = REFINER_START if request.refiner_start is None else request.refiner_start
     return {"refiner": {"pipeline": built.origin.name, "start": start, "artifacts": built.artifacts}}
+
+
+def _approximated(fewer: Approximation) -> dict[str, Any]:
+    """What the settings say of images that are not the exact ones; nothing of exact ones."""
+    return {APPROXIMATION: fewer.settings()} if fewer else {}
+
+
+def _said_of(fewer: Approximation) -> tuple[str, ...]:
+    return (f"an approximation of what the model draws: {fewer.spelled()}",) if fewer else ()
 
 
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:

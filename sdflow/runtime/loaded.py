@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from sdflow.errors import UsageError
+from sdflow.families.approximation import EXACT, Approximation
 from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
@@ -258,24 +259,28 @@ class LoadedPipeline:
         controls: Mapping[str, Control] | None = None,
         guess: bool = False,
         axes: Mapping[str, int] | None = None,
+        fewer: Approximation = EXACT,
     ) -> Denoiser:
         """The denoiser for these sizes; with it, side by side, what else this image needs and is not there. conditions:
         where they are known already; without them, the texts are as long as the model reads at once. controls: for the nets.
-        axes: the sizes of the axes of image tokens, None: without images."""
+        axes: the sizes of the axes of image tokens, None: without images. fewer: what is left out."""
         denoised = self.configs[self.family.denoiser]
         if axes is None:
             axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
-        return self.denoisers.get(start, rows, conditions, controls or {}, axes, guess=guess)
+        return self.denoisers.get(start, rows, conditions, controls or {}, axes, guess=guess, fewer=fewer)
 
-    def schedule(self, steps: int, *, guidance_scale: float | None, **options: Any) -> Schedule:
-        """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. options: as
-        of `schedule.trace`."""
-        key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, *options.items())
+    def schedule(
+        self, steps: int, *, guidance_scale: float | None, fewer: Approximation = EXACT, **options: Any
+    ) -> Schedule:
+        """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. fewer: what is
+        left out. options: as of `schedule.trace`."""
+        key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, fewer, *options.items())
         if key not in self._schedules:
             schedule = trace(
                 self.scheduler, steps, self.family.scheduler_config, spread=self.family.strength_spreads, **options
             )
-            guided = schedule if guidance_scale is None else schedule.guided(guidance_scale)
+            guided = schedule if guidance_scale is None else schedule.guided(guidance_scale, fewer.guidance)
+            guided = guided if fewer.reuse is None else guided.reusing(fewer.reuse)
             while len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = guided.to(self.place.device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
+from sdflow.families.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
 from sdflow.families.image_prompts import adapter_count, token_axes
 from sdflow.families.request import Request
 from sdflow.prompts.reading import Reading
@@ -77,6 +78,8 @@ class Pipeline(LoadedPipeline):
         output_type: Literal["pil", "np", "latent"] = "pil",
         prompt_syntax: str = "plain",
         clip_skip: int | None = None,
+        reuse: Reuse | Mapping[str, Any] | None = None,
+        guidance_interval: Interval | Mapping[str, Any] | None = None,
         callback_on_text_end: Callable[[], None] | None = None,
         callback_on_step_end: Callable[[int, int, int], None] | None = None,
         callback_on_preview: Callable[[Preview], None] | None = None,
@@ -95,7 +98,9 @@ class Pipeline(LoadedPipeline):
         how much they count, all or each. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
-        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out.
+        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out. reuse: deep
+        features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers": 1}; guidance_interval: the part of the
+        steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image (`sdflow.families.approximation`).
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
         (`sdflow.runtime.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
@@ -122,6 +127,13 @@ class Pipeline(LoadedPipeline):
             steps = own.steps_at(strength) if num_inference_steps is None else num_inference_steps
             guidance_scale = own.guidance_scale if guidance_scale is None else guidance_scale
             guided = self.family.guided(self.configs, guidance_scale)
+            fewer = Approximation.of(reuse, guidance_interval)
+            if fewer.guidance is not None and not guided:
+                raise UsageError(
+                    "there is no guidance here that part of the steps could go without",
+                    where=GUIDANCE_INTERVAL,
+                    remedy="Leave it out, or take a guidance scale above 1, for a model that knows it.",
+                )
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
@@ -144,6 +156,7 @@ class Pipeline(LoadedPipeline):
                 inpaint=mask is not None,
                 eta=own.eta if eta is None else eta,
                 guidance_scale=guidance_scale if guided else None,
+                fewer=fewer,
                 span=(denoising_start, denoising_end),
             )
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
@@ -162,12 +175,13 @@ class Pipeline(LoadedPipeline):
             )
             rows = len(prompts) * (2 if guided else 1)
             axes = token_axes(denoised, shown)
+            how: dict[str, Any] = {"controls": controls, "guess": guess_mode, "axes": axes, "fewer": fewer}
             if request.reading.plain and not clip_skip:
-                denoiser = self.denoiser(start, rows, controls=controls, guess=guess_mode, axes=axes)
+                denoiser = self.denoiser(start, rows, **how)
                 conditions = self.condition(request)
             else:  # how long the texts are, their encoding tells
                 conditions = self.condition(request, clip_skip or 0)
-                denoiser = self.denoiser(start, rows, conditions, controls=controls, guess=guess_mode, axes=axes)
+                denoiser = self.denoiser(start, rows, conditions, **how)
             inputs = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
             if callback_on_text_end is not None:
                 callback_on_text_end()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.families.approximation import Interval, Reuse
 from sdflow.families.schedulers import SCHEDULERS, require_known
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Schedule:
     (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps. clean: after
     each run, the latents without the noise that the UNet says is in them, float32 (R, terms); where the scheduler does not say
     what the output means, the latents before the next run.
-    draws: how many noises the scheduler draws. halves: columns per output, two with guidance.
+    draws: how many noises the scheduler draws. halves: columns per output, two with guidance. made: how many of them each run
+    gives, the last ones; empty: all. reused: which runs take the deep features of one before; empty: none.
     """
 
     numbers: tuple[int, ...]
@@ -45,6 +47,8 @@ class Schedule:
     clean: torch.Tensor
     draws: int
     halves: int = 1
+    made: tuple[int, ...] = ()
+    reused: tuple[bool, ...] = ()
 
     @property
     def runs(self) -> int:
@@ -55,20 +59,27 @@ class Schedule:
         """How many terms are there before run `index`."""
         return FIRST_DRAWN + self.draws + self.halves * index
 
-    def guided(self, scale: float) -> Schedule:
+    def guided(self, scale: float, interval: Interval | None = None) -> Schedule:
         """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
 
-        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598
+        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598. interval: the runs that have
+        it, None: all; of the others the conditional half alone is made, and counts in full.
         """
         import torch
 
-        weights = torch.tensor([1 - scale, scale])
+        made = tuple(2 if interval is None or interval.holds(run, self.runs) else 1 for run in range(self.runs))
+        weights = torch.tensor([[1 - scale, scale] if halves == 2 else [0.0, 1.0] for halves in made])
 
         def split(rows: torch.Tensor) -> torch.Tensor:
             outputs = rows[:, self.known(0) :, None] * weights
             return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
 
-        return replace(self, inputs=split(self.inputs), kept=split(self.kept), clean=split(self.clean), halves=2)
+        tensors = {name: split(getattr(self, name)) for name in ("inputs", "kept", "clean")}
+        return replace(self, **tensors, halves=2, made=() if interval is None else made)
+
+    def reusing(self, reuse: Reuse) -> Schedule:
+        """With runs that take the deep features of one before."""
+        return replace(self, reused=reuse.reused(self.made or (self.halves,) * self.runs))
 
     def to(self, device: str) -> Schedule:
         """With its tensors on the device."""

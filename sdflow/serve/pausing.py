@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sdflow.errors import PassError
+from sdflow.families.approximation import EXACT, Approximation
 from sdflow.families.request import Conditions
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start
@@ -138,7 +139,9 @@ class PausingDenoisers(DenoiserSource):
         axes: Mapping[str, int],
         *,
         guess: bool,
+        fewer: Approximation = EXACT,
     ) -> Denoiser:
+        assert not fewer, "a server draws exact images"
         images, channels, height, width = start.noise.shape
         assert images == 1, "one image a call"
         channels += 0 if start.context is None else start.context.shape[1]

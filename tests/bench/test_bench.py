@@ -22,13 +22,14 @@ from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.compare import compare
 from sdflow.bench.device import Device
 from sdflow.bench.engines import ENGINES, choose
-from sdflow.bench.files import COLUMNS, THEIR_COLUMNS
+from sdflow.bench.files import COLUMNS, THEIR_COLUMNS, to_markdown
 from sdflow.bench.result import BenchResult
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.timing import distance
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError, VerificationError
+from sdflow.families.approximation import Approximation, Reuse
 
 ROOT = Path(__file__).parents[2]
 QUICK = Settings(rounds=2, threads=1)
@@ -388,3 +389,18 @@ def test_an_engine_that_does_not_come_up_in_time_is_given_up_and_the_others_are_
     assert all(word in reason for word in ("longer than 8 s", "--first-limit")), reason
     assert found["torch-sdpa"].status == "measured"
     assert time.monotonic() - begun < 120
+
+
+def test_an_approximation_is_measured_beside_the_exact_engine_and_never_called_right(built: Path) -> None:
+    fewer = Approximation(Reuse())
+    result = bench(BenchRequest(built, [replace(CASE, steps=4)], QUICK, ["ort-cpu"], fewer=fewer), print)
+    exact, near = ((engine.name, engine.cases[0]) for engine in result.engines)
+    assert (exact[0], near[0]) == ("ort-cpu", "ort-cpu-approximation")
+    assert exact[1] is not None and near[1] is not None and exact[1].check is not None and near[1].check is not None
+    assert (exact[1].verdict, near[1].verdict, near[1].approximates) == ("right", "approximation", "ort-cpu")
+    assert near[1].check.distance > 10 * exact[1].check.distance, "its distance is that to the exact image"
+    assert near[1].check.psnr is not None and 20 < near[1].check.psnr < 100
+    assert "every=2,from=0,to=1,layers=1" in result.engines[1].title
+    assert not result.wrong
+    assert "approximation" in to_markdown(result) and "1.00e-03: fixed, for float32" in to_markdown(result)
+    json.dumps(result.to_json(), allow_nan=False)
