@@ -15,7 +15,14 @@ import psutil
 from packaging.specifiers import SpecifierSet
 
 from sdflow.errors import SdflowError
-from sdflow.machine.packages import distribution_version, onnxruntime_packages
+from sdflow.machine.packages import (
+    EXTRAS,
+    distribution_version,
+    found_version,
+    how_to_install,
+    missing,
+    onnxruntime_packages,
+)
 from sdflow.store import Cache
 
 Level = Literal["ok", "warning", "error"]
@@ -52,7 +59,15 @@ def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
 
 def _packages() -> list[Diagnosis]:
     diagnoses = [Diagnosis("ok", "python", sys.version.split()[0])]
+    absent = missing(*EXTRAS["build"])
+    if absent and found_version("torch") is None:
+        what = f"not installed: {', '.join(absent)}: it puts weights into imported structures, and makes none"
+        diagnoses.append(Diagnosis("warning", "build", what, how_to_install(*absent)))
+    else:
+        absent = ()
     for name in CORE:
+        if name in absent:
+            continue
         try:
             version = distribution_version(name)
         except SdflowError as error:

@@ -28,6 +28,7 @@ from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
 from sdflow.compared_base import ComparedBase, compared_base
 from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
 from sdflow.file_stamp import check_stamps
+from sdflow.imported import not_here
 from sdflow.locked_folder import scratch_folder
 from sdflow.passes.outcome import require_model
 from sdflow.passes.registry import APPENDED, OWN
@@ -151,7 +152,7 @@ class Executor:
         with ThreadPoolExecutor(max_workers=max(1, len(chains))) as threads:
             try:  # from the first submit on: an interrupt may come at any time
                 for name, chain in longest_first:
-                    run = _ChainRun(self, group)
+                    run = _ChainRun(self, group, plan.targets)
                     futures[name] = threads.submit(run.run, chain)
                     run.arrived.wait(ARRIVAL_SECONDS)
                 _wait(list(futures.values()))
@@ -178,6 +179,7 @@ class _ChainRun:
 
     executor: Executor
     group: WorkerGroup
+    targets: Mapping[str, str]  # pipeline -> its target
     left: int = 0  # how many of its steps are not finished
     arrived: threading.Event = field(default_factory=threading.Event)  # it builds, waits for its turn, or has ended
 
@@ -220,6 +222,8 @@ class _ChainRun:
             self.left = len(steps) - len(finished)
             self.group.check()
             before = finished[-1].record if finished else None
+            if not step.has_key:
+                raise not_here([step], self.targets)
             action = step.action(before.artifact.digest if before else None, self.cache.salt)
             result = self._run_step(step, action, before)
             if result.outcome != "fetched":
@@ -278,6 +282,8 @@ class _ChainRun:
         rebuild, keep_failed = self.executor.rebuild, self.executor.keep_failed
         if step.weights == "symbolic" and not rebuild and reads_weights(action, self.cache):
             raise WeightValueRead("it looks at weights, an earlier run found", where=f"{step.id} {step.name}")
+        if step.lacks:
+            raise not_here([step], self.targets)
         with (
             self.group.turn(
                 heavy=step.weights == "carried", left=self.left, size=_weights(before), arrived=self.arrived.set

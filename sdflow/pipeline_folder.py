@@ -19,7 +19,7 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import ONNX_COMPONENT, Family
 from sdflow.families.defaults import Task
 from sdflow.input_file import read_json
-from sdflow.machine.packages import distribution_version
+from sdflow.machine.packages import distribution_version, found_version
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, Origin, Part, as_bytes
 from sdflow.sources.companions import companion_files
 
@@ -108,7 +108,7 @@ def _index(family: Family, content: Content) -> bytes:
     """model_index.json: by it diffusers knows the folder."""
     components: dict[str, Any] = {
         "_class_name": family.assembled_as[_task(family, content.parts)],
-        "_diffusers_version": distribution_version("diffusers"),
+        "_diffusers_version": _diffusers_version(content.origin),
         **content.options,
     }
     absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
@@ -130,6 +130,12 @@ def _index(family: Family, content: Content) -> bytes:
         components[name] = [companion.library, named]
     components.update(dict.fromkeys(content.parts, ONNX_COMPONENT))
     return _json(components)
+
+
+def _diffusers_version(origin: Origin) -> str:
+    """The installed one; where there is none, the one that its graphs were made with."""
+    made_with = (step.uses.get("diffusers") for chain in origin.chains.values() for step in chain.steps)
+    return found_version("diffusers") or next(filter(None, made_with), None) or distribution_version("diffusers")
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

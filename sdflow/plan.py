@@ -26,13 +26,15 @@ from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
 from sdflow.families.few_steps import spelled
 from sdflow.file_stamp import file_stamp
-from sdflow.machine.packages import distribution_version
+from sdflow.imported import as_imported, told, why_not_here
+from sdflow.machine.packages import found_version, missing
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.user_pass import is_user_pass, user_script_files
 from sdflow.step import LoraFile, Step
 from sdflow.store import Cache, explain
+from sdflow.weights.structure import NEEDS
 
 BIND_PASS = "BindWeights"
 
@@ -84,6 +86,12 @@ class PipelinePlan:
         }  # fmt: skip
 
     @property
+    def targets(self) -> dict[str, str]:
+        """Pipeline -> its target: its own, and its refiner's."""
+        more = self.refiner.targets if self.refiner is not None else {}
+        return {self.pipeline.name: self.pipeline.target, **more}
+
+    @property
     def every_note(self) -> tuple[str, ...]:
         """Its notes, and those of its refiner."""
         more = self.refiner.notes if self.refiner is not None else ()
@@ -118,8 +126,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
     download: fetch hub checkpoints and LoRAs that are not on this machine yet. Without it they are planned as
         "to run: not downloaded yet".
 
-    Raises CheckpointError for a checkpoint or LoRA that cannot be used, UsageError for a pass whose packages are not
-    installed.
+    Raises CheckpointError for a checkpoint or LoRA that cannot be used.
     """
     opened: dict[str, sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
@@ -210,6 +217,7 @@ def _plan_pipeline(
             carried.setdefault(why, []).append(submodel)
     for why, submodels in carried.items():
         notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
+    notes += told({chain.submodel: chain.steps for chain in chains})
     few_steps: dict[str, Any] = {}
     if checkpoint is not None:
         merged = [
@@ -246,12 +254,19 @@ def _chain(
     if why is not None:
         return Chain(submodel, ready, carried), why
     kept = [step for step in carried if not step.implementation.takes_loras]
-    symbolic = [replace(step, index=index, weights="symbolic") for index, step in enumerate(kept)]
+    symbolic = [_without_weights(replace(step, index=index)) for index, step in enumerate(kept)]
+    if ready:
+        symbolic = list(as_imported(symbolic, cache))
     last = specs[-1]
     bind = make(len(symbolic), StepSpec(BIND_PASS, options={}, expect={}, mark=last.mark, folder=last.folder))
     merges = len(kept) < len(carried)
     steps = (*symbolic, replace(bind, weights="bound", loras=bind.loras if merges else ()))
     return Chain(submodel, ready, steps, carried), None
+
+
+def _without_weights(step: Step) -> Step:
+    needed = missing(*step.implementation.uses, *step.implementation.needs, *NEEDS)
+    return replace(step, weights="symbolic", lacks=needed)
 
 
 def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
@@ -330,11 +345,12 @@ def _step(
         spec=spec,
         implementation=implementation,
         config=implementation.Config(**spec.options).model_dump(mode="json"),
-        uses={name: distribution_version(name) for name in implementation.uses},
+        uses={name: version for name in implementation.uses if (version := found_version(name)) is not None},
         user_scripts=tuple(sorted(cache.stat.digest(path) for path in scripts)),
         loras=tuple(lora for lora in loras if implementation.takes_loras and submodel in lora.submodels),
         source=source,
         script_stamps=script_stamps,
+        lacks=missing(*implementation.uses, *implementation.needs),
     )
 
 
@@ -355,6 +371,10 @@ def _look_up(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[Plann
         if waiting is not None:
             yield PlannedStep(step, "to run", None, None, (waiting,))
             continue
+        if not step.has_key:
+            yield PlannedStep(step, "to run", None, None, (why_not_here(step),))
+            waiting = "its input is not here"
+            continue
         action = step.action(before, cache.salt)
         record = cache.lookup(action)
         if record is not None:
@@ -364,7 +384,8 @@ def _look_up(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[Plann
             yield PlannedStep(step, "remote", action, None, (f"fetched from {cache.remote.spec.shown}",))
             before = entry.object
         else:
-            yield PlannedStep(step, "to run", action, None, why_not_cached(step, action, cache))
+            reasons = (why_not_here(step),) if step.lacks else why_not_cached(step, action, cache)
+            yield PlannedStep(step, "to run", action, None, reasons)
             waiting = "its input is built by the step before"
 
 

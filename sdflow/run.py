@@ -17,6 +17,7 @@ from typing import Any
 
 from sdflow.assemble import assemble
 from sdflow.atomic_write import require_makable
+from sdflow.buildable import require_buildable
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.disk_space import require_space
 from sdflow.errors import UsageError, VerificationError
@@ -24,6 +25,7 @@ from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor, FinishedStep, Listener, Steps
 from sdflow.file_stamp import check_stamps
 from sdflow.locked_folder import remove_abandoned_scratch, scratch_folder
+from sdflow.machine.packages import DRAWS, REFERENCE, how_to_install, missing, require_packages
 from sdflow.machine.providers import require_package
 from sdflow.manifest import REFINER, Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.user_pass import is_user_pass
@@ -104,11 +106,14 @@ def run_workflow(
                 f"{folder} cannot be made: {error.strerror or error}", where=option, remedy="name another folder"
             ) from error
     workers = _workers(options.on)
+    if options.require_target and options.evaluate:
+        require_packages("what --require-target asks for, measuring on the target,", *DRAWS)
     if options.require_target:  # what is known beforehand costs no build
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
     planned(plan)
+    require_buildable(plan, cache, rebuild=options.rebuild or options.check)
     copies = options.copy or sys.platform == "win32"
     require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
     executor = Executor(
@@ -156,6 +161,12 @@ def _assemble(
         check_stamps(stamps)  # they are copied, and what was verified is what goes in
 
     checked = plan.pipeline.verify if options.verify else None
+    if checked is not None and (absent := missing(*REFERENCE)):
+        executor.listener.note(
+            f"{plan.pipeline.name}: not verified: the PyTorch model that it would be held to needs {', '.join(absent)}, which "
+            f"this machine does not have ({how_to_install(*absent)})"
+        )
+        checked = None
     level = checked.level if checked else None
     content = _content(plan, steps, level)
     inside = None if refiner is None else _content(refiner, of_refiner(steps), level)
@@ -207,6 +218,12 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
     planned = pipeline.plan.pipeline
     spec = planned.evaluate
     if not options.evaluate or (spec.latency is None and spec.image is None):
+        return pipeline
+    if absent := missing(*DRAWS):
+        executor.listener.note(
+            f"{planned.name}: not measured: what draws needs {', '.join(absent)}, which this machine does not have "
+            f"({how_to_install(*absent)})"
+        )
         return pipeline
     evaluation = evaluate(
         pipeline.folder,

@@ -42,6 +42,8 @@ class Step:
     source: the submodel's checkpoint; None while it is not on this machine.
     weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
     script_stamps: of the user's scripts, from before they were read.
+    lacks: distributions that its pass needs and this machine does not have: it cannot run here. `uses` then has the versions
+        that its structure was made with elsewhere, or those alone that are known.
     """
 
     pipeline: str
@@ -56,6 +58,12 @@ class Step:
     source: sources.SubmodelCheckpoint | None
     weights: Literal["carried", "symbolic", "bound"] = "carried"
     script_stamps: tuple[Stamp, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def has_key(self) -> bool:
+        """Whether all the versions are known that are part of its key."""
+        return set(self.uses) >= set(self.implementation.uses)
 
     @property
     def id(self) -> str:

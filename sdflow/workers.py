@@ -27,7 +27,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 import sdflow
 from sdflow import errors
-from sdflow.errors import PassError, SdflowError
+from sdflow.errors import PassError, SdflowError, UsageError
 from sdflow.locked_folder import scratch_folder
 
 _KEPT = frozenset((
@@ -265,6 +265,11 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         with suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
+        if isinstance(error, ImportError):
+            from sdflow.machine.packages import of_missing_module
+
+            if (told := of_missing_module(error)) is not None:
+                kind, error = UsageError, told
         where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
         what = error.what if isinstance(error, SdflowError) else str(error)
         number = error.errno if isinstance(error, OSError) else None

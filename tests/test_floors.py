@@ -22,10 +22,10 @@ FLOORS = {
             "replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step plan inspection compared_base execute assemble pipeline_folder disk_space",
+            "step imported buildable plan inspection compared_base execute assemble pipeline_folder disk_space",
             "runtime",
             "evaluate verify bench export doctor",
-            "run bake init fix serve",
+            "run bake init fix structures serve",
             "selftest",
             "report cli __main__",
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import sdflow
 from sdflow.errors import TargetUnavailableError, UsageError
+from sdflow.machine import packages
 from sdflow.machine.device import cores, device
 from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.machine.packages import distribution_version, installed_version, installed_versions, versions
@@ -70,3 +74,25 @@ def test_a_device_is_described_in_full() -> None:
     assert found["accelerator"] is None
     assert found["cores"] == cores() >= 1
     assert found["memory_bytes"] > 2**28
+
+
+def test_the_extras_are_those_of_pyproject() -> None:
+    """What the messages say is installed with an extra is installed with it."""
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for extra, names in packages.EXTRAS.items():
+        assert sorted(Requirement(each).name for each in extras[extra]) == sorted(names)
+        assert packages.how_to_install(*names) == f"pip install 'sdflow[{extra}]'"
+    assert packages.how_to_install("torch", "other") == "pip install torch other"
+
+
+def test_an_import_that_fails_for_a_missing_extra_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "found_version", lambda name: None)
+    told = packages.of_missing_module(ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"))
+    assert str(told) == "this needs pillow, which is not installed\n  pip install 'sdflow[build]'"
+    assert packages.of_missing_module(ModuleNotFoundError("No module named 'sdflow.x'", name="sdflow.x")) is None
+    monkeypatch.setattr(packages, "found_version", lambda name: "1.0")
+    assert packages.of_missing_module(ImportError("cannot import name", name="torch")) is None, (
+        "it is there, and broken"
+    )

@@ -31,6 +31,14 @@ def main() -> NoReturn:
     except SdflowError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        from sdflow.machine.packages import of_missing_module
+
+        told = of_missing_module(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)
     except stop.Stopped:
         for number in (signal.SIGINT, signal.SIGTERM):  # at the interpreter's end they would kill it again
             signal.signal(number, signal.SIG_IGN)

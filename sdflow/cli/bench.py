@@ -82,6 +82,9 @@ def bench(
     json: AsJson = False,
 ) -> None:
     """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every image is checked."""
+    from sdflow.machine.packages import REFERENCE, require_packages
+
+    require_packages("`sdflow bench`", *REFERENCE)
     _quiet()
     from sdflow.bench.files import write_files
     from sdflow.bench.run import BenchRequest
@@ -133,6 +136,9 @@ def tune(
     json: AsJson = False,
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
+    from sdflow.machine.packages import DRAWS, require_packages
+
+    require_packages("`sdflow tune`", *DRAWS)
     _quiet()
     from sdflow.bench.sweep import SweepPoint
     from sdflow.bench.tune import tune as search

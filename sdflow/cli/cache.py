@@ -106,6 +106,58 @@ def key(file: Annotated[Path, typer.Argument(help="A new file for the private ke
     print(make_key(file))
 
 
+@app.command("export")
+def export_(
+    file: Annotated[Path, typer.Argument(help="The archive to write.", metavar="FILE")],
+    structures: Annotated[
+        str,
+        typer.Option(
+            "--structures", help="Architectures, or workflow files, with commas: sd15,sdxl,my.yaml.", metavar="NAMES"
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target", help="Targets, with commas: cuda,directml. Default: the workflow's.", metavar="TARGETS"
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Hold each to the PyTorch model first, with weights bound to it."),
+    ] = True,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Steps that may run at a time.")] = None,
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Write optimized graphs without weights into one file, for machines without torch: `sdflow cache import` takes it."""
+    from sdflow.cli.progress import progress_view
+    from sdflow.report.structures import print_exported
+    from sdflow.structures import export_structures
+
+    with progress_view() as listener:
+        result = export_structures(
+            _listed(structures), _listed(target or ""), file, open_cache(cache), listener, verify=verify, jobs=jobs
+        )
+    print_exported(result, as_json=json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="An archive that `sdflow cache export` wrote.", metavar="FILE")],
+    cache: CacheDir = Path("cache"),
+    json: AsJson = False,
+) -> None:
+    """Take structures into the cache, after every digest was checked: pipelines are then built without torch."""
+    from sdflow.report.structures import print_imported
+    from sdflow.structures import import_structures
+
+    print_imported(import_structures(file, open_cache(cache)), as_json=json)
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
 def _planned(root: Path, url: str | None, workflows: Sequence[Path]) -> tuple[Cache, list[PlannedStep]]:
     """The cache with its remote, and the steps of workflows."""
     from sdflow.config import load_workflow

@@ -28,6 +28,9 @@ def deploy(
     json: AsJson = False,
 ) -> None:
     """Start a server in the background. It outlives the terminal; its log lies in the user's cache folder."""
+    from sdflow.machine.packages import DRAWS, require_packages
+
+    require_packages("`sdflow deploy`", *DRAWS)
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
     from sdflow.serve.served_model import read_all_served

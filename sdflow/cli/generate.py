@@ -202,6 +202,9 @@ def generate(
     ] = False,
 ) -> None:
     """Draw images from text, from an image, or into the white part of a mask."""
+    from sdflow.machine.packages import DRAWS, require_packages
+
+    require_packages("`sdflow generate`", *DRAWS)
     if interactive:
         _on_a_page(context, pipeline)
         return

@@ -71,6 +71,9 @@ def serve(
     open_page: Annotated[bool, typer.Option("--open", help="Open the server's page in the browser.")] = False,
 ) -> None:
     """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
+    from sdflow.machine.packages import DRAWS, require_packages
+
+    require_packages("`sdflow serve`", *DRAWS)
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras import Loras
     from sdflow.serve.served_model import read_all_served

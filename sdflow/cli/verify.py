@@ -33,6 +33,9 @@ def verify_all(
 
     propose: for each that overflows, find and print the nodes that must stay in fp32. run_on: a target that is here.
     """
+    from sdflow.machine.packages import REFERENCE, require_packages
+
+    require_packages("`sdflow verify`", *REFERENCE)
     from sdflow.cli.progress import progress_view
     from sdflow.fix import Fix, fix
     from sdflow.report import print_verifications

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
@@ -10,6 +11,19 @@ import sdflow
 from sdflow.errors import UsageError
 from sdflow.targets import ONNXRUNTIME_FLAVOURS
 
+EXTRAS = {
+    "build": (
+        "accelerate", "diffusers", "huggingface_hub", "olive-ai", "onnx-ir", "onnxscript", "peft", "pillow", "safetensors",
+        "sympy", "torch", "transformers",
+    ),
+}  # fmt: skip
+"""What is installed with an extra of sdflow's, and what it brings along that is used here."""
+DRAWS = ("torch", "diffusers", "transformers", "pillow")
+"""What a pipeline draws with, beside ONNX Runtime."""
+REFERENCE = (*DRAWS, "accelerate", "safetensors")
+"""What makes the PyTorch model that artifacts are held to."""
+_DISTRIBUTIONS = {"PIL": "pillow", "olive": "olive-ai", "onnx_ir": "onnx-ir"}
+"""Module -> its distribution, where they are named differently."""
 _AROUND = ("diffusers", "numpy", "onnx", "torch", "transformers")
 
 
@@ -28,16 +42,59 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 @cache
+def found_version(name: str) -> str | None:
+    """As `distribution_version`; None when it is not installed."""
+    for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):
+        if (version := installed_version(flavour)) is not None:
+            return version
+    return None
+
+
 def distribution_version(name: str) -> str:
     """The version of a distribution that must be there; "onnxruntime" is found under the name of any of its flavours.
 
     Raises UsageError when it is not installed.
     """
-    for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):
-        if (version := installed_version(flavour)) is not None:
-            return version
+    if (version := found_version(name)) is not None:
+        return version
     extra = " (the extras of sdflow: cpu, cuda, migraphx, directml)" if name == "onnxruntime" else ""
-    raise UsageError(f"the package {name} is not installed", remedy=f"pip install {name}{extra}")
+    raise UsageError(f"the package {name} is not installed", remedy=f"{how_to_install(name)}{extra}")
+
+
+def missing(*names: str) -> tuple[str, ...]:
+    """Those of these distributions that are not installed, each once."""
+    return tuple(name for name in dict.fromkeys(names) if found_version(name) is None)
+
+
+def how_to_install(*names: str) -> str:
+    """The command that installs these distributions."""
+    for extra, distributions in EXTRAS.items():
+        if set(names) <= set(distributions):
+            return f"pip install 'sdflow[{extra}]'"
+    return f"pip install {' '.join(names)}"
+
+
+def require_packages(what: str, *names: str) -> None:
+    """Raises UsageError when one of the distributions that something needs is not installed. what: "`sdflow generate`"."""
+    if absent := missing(*names):
+        raise lacks(what, absent)
+
+
+def lacks(what: str, absent: Sequence[str], remedy: str | None = None) -> UsageError:
+    """What to tell of a thing that cannot be done without distributions that are not installed."""
+    are = "are" if len(absent) > 1 else "is"
+    return UsageError(
+        f"{what} needs {', '.join(absent)}, which {are} not installed", remedy=remedy or how_to_install(*absent)
+    )
+
+
+def of_missing_module(error: ImportError) -> UsageError | None:
+    """What to tell of an import that failed because an extra of sdflow is not installed; None for any other."""
+    module = (error.name or "").partition(".")[0]
+    name = _DISTRIBUTIONS.get(module, module)
+    if not any(name in distributions for distributions in EXTRAS.values()) or found_version(name) is not None:
+        return None
+    return lacks("this", [name])
 
 
 def onnxruntime_packages() -> dict[str, str]:

@@ -82,6 +82,7 @@ class Pass(ABC, Generic[C]):
     name: as written in workflows; Olive's name where Olive has such a pass.
     version: raise it whenever the same inputs would give other bytes: it is part of the cache key.
     uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
+    needs: distributions that it needs besides, and whose versions change nothing in its result.
     accepts: "checkpoint" for the first step of a chain, "onnx" for the others.
     takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
     imports: modules that its process has imported when it starts, in layers (`sdflow.worker_server`). They only save time:
@@ -96,6 +97,7 @@ class Pass(ABC, Generic[C]):
     name: ClassVar[str]
     version: ClassVar[int]
     uses: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
     accepts: ClassVar[InputKind] = "onnx"
     takes_loras: ClassVar[bool] = False
     imports: ClassVar[tuple[tuple[str, ...], ...]] = ()

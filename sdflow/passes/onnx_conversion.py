@@ -91,6 +91,7 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
         "onnx-ir",
         "olive-ai",
     )
+    needs: ClassVar[tuple[str, ...]] = ("accelerate",)
     imports = TRACES
     accepts: ClassVar[InputKind] = "checkpoint"
     moves_weights: ClassVar[bool] = True

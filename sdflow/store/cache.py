@@ -18,6 +18,7 @@ from sdflow.digest import digest_json
 from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
+from sdflow.store.imported import note_imported, noted
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.objects import AbsentObject, BadTree, check, find
@@ -207,6 +208,17 @@ class Cache:
         """Make the action one that has to be built. Its object stays until `gc`, if no other action gave it."""
         with writing(self.root):
             self._layout.action(action.digest).unlink(missing_ok=True)
+
+    def note_imported(self, actions: Iterable[Action]) -> None:
+        """Note that these were done elsewhere, so that `imported` finds them. Raises CacheError."""
+        self._layout.ensure()
+        with writing(self.root):
+            note_imported(self._layout, actions)
+
+    def imported(self, action: Action) -> list[Action]:
+        """The imported actions that are this one but for the versions of packages, the last that was imported at the end."""
+        with reading(self.root):
+            return noted(self._layout, action.content)
 
     def remember_step(self, step_id: str, action: Action) -> None:
         """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""

@@ -244,7 +244,7 @@ def clean(layout: Layout) -> None:
             )
         # The actions first: from then on nothing of the rest counts.
         remove_abandoned_staging(layout)
-        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.outputs]
+        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.imported, layout.outputs]
         doomed += [layout.quarantine, layout.staging, layout.incoming]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
             with suppress(FileNotFoundError):

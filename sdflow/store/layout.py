@@ -6,6 +6,7 @@ v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-o
    steps/<digest of step id>.json                      the last action of a step, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
    incoming/<tree digest>/                             what is coming from a remote cache
+   imported/<digest of an action without versions>.json   the versions that structures from elsewhere were made with
    outputs/                                            the folders in which pipelines are put together
    stat.sqlite
 """
@@ -51,6 +52,7 @@ class Layout:
         self.locks = self.own / "locks"
         self.leases = self.own / "leases"
         self.pins = self.own / "pins"
+        self.imported = self.own / "imported"
         self.outputs = self.own / "outputs"
         self.stat = self.own / "stat.sqlite"
 
@@ -86,6 +88,7 @@ class Layout:
                 self.locks,
                 self.leases,
                 self.pins,
+                self.imported,
                 self.outputs,
             ):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,9 @@ PARAMETERS_FILE = "parameters.json"
 
 REMEDY = "Build the structure again."
 
+NEEDS = ("torch", "onnx-ir", "sympy")
+"""Distributions that `without_weights` needs, whatever the pass that runs in it."""
+
 
 def hollow(load: Mapping[str, Any]) -> dict[str, Any]:
     """What `load_module` makes the same module of, without weights. load: as of `SubmodelCheckpoint`."""

@@ -56,7 +56,7 @@ def read_entry(data: bytes, digest: str) -> RemoteEntry:
     if stored.action.digest != digest:
         raise BadRecord("it belongs to another action")
     built, facts = stored.built, stored.facts
-    if not _is_digest(stored.object):
+    if not is_digest(stored.object):
         raise BadRecord("it names no object")
     if not isinstance(stored.action.content, dict):
         raise BadRecord("its action is no map")
@@ -98,16 +98,16 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
     if len(set(paths)) < len(paths) or not paths:
         raise BadRecord("it names a file twice, or none")
     for entry, pieces in files:
-        if not _inside(entry.path):
+        if not inside(entry.path):
             raise BadRecord(f"it names {entry.path!r:.80}, which is outside the object")
-        if not all(0 < piece.size <= MOST and _is_digest(piece.sha256) for piece in pieces):
+        if not all(0 < piece.size <= MOST and is_digest(piece.sha256) for piece in pieces):
             raise BadRecord(f"the pieces of {entry.path:.80} are none")
         if sum(piece.size for piece in pieces) != entry.size:
             raise BadRecord(f"the pieces of {entry.path:.80} do not make up the file")
     return RemoteObject(files)
 
 
-def _inside(path: str) -> bool:
+def inside(path: str) -> bool:
     posix, windows = PurePosixPath(path), PureWindowsPath(path)
     plain = bool(path) and "\0" not in path and "\\" not in path and str(posix) == path
     return plain and not posix.is_absolute() and not windows.drive and ".." not in posix.parts and path != "."
@@ -128,5 +128,5 @@ def _are_sizes(value: Any) -> bool:
     )
 
 
-def _is_digest(text: Any) -> bool:
+def is_digest(text: Any) -> bool:
     return isinstance(text, str) and len(text) == 64 and set(text) <= _HEX

@@ -1,0 +1,58 @@
+"""Output of `sdflow cache export` and `sdflow cache import`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdflow.report.output import print_json, print_table
+from sdflow.units import spell_bytes
+
+if TYPE_CHECKING:
+    from sdflow.structures import Exported, Imported
+
+
+def print_exported(result: Exported, *, as_json: bool) -> None:
+    """What was written, and how it was verified."""
+    if as_json:
+        sizes = {"bytes": result.bytes, "unpacked": result.unpacked}
+        print_json("exported structures", {"file": str(result.path), **sizes, "structures": list(result.structures)})
+        return
+    _print(result.structures)
+    print(f"{result.path}: {spell_bytes(result.bytes)}, {spell_bytes(result.unpacked)} unpacked")
+
+
+def print_imported(result: Imported, *, as_json: bool) -> None:
+    """What an archive holds, and what of it was new."""
+    about, entries = result.archive.about, result.archive.entries
+    if as_json:
+        counts = {"results": len(entries), "new": [record.action.digest for record in result.new]}
+        print_json("imported structures", {"file": str(result.path), "about": about, **counts})
+        return
+    structures = about.get("structures")
+    _print([each for each in structures if isinstance(each, dict)] if isinstance(structures, list) else [])
+    versions = about.get("versions")
+    if isinstance(versions, dict):
+        print("made with " + ", ".join(_plain(f"{name} {version}") for name, version in versions.items()))
+    print(f"{len(result.new)} of {len(entries)} results were new to the cache")
+
+
+def _print(structures: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for each in structures:
+        verified, size, submodels = each.get("verified"), each.get("bytes"), each.get("submodels")
+        rows.append(
+            (
+                _plain(each.get("name")),
+                _plain(each.get("target")),
+                _plain(", ".join(map(str, submodels))) if isinstance(submodels, list) else "?",
+                spell_bytes(size) if isinstance(size, int) else "?",
+                _plain(f"{verified.get('level')}, with {each.get('model')}") if isinstance(verified, dict) else "no",
+            )
+        )
+    print_table("", ("structures", "target", "submodels", "size", "verified"), rows, right=("size",))
+
+
+def _plain(text: Any) -> str:
+    """What another machine wrote, without what a terminal would take for commands."""
+    return "".join(letter for letter in str(text)[:200] if letter.isprintable())

@@ -1,0 +1,181 @@
+"""`sdflow cache export` and `import`: structures to take along to machines that lack what makes them.
+
+A structure that is exported is one that a plan of this version asks for, down to the versions of the packages that are
+installed: it was found by its key, or made for it. Each was proven before: bound to random weights of its architecture (or to
+the checkpoint of the workflow that was named), assembled, and verified at the quick level, as any pipeline is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sdflow import __version__
+from sdflow.artifact import Record
+from sdflow.config import load_workflow
+from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
+from sdflow.errors import UsageError
+from sdflow.execute import Listener
+from sdflow.families import ARCHITECTURES
+from sdflow.inspection.lines import base_of
+from sdflow.locked_folder import scratch_folder
+from sdflow.machine.packages import REFERENCE, require_packages, versions
+from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
+from sdflow.run import PipelineResult, RunOptions, run_workflow
+from sdflow.shipped import shipped_workflow
+from sdflow.store import Cache
+from sdflow.store.archive import Archive, import_archive, write_archive
+
+SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An archive that was written. structures: what it holds, as `about` in it says. bytes: of the file; unpacked: of what is
+    in it."""
+
+    path: Path
+    structures: Sequence[dict[str, Any]]
+    bytes: int
+    unpacked: int
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An archive that was read. new: what was not in the cache yet."""
+
+    path: Path
+    archive: Archive
+    new: Sequence[Record]
+
+
+def export_structures(
+    names: Sequence[str],
+    targets: Sequence[str],
+    path: Path,
+    cache: Cache,
+    listener: Listener,
+    *,
+    verify: bool = True,
+    jobs: int | None = None,
+) -> Exported:
+    """Write the structures of architectures, by name, and of workflows, by file, for these targets into one file.
+
+    What is not cached is made. targets: none: those of the workflows. verify: prove each first.
+    Raises UsageError for what is not known or carries its weights, and all that a run raises.
+    """
+    if verify:
+        require_packages("verifying what is exported", *REFERENCE)
+    workflows = [_workflow(name, targets, verify) for name in names]
+    records: list[Record] = []
+    told = []
+    with cache.lease(), scratch_folder("export") as scratch:
+        for name, workflow in zip(names, workflows, strict=True):
+            options = RunOptions(
+                out=scratch / "pipelines", results=scratch / "results", verify=verify, evaluate=False, jobs=jobs
+            )
+            for result in run_workflow(workflow, cache, options, listener).pipelines:
+                structures = list(_structures(result))
+                records += structures
+                told.append(_told(name, result, structures))
+        about = {"sdflow": __version__, "versions": versions(), "structures": told}
+        size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
+    unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
+    return Exported(path, told, size, sum(unpacked.values()))
+
+
+def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
+    """The workflow whose chains make the structures: of an architecture with random weights, or a file's."""
+    overrides = []
+    if name.endswith(SUFFIX):
+        path: Path | None = Path(name)
+    elif name in ARCHITECTURES:
+        path, overrides = shipped_workflow(base_of(name)), [f"model=synthetic:{name}"]
+    else:
+        raise UsageError(
+            f"no architecture is called {name!r}",
+            where="--structures",
+            remedy=f"Known: {', '.join(ARCHITECTURES)}; or name a workflow, FILE{SUFFIX}.",
+        )
+    assert path is not None, "it ships with sdflow"
+    loaded = load_workflow(path, catalog=catalog(), overrides=overrides, targets=targets)
+
+    def of_structures(pipeline: PipelineSpec) -> PipelineSpec:
+        return replace(
+            pipeline,
+            evaluate=EvaluateSpec(latency=None, image=None),
+            verify=VerifySpec() if verify else None,
+            refiner=None if pipeline.refiner is None else of_structures(pipeline.refiner),
+        )
+
+    return replace(loaded, pipelines=tuple(of_structures(pipeline) for pipeline in loaded.pipelines))
+
+
+def _structures(result: PipelineResult) -> Iterator[Record]:
+    carried = [name for name, steps in result.steps.items() if any(each.step.weights == "carried" for each in steps)]
+    if carried:
+        raise UsageError(
+            f"the graphs of {', '.join(carried)} have their weights in them: there is nothing to take along",
+            where=result.plan.pipeline.name,
+            remedy="`sdflow plan` says why they carry them.",
+        )
+    for steps in result.steps.values():
+        yield from (each.record for each in steps if each.step.weights == "symbolic")
+
+
+def _told(name: str, result: PipelineResult, records: Sequence[Record]) -> dict[str, Any]:
+    """What the archive says of the structures of one architecture for one target."""
+    verified = None
+    if (verification := result.verification) is not None:
+        verified = {"level": verification.level, "versions": dict(verification.versions)}
+    return {
+        "name": Path(name).name,
+        "target": result.plan.pipeline.target,
+        "model": result.plan.pipeline.model,
+        "submodels": list(result.steps),
+        "actions": [record.action.digest for record in records],
+        "bytes": sum({record.artifact.digest: record.artifact.bytes for record in records}.values()),
+        "verified": verified,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def import_structures(path: Path, cache: Cache) -> Imported:
+    """Bring the structures of a file into the cache, where plans find them.
+
+    Raises UsageError for a file that is no such archive, is damaged or of a newer format, and for one whose passes are not those
+    of this sdflow; then the cache is as it was.
+    """
+
+    def accept(archive: Archive) -> None:
+        for entry in archive.entries:
+            content = entry.action.content
+            if (
+                not entry.action.of_step
+                or content.get("weights") != "symbolic"
+                or not isinstance(content.get("uses"), dict)
+            ):
+                raise UsageError(
+                    "holds something else than structures", where=str(path), remedy="Nothing was imported."
+                )
+            _require_pass(archive, content.get("pass"), path)
+
+    archive, new = import_archive(path, cache, accept)
+    return Imported(path, archive, new)
+
+
+def _require_pass(archive: Archive, named: Any, path: Path) -> None:
+    """Of a pass of sdflow's own it must be the version that is here: no plan would find it."""
+    name, version = (named.get("name"), named.get("version")) if isinstance(named, dict) else (None, None)
+    if name not in OWN | APPENDED:
+        return
+    here = find_pass(name, Path()).version
+    if version != here:
+        raise UsageError(
+            f"sdflow {archive.about.get('sdflow')!s:.20} wrote it, whose {name} is of version {version!r:.10}; here it is {here}",
+            where=str(path),
+            remedy="Nothing was imported: no plan would find it. Install that sdflow, or write it with this one.",
+        )
