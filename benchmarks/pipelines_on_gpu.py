@@ -7,7 +7,7 @@
 GRAPHS: what benchmarks/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
 here, as BindWeights does. NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
 its ControlNets, "shown": 0.6 for an image prompt at this scale for each of its IP-Adapters, "refiner_start": with its refiner
-from there on. An image a call. The second command reads from DIR what each call was given.
+from there on, "images": 8 for as many a call. The second command reads from DIR what each call was given.
 Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
 `--target cpu` is to try it.
 """
@@ -122,7 +122,9 @@ def given_to(pipeline: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     size = int(more.pop("size", base.latents.image_size))
     nets = len(base.nets) if more.pop("control", False) else 0
     adapters = adapter_count(base.configs[base.family.denoiser])
-    shape = (1, base.latents.channels, size // base.latents.scale, size // base.latents.scale)
+    images = int(more.pop("images", 1))
+    more |= {"num_images_per_prompt": images} if images > 1 else {}
+    shape = (images, base.latents.channels, size // base.latents.scale, size // base.latents.scale)
     shown = [np.asarray(Image.fromarray(edges(256)).rotate(30 * index)) for index in range(adapters)]
     return {
         "scale": float(more.pop("shown", 0.0)),
