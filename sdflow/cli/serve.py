@@ -61,6 +61,16 @@ def serve(
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Images or batches that are drawn side by side, each by its part of the CPU's threads. Default: as a "
+            "measurement at the start finds best.",
+            show_default=False,
+        ),
+    ] = None,
     checker: Annotated[
         bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
     ] = True,
@@ -78,7 +88,7 @@ def serve(
     from sdflow.serve.loras import Loras
     from sdflow.serve.served_model import read_all_served
     from sdflow.serve.server import access_of, require_installed, serve
-    from sdflow.serve.worker import WorkerOptions
+    from sdflow.serve.worker_options import WorkerOptions
 
     require_installed()
     from sdflow.serve.app import Settings
@@ -95,6 +105,7 @@ def serve(
             cache.absolute(),
             int(lora_memory * 1e9),
             loras=loras is not None,
+            lanes=lanes,
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),

@@ -28,8 +28,8 @@ from sdflow.serve.metrics import Metrics
 from sdflow.serve.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.served_model import ServedModel
 from sdflow.serve.webui_api import webui_routes
-from sdflow.serve.worker import WorkerOptions
 from sdflow.serve.worker_line import WorkerLine
+from sdflow.serve.worker_options import WorkerOptions
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 """What `/` shows, as files: index.html, and what it names as /page/FILE."""

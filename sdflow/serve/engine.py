@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Prev
 from sdflow.serve.paused_call import PausedCall
 from sdflow.serve.pausing import Alone, Asked, Shared
 from sdflow.serve.served_pipeline import Finished, ServedPipeline, Told
+from sdflow.serve.waiting import Waiting
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +55,11 @@ class Engine:
         tell: Callable[[Message], None],
         places: int | None = None,
         ready: Callable[[Job, bool], bool] = lambda job, begin: True,
+        waiting: Waiting | None = None,
     ) -> None:
         self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
         self.places = places or max(max(each) for each in seconds.values())
-        self._waiting: deque[Job] = deque()
+        self._waiting = Waiting() if waiting is None else waiting
         self._drawing: list[_Drawing] = []
         self._overtaken = 0
         self._counts = 0, 0
@@ -68,55 +69,50 @@ class Engine:
         """Whether there is something to do."""
         return bool(self._waiting or self._drawing)
 
-    @property
-    def drawing(self) -> bool:
-        """Whether a turn has something to do; without it, what waits needs a pipeline that is being made."""
-        return bool(self._drawing)
-
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""
-        self._waiting.append(job)
+        self._waiting.add(job)
 
     def cancel(self, request: str) -> None:
         """Draw no more of a request; its places are free for the next turn."""
-        self._waiting = deque(job for job in self._waiting if job.request != request)
+        self._waiting.cancel(request)
         for drawing in [each for each in self._drawing if each.job.request == request]:
             self._leave(drawing)
 
-    def turn(self) -> None:
-        """One step of every image that has a place."""
-        while len(self._drawing) < self.places and (job := self._next()) is not None:
+    def turn(self) -> bool:
+        """One step of every image that has a place; whether there was any."""
+        while len(self._drawing) < self.places and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
         self._look_ahead()
-        batches: list[Batch] = []
+        any_drawn, batches = bool(self._drawing), list[Batch]()
         for pipeline, group in self._groups():
             batches += self._run(pipeline, group)
         counts = len(self._drawing), len(self._waiting)
         if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts, resident_bytes()))
+        return any_drawn
 
-    def _next(self) -> Job | None:
+    def _next(self, waiting: Sequence[Job]) -> Job | None:
         """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is
         not overtaken again and again, unless its pipeline is still being made: then by anyone whose pipeline is there."""
-        if not self._waiting:
+        if not waiting:
             return None
-        oldest, kinds = self._waiting[0], {_kind(drawing.job) for drawing in self._drawing}
+        oldest, kinds = waiting[0], {_kind(drawing.job) for drawing in self._drawing}
         there = self._ready(oldest, True)
         found = oldest if there else None
         if not there or self._overtaken < MOST_OVERTAKEN * self.places:
-            found = next((job for job in self._waiting if _kind(job) in kinds), found)
+            found = next((job for job in waiting if _kind(job) in kinds), found)
         if found is None:
-            found = next((job for job in self._waiting if self._ready(job, False)), None)
+            found = next((job for job in waiting if self._ready(job, False)), None)
         if found is not None:
             self._overtaken = 0 if found is oldest else self._overtaken + 1
-            self._waiting.remove(found)
         return found
 
     def _look_ahead(self) -> None:
         """While all places are taken, the pipeline of the next job with other LoRAs is made."""
         kinds = {_kind(drawing.job) for drawing in self._drawing}
-        for job in self._waiting:
+        for job in self._waiting.jobs:
             if _kind(job) not in kinds:
                 self._ready(job, True)
                 return

@@ -19,6 +19,7 @@ from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
 from sdflow.runtime.live_weights import LiveWeights, over_single_pixels, own_values
 from sdflow.serve.served_pipeline import ServedPipeline
+from sdflow.serve.shared_values import Values
 from sdflow.weights.half import AtLimit
 from sdflow.weights.lora import LoraInput, Loras, Merged
 from sdflow.weights.recipe import params
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
     import torch
 
     from sdflow.sources.lora import LoraLayer
+    from sdflow.weights.on_device import Factors
     from sdflow.weights.recipe import Recipe
 
 READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
 """Operators that take a weight which is no constant, and compute the same with it; NhwcConv over single pixels alone
 (`LiveWeights.open`)."""
+
+LORAS_KEPT = 4
+"""Whose factors stay on the device."""
 
 Layers = Sequence[tuple[Mapping[str, "LoraLayer"], float]]
 """What each LoRA holds for a submodel, and how much it counts."""
@@ -108,6 +113,7 @@ class LiveLoras:
         type that they are stored in. Raises CheckpointError when its files are not those that the pipeline was built with."""
         place = base.base.place
         self.names, self._structures, self._device = names, structures, place.device
+        self._kept_factors: dict[str, list[tuple[Mapping[str, LoraLayer], Factors]]] = {}
         with place.current():
             self._live = {
                 name: LiveWeights(own_values((folder / name / MODEL_FILE).resolve(), wanted, place.device))
@@ -127,24 +133,25 @@ class LiveLoras:
         recipes = [self._structures[name].recipes[each] for name, wanted in names.items() for each in wanted]
         return sum(prod(recipe.shape) * np.dtype(recipe.dtype).itemsize for recipe in recipes)
 
-    def computed(
-        self, names: Names, layers: Mapping[str, Layers], inputs: Mapping[str, Sequence[LoraInput]]
-    ) -> dict[str, dict[str, torch.Tensor]]:
+    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Mapping[str, Sequence[LoraInput]]) -> Values:
         """The values of these with LoRAs, on the device. layers: all, the pipeline's own first. inputs: the files of them.
 
         Raises CheckpointError for values that are not finite.
         """
         import torch
 
-        from sdflow.weights.on_device import MergedOnDevice, cut, evaluate
+        from sdflow.weights.on_device import evaluate, leaves_of, merged
 
-        device, values = torch.device(self._device), dict[str, dict[str, torch.Tensor]]()
+        device, values = torch.device(self._device), Values()
         with self.pipeline.base.place.current():
             for submodel, wanted in names.items():
-                factors = [(cut(held, device), scale) for held, scale in layers[submodel]]
-                read = MergedOnDevice(self._own[submodel].__getitem__, factors).read
-                recipes = self._structures[submodel].recipes
-                values[submodel] = {name: evaluate(recipes[name], read, device).contiguous() for name in wanted}
+                factors = [(self._factors(submodel, held), scale) for held, scale in layers[submodel]]
+                recipes = {name: self._structures[submodel].recipes[name] for name in wanted}
+                leaves = [leaf for recipe in recipes.values() for leaf in leaves_of(recipe)]
+                found = merged(leaves, self._own[submodel].__getitem__, factors)
+                values[submodel] = {
+                    name: _by_itself(evaluate(recipe, found.__getitem__, device)) for name, recipe in recipes.items()
+                }
             every = [each for found in values.values() for each in found.values()]
             # A sum with something that is not finite is not either.
             sums = torch.stack([each.sum(dtype=torch.float32) for each in every]) if every else torch.zeros(0)
@@ -161,6 +168,19 @@ class LiveLoras:
                 live.hold(values.get(submodel, {}))
 
         return self.pipeline.holding(hold)
+
+    def _factors(self, submodel: str, held: Mapping[str, LoraLayer]) -> Factors:
+        """Of a LoRA for a submodel; of the last ones they stay on the device, as long as what they are of is kept."""
+        import torch
+
+        from sdflow.weights.on_device import Factors
+
+        kept = self._kept_factors.setdefault(submodel, [])
+        found = next((each for each in kept if each[0] is held), None)
+        if found is None:
+            found = held, Factors(held, torch.device(self._device))
+        self._kept_factors[submodel] = [*(each for each in kept if each is not found), found][-LORAS_KEPT:]
+        return found[1]
 
     def _read_own(self, submodel: str) -> dict[str, torch.Tensor]:
         import numpy as np
@@ -198,3 +218,11 @@ class LiveLoras:
                 for name, each in found.items():
                     if not bool(torch.isfinite(each).all()):
                         finite.look_at(structure.recipes[name], each.cpu().numpy(), AtLimit(not_finite=1))
+
+
+def _by_itself(values: torch.Tensor) -> torch.Tensor:
+    """The values as C-contiguous memory in which nothing else is."""
+    import torch
+
+    alone = values.untyped_storage().nbytes() == values.numel() * values.element_size()
+    return values.contiguous() if alone else values.clone(memory_format=torch.contiguous_format)

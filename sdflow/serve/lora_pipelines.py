@@ -23,6 +23,7 @@ from sdflow.plan import BIND_PASS, PipelinePlan, make_plan
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.live_loras import Layers, LiveLoras, Names, Structure
 from sdflow.serve.served_pipeline import ServedPipeline
+from sdflow.serve.shared_values import SharedValues
 from sdflow.sources import Checkpoint, require_same_checkpoint
 from sdflow.sources.lora import LoraLayer, read_lora, require_made_for
 from sdflow.store import Cache
@@ -69,8 +70,10 @@ class LoraPipelines:
         checkpoint: Checkpoint,
         structures: Mapping[str, Structure],
         memory: int,
+        values: SharedValues | None = None,
     ) -> None:
-        """checkpoint, structures: what the folder was built from."""
+        """checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes."""
+        self._values = SharedValues() if values is None else values
         self._folder, self._base, self._memory = folder, base, memory
         self._checkpoint, self._structures = checkpoint, structures
         self._live: LiveLoras | None = None
@@ -81,12 +84,14 @@ class LoraPipelines:
         self._alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = weakref.WeakValueDictionary()
 
     @classmethod
-    def open(cls, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> LoraPipelines:
+    def open(
+        cls, folder: Path, base: ServedPipeline, cache: Path, memory: int, values: SharedValues | None = None
+    ) -> LoraPipelines:
         """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
         or its graphs are not in the cache."""
         plan = _plan(folder, Cache(cache))
         assert plan.checkpoint is not None, "looked at when it was planned"
-        return cls(folder, base, plan.checkpoint, _structures(plan, Cache(cache), str(cache)), memory)
+        return cls(folder, base, plan.checkpoint, _structures(plan, Cache(cache), str(cache)), memory, values)
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
@@ -142,7 +147,7 @@ class LoraPipelines:
         every = {name: [*self._own_layers(name), *wanted.layers[name]] for name in names}
         inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
         files = {name: (*self._structures[name].own, *inputs) for name in names}
-        values = live.computed(names, every, files)
+        values = self._values.get(loras, lambda: live.computed(names, every, files))
         return Made(loras, live.with_values(values), live.size(names), live is not before)
 
     def prepare(self) -> ServedPipeline | None:

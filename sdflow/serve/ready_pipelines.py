@@ -14,6 +14,7 @@ from sdflow.serve.served_pipeline import ServedPipeline
 
 if TYPE_CHECKING:
     from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
+    from sdflow.serve.shared_values import SharedValues
 
 log = logging.getLogger("sdflow.serve")
 
@@ -24,9 +25,19 @@ class ReadyPipelines:
     On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
     """
 
-    def __init__(self, folder: Path, base: ServedPipeline, cache: Path, memory: int) -> None:
-        """folder: of the pipeline. cache, memory: as of `LoraPipelines`."""
+    def __init__(
+        self,
+        folder: Path,
+        base: ServedPipeline,
+        cache: Path,
+        memory: int,
+        values: SharedValues | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what
+        was being made is there."""
         self._folder, self._base, self._cache, self._memory = folder, base, cache, memory
+        self._values, self._changed = values, changed
         self._beside = base.base.place.stream is None
         self._loras: LoraPipelines | None = None
         self._pool = ThreadPoolExecutor(1, "loras")
@@ -86,6 +97,7 @@ class ReadyPipelines:
             if isinstance(made := self._coming[1].result(), Made):
                 self._loras.keep(made)
         self._coming = job, self._pool.submit(self._make, job)
+        self._coming[1].add_done_callback(lambda made: self._changed())
 
     def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
         from sdflow.serve.lora_pipelines import Wanted
@@ -116,5 +128,5 @@ class ReadyPipelines:
         from sdflow.serve.lora_pipelines import LoraPipelines
 
         if self._loras is None:
-            self._loras = LoraPipelines.open(self._folder, self._base, self._cache, self._memory)
+            self._loras = LoraPipelines.open(self._folder, self._base, self._cache, self._memory, self._values)
         return self._loras

@@ -11,7 +11,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
-from sdflow.serve.worker import WorkerOptions, work
+from sdflow.serve.worker import work
+from sdflow.serve.worker_options import WorkerOptions
 
 WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Seconds before a start, by how many ended in a row before they were ready; the last for all further ones."""

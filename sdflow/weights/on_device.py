@@ -6,9 +6,9 @@ has it. So a GPU and a CPU come to the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.recipe import Constant, Float16, Join, Recipe, Reshape, Sum, Transpose
@@ -18,94 +18,156 @@ if TYPE_CHECKING:
 
     from sdflow.sources.lora import LoraLayer
 
-Read = Callable[[str], "torch.Tensor"]
+Rounding = tuple[float, float] | None
+"""To float16: what becomes the smallest and the largest number. None: as it is."""
+
+Leaf = tuple[str, Rounding]
+"""A parameter as a recipe reads it."""
+
+ReadLeaf = Callable[[Leaf], "torch.Tensor"]
+
+MOST_VALUES = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Of weights that are computed at once: on a CPU they stay in its cache, on a GPU few launches fill it."""
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The factors of a LoRA for one weight, float64, each in two parts so short that their products and the sums of those are
-    exact. scale: alpha / rank."""
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """Factors of layers that have the same shapes. up: (layers, out, rank), float32; down: (layers, rank, in). up_unit,
+    down_unit: (layers, 1, 1), float64, of which whole numbers are made of each. scale: alpha / rank of each."""
 
-    high_up: torch.Tensor
-    low_up: torch.Tensor
-    high_down: torch.Tensor
-    low_down: torch.Tensor
-    scale: float
+    up: torch.Tensor
+    down: torch.Tensor
+    up_unit: torch.Tensor
+    down_unit: torch.Tensor
+    scale: Sequence[float]
+    bits: int
 
+    def deltas(self, rows: Sequence[int], scale: float) -> torch.Tensor:
+        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.lora.lora_delta`."""
+        import numpy as np
+        import torch
 
-@dataclass(frozen=True)
-class MergedOnDevice:
-    """A checkpoint's tensors with LoRAs merged, as `sdflow.weights.lora.Merged` has them. own: gives a parameter of the
-    checkpoint, on the device. factors: of each LoRA, with its scale, in the order in which they are added."""
-
-    own: Read
-    factors: Sequence[tuple[Mapping[str, Factors], float]]
-
-    def read(self, key: str) -> torch.Tensor:
-        """The values of a parameter; float16 only where it is stored so and no LoRA touches it."""
-        values = self.own(key)
-        total = None
-        for factors, scale in self.factors:
-            if scale and key in factors:
-                delta = lora_delta(factors[key], scale).view(values.shape)
-                total = delta if total is None else total.add_(delta)
-        return values if total is None else total.add_(values)
+        index = torch.tensor(rows, device=self.up.device)
+        high_up, low_up = _halves(self.up[index], self.up_unit[index], self.bits)
+        high_down, low_down = _halves(self.down[index], self.down_unit[index], self.bits)
+        total = torch.bmm(high_up, high_down)
+        # Two sums, each of them exact; one sum of all terms would be rounded on the way.
+        total.add_(torch.bmm(torch.cat([high_up, low_up], 2), torch.cat([low_down, high_down], 1)))
+        scales = [float(np.float32(scale * self.scale[row])) for row in rows]
+        return total.float().mul_(torch.tensor(scales, device=index.device)[:, None, None])
 
 
-def lora_delta(factors: Factors, scale: float) -> torch.Tensor:
-    """What a LoRA adds to a weight, (out, in * kernel height * kernel width): as `sdflow.sources.lora.lora_delta`."""
-    import numpy as np
+def _halves(values: torch.Tensor, unit: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in two parts so short that products of such, and the sums of those, are exact in float64."""
     import torch
 
-    total = factors.high_up @ factors.high_down
-    # Two sums, each of them exact; one sum of all terms would be rounded on the way.
-    low = torch.hstack([factors.high_up, factors.low_up]) @ torch.vstack([factors.low_down, factors.high_down])
-    return total.add_(low).float().mul_(float(np.float32(scale * factors.scale)))
-
-
-def cut(layers: Mapping[str, LoraLayer], device: torch.device) -> dict[str, Factors]:
-    """The layers of a LoRA on the device, in two parts each. All at once: they are small and many."""
-    import numpy as np
-    import torch
-
-    matrices = [factor for layer in layers.values() for factor in (layer.up, layer.down)]
-    if not matrices:
-        return {}
-    bits = [(53 - (layer.up.shape[1] - 1).bit_length()) // 2 for layer in layers.values() for _ in range(2)]
-    units = [
-        2.0 ** (int(np.frexp(np.abs(factor).max(initial=0))[1]) - count)
-        for factor, count in zip(matrices, bits, strict=True)
-    ]
-    sizes = [factor.size for factor in matrices]
-
-    def spread(values: Sequence[float]) -> torch.Tensor:
-        counts = torch.tensor(sizes, device=device)
-        return torch.tensor(values, dtype=torch.float64, device=device).repeat_interleave(counts)
-
-    exact = torch.from_numpy(np.concatenate([factor.reshape(-1) for factor in matrices])).to(device, torch.float64)
-    unit, below = spread(units), spread([unit * 2.0**-count for unit, count in zip(units, bits, strict=True)])
+    exact, below = values.double(), unit * 2.0**-bits
     high = torch.round(exact / unit).mul_(unit)
-    low = torch.round(exact.sub_(high).div_(below)).mul_(below)
-    parts = [
-        [part.view(factor.shape) for part, factor in zip(whole.split(sizes), matrices, strict=True)]
-        for whole in (high, low)
-    ]
-    return {
-        key: Factors(parts[0][2 * i], parts[1][2 * i], parts[0][2 * i + 1], parts[1][2 * i + 1], layer.scale)
-        for i, (key, layer) in enumerate(layers.items())
-    }
+    return high, torch.round(exact.sub_(high).div_(below)).mul_(below)
 
 
-def evaluate(recipe: Recipe, read: Read, device: torch.device) -> torch.Tensor:
-    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not."""
+class Factors:
+    """The factors of a LoRA on a device, those of equal shapes in one piece: they are small and many."""
+
+    def __init__(self, layers: Mapping[str, LoraLayer], device: torch.device) -> None:
+        self.places: dict[str, tuple[_Stack, int]] = {}
+        """By parameter: where its factors are."""
+        alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for key, layer in layers.items():
+            alike.setdefault((layer.up.shape, layer.down.shape), []).append(key)
+        for keys in alike.values():
+            stack = _stacked([layers[key] for key in keys], device)
+            self.places |= {key: (stack, row) for row, key in enumerate(keys)}
+
+
+def _stacked(layers: Sequence[LoraLayer], device: torch.device) -> _Stack:
+    import numpy as np
+    import torch
+
+    bits = (53 - (layers[0].up.shape[1] - 1).bit_length()) // 2
+
+    def stack(factors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.from_numpy(np.stack(factors).astype(np.float32, copy=False)).to(device)
+        largest = values.abs().flatten(1).amax(1).cpu().numpy()
+        units = torch.from_numpy(np.ldexp(1.0, np.frexp(largest)[1] - bits))
+        return values, units.to(device)[:, None, None]
+
+    (up, up_unit), (down, down_unit) = stack([each.up for each in layers]), stack([each.down for each in layers])
+    return _Stack(up, down, up_unit, down_unit, [each.scale for each in layers], bits)
+
+
+def merged(
+    leaves: Iterable[Leaf], own: Callable[[str], torch.Tensor], factors: Sequence[tuple[Factors, float]]
+) -> dict[Leaf, torch.Tensor]:
+    """Parameters of a checkpoint with LoRAs merged, as `sdflow.weights.lora.Merged` has them; those alike at once.
+
+    own: gives a parameter of the checkpoint, on the device. factors: of each LoRA, with its scale, in the order in which they
+    are added. What is not rounded is float16 only where it is stored so and no LoRA touches it.
+    """
+    roundings: dict[str, list[Rounding]] = {}
+    for key, rounding in dict.fromkeys(leaves):
+        roundings.setdefault(key, []).append(rounding)
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    found: dict[Leaf, torch.Tensor] = {}
+    for key, wanted in roundings.items():
+        touching = tuple(
+            (number, held.places[key][0])
+            for number, (held, scale) in enumerate(factors)
+            if scale and key in held.places
+        )
+        if touching:
+            alike.setdefault((tuple(wanted), touching), []).append(key)
+        else:
+            found |= {(key, rounding): _rounded(own(key), rounding) for rounding in wanted}
+    for (wanted, touching), keys in alike.items():
+        values = own(keys[0])
+        step = max(1, MOST_VALUES[values.device.type] // max(1, values.numel()))
+        for begin in range(0, len(keys), step):
+            together, total = keys[begin : begin + step], None
+            for number, stack in touching:
+                held, scale = factors[number]
+                deltas = stack.deltas([held.places[key][1] for key in together], scale)
+                total = deltas if total is None else total.add_(deltas)
+            assert total is not None, "something touches it"
+            for row, key in zip(total, together, strict=True):
+                row.add_(own(key).view(row.shape))
+            for rounding in wanted:
+                rows = zip(together, _rounded(total, rounding), strict=True)
+                found |= {(key, rounding): row.view(own(key).shape) for key, row in rows}
+    return found
+
+
+def _rounded(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    return values if rounding is None else to_float16(values, *rounding)
+
+
+def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
+    """The parameters that a recipe reads, and how it rounds them. Rounding goes first, as `sdflow.weights.recipe.evaluate` has
+    it."""
+    if isinstance(recipe, Float16):
+        yield from leaves_of(recipe.of, (recipe.smallest, recipe.largest))
+    elif isinstance(recipe, Join):
+        for part in recipe.parts:
+            yield from leaves_of(part, rounding)
+    elif isinstance(recipe, Sum):
+        for part in recipe.parts:
+            yield from leaves_of(part)
+    elif isinstance(recipe, Transpose | Reshape):
+        yield from leaves_of(recipe.of, rounding)
+    elif not isinstance(recipe, Constant):
+        yield recipe.key, rounding
+
+
+def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
+    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves."""
     return _evaluate(recipe, read, device, None)
 
 
-def _evaluate(recipe: Recipe, read: Read, device: torch.device, rounding: Float16 | None) -> torch.Tensor:
+def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Rounding) -> torch.Tensor:
     import torch
 
     if isinstance(recipe, Float16):
-        return _evaluate(recipe.of, read, device, recipe)
+        return _evaluate(recipe.of, read, device, (recipe.smallest, recipe.largest))
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, device, rounding).permute(recipe.axes)
     if isinstance(recipe, Reshape):
@@ -118,10 +180,9 @@ def _evaluate(recipe: Recipe, read: Read, device: torch.device, rounding: Float1
         own = torch.frombuffer(bytearray(recipe.raw), dtype=getattr(torch, recipe.dtype))
         values = own.to(device).view(recipe.shape)
     else:
-        values = read(recipe.key)
-    if rounding is not None:
-        return to_float16(values, rounding.smallest, rounding.largest)
-    return values.to(getattr(torch, recipe.dtype))
+        values = read((recipe.key, rounding))
+        return values if rounding is not None else values.to(getattr(torch, recipe.dtype))
+    return values.to(getattr(torch, recipe.dtype)) if rounding is None else to_float16(values, *rounding)
 
 
 def _added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -242,7 +242,7 @@ def test_whose_pipeline_is_still_being_made_holds_nobody_up_and_is_next_then(ser
     engine.turn()
     assert (begun(), set(asked)) == ([2, 3, 0, 4], {"ink", "oil"})
     engine.turn()
-    assert engine.busy and not engine.drawing, "it waits for the last one's LoRA alone"
+    assert not engine.turn() and engine.busy, "it waits for the last one's LoRA alone"
     engine.cancel("request 1")
     assert not engine.busy
 

@@ -16,7 +16,7 @@ from sdflow.serve.guard import LOOPBACK, Access
 from sdflow.serve.limits import Limits
 from sdflow.serve.loras import Loras
 from sdflow.serve.server import access_of
-from sdflow.serve.worker import WorkerOptions
+from sdflow.serve.worker_options import WorkerOptions
 
 PAGE = "https://page.example"
 FIRST = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}

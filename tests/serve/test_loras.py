@@ -247,8 +247,7 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
     assert "with" not in drawn()
     held.set()
     while engine.busy:
-        engine.turn()
-        time.sleep(0 if engine.drawing else 0.01)
+        time.sleep(0 if engine.turn() else 0.01)
     assert [each for each in told if isinstance(each, Failed)] == []
     assert list(drawn()) == ["first", "without", "with", "again"]
     assert drawn()["without"] == drawn()["first"] and drawn()["again"] == drawn()["with"]

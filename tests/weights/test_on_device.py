@@ -10,7 +10,7 @@ from sdflow.sources.lora import LoraLayer, lora_delta
 from sdflow.weights import on_device
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
-from sdflow.weights.on_device import MergedOnDevice
+from sdflow.weights.on_device import Factors, leaves_of, merged
 from sdflow.weights.recipe import Constant, Float16, Join, Param, Recipe, Reshape, Sum, Transpose, evaluate
 
 CPU = torch.device("cpu")
@@ -41,7 +41,8 @@ def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
 )
 def test_a_recipe(recipe: Recipe) -> None:
     tensors = {key: torch.from_numpy(value) for key, value in VALUES.items()}
-    same_bits(on_device.evaluate(recipe, tensors.__getitem__, CPU), evaluate(recipe, VALUES.__getitem__))
+    found = merged(leaves_of(recipe), tensors.__getitem__, [])
+    same_bits(on_device.evaluate(recipe, found.__getitem__, CPU), evaluate(recipe, VALUES.__getitem__))
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(5.96e-08, 65504.0), (1e-3, 2.0)])
@@ -51,6 +52,11 @@ def test_rounding_at_the_limits(smallest: float, largest: float) -> None:
     same_bits(on_device.to_float16(torch.from_numpy(values), smallest, largest), to_float16(values, smallest, largest))
 
 
+def delta(layer: LoraLayer, scale: float) -> torch.Tensor:
+    stack, row = Factors({"a": layer}, CPU).places["a"]
+    return stack.deltas([row], scale)[0]
+
+
 @pytest.mark.parametrize("rank", [1, 4, 16, 513])
 @pytest.mark.parametrize("of_float16", [True, False])
 def test_a_delta(rank: int, of_float16: bool) -> None:
@@ -58,16 +64,19 @@ def test_a_delta(rank: int, of_float16: bool) -> None:
     down = RANDOM.standard_normal((rank, 80))
     stored = np.float16 if of_float16 else np.float32
     layer = LoraLayer(up.astype(stored).astype(np.float32), down.astype(stored).astype(np.float32), 0.3)
-    same_bits(on_device.lora_delta(on_device.cut({"a": layer}, CPU)["a"], 0.7), lora_delta(layer, (96, 80), 0.7))
+    same_bits(delta(layer, 0.7), lora_delta(layer, (96, 80), 0.7))
 
 
 def test_a_delta_of_zeros() -> None:
     layer = LoraLayer(np.zeros((3, 2), np.float32), np.ones((2, 4), np.float32), 1.0)
-    same_bits(on_device.lora_delta(on_device.cut({"a": layer}, CPU)["a"], 0.5), lora_delta(layer, (3, 4), 0.5))
+    same_bits(delta(layer, 0.5), lora_delta(layer, (3, 4), 0.5))
 
 
+@pytest.mark.parametrize("most", [1, 48, 1 << 18])
 @pytest.mark.parametrize("stored", [np.float16, np.float32])
-def test_several_loras_are_added_in_their_order(stored: type) -> None:
+def test_several_loras_are_added_in_their_order(stored: type, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is computed together."""
+
     class Tensors:
         def read(self, key: str) -> np.ndarray:
             return RANDOM.__class__(np.random.PCG64(7)).standard_normal((6, 4)).astype(stored)
@@ -80,9 +89,24 @@ def test_several_loras_are_added_in_their_order(stored: type) -> None:
             RANDOM.standard_normal((6, 2)).astype(np.float32), RANDOM.standard_normal((2, 4)).astype(np.float32), 0.5
         )
 
-    layers = [({"a": layer(), "b": layer()}, 0.8), ({"a": layer()}, 0.0), ({"a": layer()}, -1.3)]
-    merged = Merged(Tensors(), Loras(layers))
-    factors = [(on_device.cut(held, CPU), scale) for held, scale in layers]
-    found = MergedOnDevice(lambda key: torch.from_numpy(Tensors().read(key)), factors)
-    for key in ("a", "b", "c"):
-        same_bits(found.read(key), merged.read(key))
+    def wide() -> LoraLayer:
+        return LoraLayer(
+            RANDOM.standard_normal((6, 3)).astype(np.float32), RANDOM.standard_normal((3, 4)).astype(np.float32), 0.5
+        )
+
+    layers = [
+        ({"a": layer(), "b": layer(), "d": wide()}, 0.8),
+        ({"a": layer()}, 0.0),
+        ({"d": layer(), "a": layer()}, -1.3),
+    ]
+    expected = Merged(Tensors(), Loras(layers))
+    factors = [(Factors(held, CPU), scale) for held, scale in layers]
+    limits = (5.96e-08, 65504.0)
+    monkeypatch.setattr(on_device, "MOST_VALUES", {"cpu": most})
+    leaves = [*((key, None) for key in "abcd"), ("b", limits), ("a", limits)]
+    found = merged(leaves, lambda key: torch.from_numpy(Tensors().read(key)), factors)
+    assert set(found) == set(leaves)
+    for key in "abcd":
+        same_bits(found[key, None], expected.read(key))
+    for key in "ab":
+        same_bits(found[key, limits], to_float16(np.asarray(expected.read(key), np.float32), *limits))

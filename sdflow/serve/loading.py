@@ -1,0 +1,137 @@
+"""The pipelines of a server, loaded, warm and measured: for one lane with all cores, or for several (`sdflow.serve.lanes`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sdflow.errors import UsageError, VerificationError
+from sdflow.machine.device import cores
+from sdflow.serve.jobs import Failed, Image, Job, Message
+from sdflow.serve.waiting import Waiting
+
+if TYPE_CHECKING:
+    from sdflow.serve.served_pipeline import ServedPipeline
+    from sdflow.serve.worker_options import WorkerOptions
+
+WARM_UP = "warm-up"
+
+MOST_LANES = 8
+
+SMALL_SECONDS = 0.1
+"""Several lanes are tried where a run of the denoiser takes less: larger models keep all cores busy, and need their memory."""
+
+GAIN = 0.95
+"""Several lanes must take at most this part of the time that one takes."""
+
+ROUNDS = 2
+STEPS = 8
+"""Of the images that lanes are measured by."""
+
+
+@dataclass(frozen=True)
+class LoadedLane:
+    """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it."""
+
+    pipelines: Mapping[str, ServedPipeline]
+    seconds: Mapping[str, Mapping[int, float]]
+
+    @property
+    def places(self) -> int:
+        """How many images it draws at once."""
+        return max(max(each) for each in self.seconds.values())
+
+
+def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
+    """As many as the options say, or as a measurement finds best. Raises VerificationError for what cannot draw, UsageError for
+    several lanes of what is no CPU."""
+    threads = options.threads or cores() or 1
+    one = _load(options, options.threads)
+    on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
+    if on_device and (options.lanes or 1) > 1:
+        raise UsageError(
+            f"{on_device[0]} draws on a GPU, which has one lane",
+            where="--lanes",
+            remedy="Leave it out: batches fill it.",
+        )
+    count = options.lanes or min(threads, MOST_LANES)
+    small = all(each[1] < SMALL_SECONDS for each in one.seconds.values())
+    if count == 1 or on_device or (options.lanes is None and not small):
+        return [one]
+    several = [_load(options, max(1, threads // count)) for _ in range(count)]
+    if options.lanes is None and not all(_pays(several, one, name) for name in one.pipelines):
+        return [one]
+    return several
+
+
+def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
+    from sdflow.serve.served_pipeline import ServedPipeline
+
+    pipelines = {
+        name: ServedPipeline.load(folder, threads, options.checker) for name, folder in options.pipelines.items()
+    }
+    return LoadedLane(pipelines, {name: warm(name, each, options) for name, each in pipelines.items()})
+
+
+def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
+    """Whether several lanes are done with as many images earlier than one."""
+    images = max(one.places, sum(each.places for each in several))
+    for lane in several:
+        drawing_seconds([lane], name, 1)  # what the first image makes
+    own = min(drawing_seconds([one], name, images) for _ in range(ROUNDS))
+    return min(drawing_seconds(several, name, images) for _ in range(ROUNDS)) < GAIN * own
+
+
+def drawing_seconds(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
+    """How long these lanes take for so many images, each of few steps."""
+    from sdflow.serve.engine import Engine
+
+    job, waiting = warm_up_job(name, lanes[0].pipelines[name]), Waiting()
+    steps = {"num_inference_steps": max(STEPS, job.arguments["num_inference_steps"])}
+    for number in range(images):
+        waiting.add(replace(job, index=number, arguments=steps))
+
+    def draw(lane: LoadedLane) -> None:
+        engine = Engine(lambda job: lane.pipelines[name], {name: lane.seconds[name]}, _nobody, waiting=waiting)
+        while engine.busy:
+            engine.turn()
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(draw, lanes))
+    return time.perf_counter() - begun
+
+
+def _nobody(message: Message) -> None:
+    """Is told."""
+
+
+def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
+    """Draw once, so that what the first image would wait for is there; seconds of a run by size of the batch."""
+    from sdflow.serve.engine import Engine
+
+    said: list[Message] = []
+    engine = Engine(lambda job: pipeline, {name: {1: 1.0}}, said.append)
+    engine.submit(warm_up_job(name, pipeline))
+    while engine.busy:
+        engine.turn()
+    for failed in said:
+        if isinstance(failed, Failed):
+            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
+    if pipeline.why_alone is not None:
+        return {1: 1.0}
+    return pipeline.measure(options.batch_sizes)
+
+
+def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
+    """The least that takes every submodel of a pipeline along: of the model's own size, with what it must start from."""
+    base = pipeline.base
+    side, task = base.latents.image_size, base.task
+    image = None if task == "text" else Image("RGB", (side, side), b"\x80" * (3 * side * side))
+    mask = Image("L", (side, side), b"\xff" * (side * side)) if task == "inpaint" else None
+    few = replace(base.defaults[task], steps=2 if len(pipeline.stages) == 1 else 10)
+    steps = {"num_inference_steps": few.steps_at(few.strength)}
+    return Job(WARM_UP, 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)

@@ -1,0 +1,143 @@
+"""Several lanes draw side by side from one queue, and give what one alone gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sdflow.serve.engine import Engine
+from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
+from sdflow.serve.lanes import Lanes
+from sdflow.serve.loading import LoadedLane, load_lanes
+from sdflow.serve.served_pipeline import ServedPipeline
+from sdflow.serve.shared_values import SharedValues, Values
+from sdflow.serve.worker_options import WorkerOptions
+
+PATIENCE = 600
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_pipeline: Path) -> list[LoadedLane]:
+    return load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2, lanes=2))
+
+
+def job(number: int, steps: int = 2) -> Job:
+    arguments = {"height": 64, "width": 64, "num_inference_steps": steps}
+    return Job(f"request {number}", 0, "tiny", f"thing number {number}", seed=number, arguments=arguments)
+
+
+class Running:
+    """Lanes in a thread of their own, and what they told. find: gives the pipeline of a job, by the number of the lane."""
+
+    def __init__(self, loaded: list[LoadedLane], find: Callable[[int, Job], ServedPipeline]) -> None:
+        self.told: list[Message] = []
+        self._heard = threading.Condition()
+        self.lanes = Lanes(self._hear)
+        for number, lane in enumerate(loaded):
+            self.lanes.add(
+                lambda waiting, tell, number=number, lane=lane: Engine(
+                    lambda job: find(number, job), lane.seconds, tell, waiting=waiting
+                )
+            )
+        self._thread = threading.Thread(target=self.lanes.run, daemon=True)
+        self._thread.start()
+
+    def _hear(self, message: Message) -> None:
+        with self._heard:
+            self.told.append(message)
+            self._heard.notify_all()
+
+    def wait_for(self, true: Callable[[list[Message]], bool]) -> None:
+        with self._heard:
+            assert self._heard.wait_for(lambda: true(self.told), PATIENCE), self.told
+
+    def of(self, kind: type) -> list[Message]:
+        return [each for each in self.told if isinstance(each, kind)]
+
+    def end(self) -> None:
+        self.lanes.end()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+def test_two_are_drawn_at_the_same_time_and_give_what_each_alone_gives(loaded: list[LoadedLane]) -> None:
+    together = threading.Barrier(2, timeout=PATIENCE)
+
+    def find(number: int, job: Job) -> ServedPipeline:
+        if job.request in ("request 0", "request 1"):
+            together.wait()  # nobody goes on before both have begun, which one lane alone cannot
+        return loaded[number].pipelines["tiny"]
+
+    running = Running(loaded, find)
+    for number in range(4):
+        running.lanes.submit(job(number))
+    running.wait_for(lambda told: sum(isinstance(each, Drawn) for each in told) == 4)
+    running.end()
+    assert max(each.drawing for each in running.of(Turned)) <= 2
+    for number in range(4):
+        said: list[Message] = []
+        engine = Engine(lambda job: loaded[1].pipelines["tiny"], {"tiny": {1: 1.0}}, said.append)
+        engine.submit(job(number))
+        while engine.busy:
+            engine.turn()
+        (alone,) = (each for each in said if isinstance(each, Drawn))
+        (found,) = (each for each in running.of(Drawn) if each.request == f"request {number}")
+        assert found.file == alone.file
+
+
+def test_what_is_cancelled_ends_in_the_lane_that_draws_it_and_in_the_queue(loaded: list[LoadedLane]) -> None:
+    running = Running(loaded, lambda number, job: loaded[number].pipelines["tiny"])
+    for number in range(3):
+        running.lanes.submit(job(number, steps=1000))
+    running.wait_for(lambda told: sum(isinstance(each, Begun) for each in told) == 2)
+    for number in range(3):
+        running.lanes.cancel(f"request {number}")
+    running.lanes.submit(job(3))
+    running.wait_for(lambda told: any(isinstance(each, Drawn) for each in told))
+    running.end()
+    assert [each.request for each in running.of(Drawn)] == ["request 3"]
+
+
+def test_each_lane_has_sessions_of_its_own_with_its_part_of_the_threads(loaded: list[LoadedLane]) -> None:
+    first, second = (lane.pipelines["tiny"].base.submodels for lane in loaded)
+    for name in ("text_encoder", "vae_decoder"):
+        assert first[name].session is not second[name].session
+        assert first[name].session.get_session_options().intra_op_num_threads == 1
+
+
+def test_one_core_has_one_lane(tiny_pipeline: Path) -> None:
+    assert len(load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=1))) == 1
+
+
+def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried_again() -> None:
+    values, asked = SharedValues(), []
+    loras = (LoraFile("ink", "ink.safetensors", "0", 1.0),)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compute() -> Values:
+        asked.append(1)
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return Values(unet={})
+
+    found: list[Values] = []
+    first = threading.Thread(target=lambda: found.append(values.get(loras, compute)))
+    first.start()
+    assert begun.wait(PATIENCE)
+    second = threading.Thread(target=lambda: found.append(values.get(loras, compute)))
+    second.start()
+    go_on.set()
+    first.join(PATIENCE)
+    second.join(PATIENCE)
+    assert len(asked) == 1 and found[0] is found[1]
+    del found[:]
+
+    def fail() -> Values:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        values.get(loras, fail)
+    assert values.get(loras, lambda: Values(unet={"a": {}})) == {"unet": {"a": {}}}
