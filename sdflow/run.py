@@ -138,7 +138,8 @@ def _workers(on: str | None) -> Callable[[int | None, Callable[[str], None]], Wo
     """What makes the group that runs the steps. Raises UsageError for a place that is none."""
     if on is None:
         return WorkerGroup
-    from sdflow.on_ray.group import RayGroup, ray_address
+    from sdflow.on_ray.cluster import ray_address
+    from sdflow.on_ray.group import RayGroup
 
     return partial(RayGroup, ray_address(on))
 

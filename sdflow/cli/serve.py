@@ -79,6 +79,24 @@ def serve(
     ] = True,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
     open_page: Annotated[bool, typer.Option("--open", help="Open the server's page in the browser.")] = False,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="Serve on a Ray cluster: ray, or ray://HOST:PORT.", metavar="CLUSTER"),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="With --on: how many draw; from and to follows the queue. Default: 1.", metavar="MIN:MAX"),
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="With --on: GPUs of each replica; 0.5: a half. Default: 0.")
+    ] = None,
+    queue: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --on: images for each replica, at which another is started. Default: 4."),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="With --on: take the place of the sdflow that runs there.")
+    ] = False,
 ) -> None:
     """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
     from sdflow.machine.packages import DRAWS, require_packages
@@ -92,7 +110,10 @@ def serve(
 
     require_installed()
     from sdflow.serve.app import Settings
+    from sdflow.serve.on_ray.server import serve_on_ray
+    from sdflow.serve.on_ray.spread import read_spread
 
+    spread = read_spread(on, port, replicas, gpus, queue, take_over)
     models = read_all_served(pipeline, require_verified=require_verified, check=check)
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
@@ -109,10 +130,18 @@ def serve(
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
-        Loras(loras),
+        Loras(loras, cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None),
         log_prompts,
     )
-    serve(settings, host, port, lambda url, port: _open(url) if open_page else None)
+
+    def started(url: str, port: int) -> None:
+        if open_page:
+            _open(url)
+
+    if spread is None:
+        serve(settings, host, port, started)
+    else:
+        serve_on_ray(settings, host, port, spread, started)
 
 
 def _open(url: str) -> None:

@@ -9,9 +9,7 @@ and what was published stays.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,24 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sdflow.errors import PassError, UsageError
+from sdflow.errors import PassError
 from sdflow.on_ray import node
+from sdflow.on_ray.cluster import connect
 from sdflow.worker_group import LOOK_SECONDS, NEEDS_LITTLE, Layers, Needs, WorkerGroup
 from sdflow.workers import SIDE_BY_SIDE, WorkerResult, rebuilt_error
 
 ATTEMPTS = 4
 """So often a step is begun whose node is lost."""
-
-ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HOST:PORT"
-
-
-def ray_address(on: str) -> str:
-    """The address that `ray.init` takes, of what `--on` was given. Raises UsageError for what is neither."""
-    if on == "ray":
-        return "auto"
-    if on.startswith("ray://") and on.removeprefix("ray://"):
-        return on
-    raise UsageError(f"{on!r} is no place to run on", where="--on", remedy=f"Give {ADDRESSES}.")
 
 
 class RayGroup(WorkerGroup):
@@ -50,25 +38,9 @@ class RayGroup(WorkerGroup):
 
     def __init__(self, address: str, jobs: int | None = None, say: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(jobs, say)
-        self._ray = _ray()
-        self._address = address
+        self._ray = connect(address)
         self._tasks: set[Any] = set()
-        self._connect()
         self.jobs = jobs or max(2, 2 * int(self._ray.cluster_resources().get("CPU", 1)))
-
-    def _connect(self) -> None:
-        ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR", namespace="sdflow")
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise UsageError(
-                f"there is no Ray cluster: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-                where=f"--on {'ray' if self._address == 'auto' else self._address}",
-                remedy="Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others.",
-            ) from error
-        finally:
-            for number, action in ours.items():  # Ray puts its own in their place
-                signal.signal(number, action)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -208,12 +180,3 @@ class RayGroup(WorkerGroup):
             tasks = list(self._tasks)
         for task in tasks:
             self._cancel(task)
-
-
-def _ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("Ray is not installed", where="--on", remedy="pip install 'sdflow[ray]'") from error
-    return ray

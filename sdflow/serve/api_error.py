@@ -66,6 +66,8 @@ def of_failure(failed: Failed) -> ApiError:
     if failed.kind == "UsageError":
         param = None if failed.where is None else PARAMS.get(failed.where, failed.where)
         return ApiError(400, said, param=param, code="invalid_value")
+    if failed.kind == "ReplicaLost":
+        return ApiError(503, f"The image could not be drawn: {said}.", code="replica_lost", retry_after=5)
     if failed.kind in ("MemoryError", "OutOfMemoryError") or "allocate memory" in failed.what:
         return ApiError(
             503, "There is not enough memory for this image: take a smaller size.", code="out_of_memory", retry_after=5

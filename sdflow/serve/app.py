@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +20,7 @@ from sdflow import __version__
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.drawing import Drawing
 from sdflow.serve.guard import Access, Guard, log_line
-from sdflow.serve.jobs import Lost, Message, Ready
+from sdflow.serve.jobs import Cancel, Job, Lost, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.loras import Loras
 from sdflow.serve.loras_api import lora_routes
@@ -48,10 +48,24 @@ class Settings:
     log: Callable[..., None] = log_line
 
 
-def make_app(settings: Settings) -> Any:
-    """The ASGI application. Its worker starts and ends with it."""
+class Line(Protocol):
+    """What draws, seen from the application: started and ended with it, told jobs; what it says goes to who made it."""
+
+    def start(self) -> None: ...
+
+    def send(self, message: Job | Cancel) -> None: ...
+
+    def end(self) -> None: ...
+
+
+Hear = Callable[[Message], None]
+"""Is told what is said; from any thread."""
+
+
+def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None) -> Any:
+    """The ASGI application. What draws starts and ends with it. make_line: makes it; None: a worker process beside this one."""
     metrics = Metrics()
-    line: WorkerLine | None = None
+    line: Line | None = None
 
     def send(message: Any) -> None:
         assert line is not None, "it is there from the first request on"
@@ -74,7 +88,7 @@ def make_app(settings: Settings) -> Any:
         def hear_from_thread(message: Message) -> None:
             loop.call_soon_threadsafe(hear, message)
 
-        line = WorkerLine(settings.worker, hear_from_thread)
+        line = WorkerLine(settings.worker, hear_from_thread) if make_line is None else make_line(hear_from_thread)
         line.start()
         yield
         await asyncio.to_thread(line.end)

@@ -133,7 +133,8 @@ class Preview:
 
 @dataclass(frozen=True)
 class Drawn:
-    """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage."""
+    """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage. replica: which drew
+    it, where there are several."""
 
     request: str
     index: int
@@ -141,6 +142,7 @@ class Drawn:
     size: tuple[int, int]
     flagged: bool | None
     seconds: Mapping[str, float]
+    replica: str | None = None
 
 
 @dataclass(frozen=True)

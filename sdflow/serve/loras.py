@@ -20,14 +20,17 @@ _SUFFIX = ".safetensors"
 
 
 class Loras:
-    """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none."""
+    """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
 
-    def __init__(self, folder: Path | None) -> None:
+    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one.
+    """
+
+    def __init__(self, folder: Path | None, sent_below: Path | None = None) -> None:
         """Raises UsageError for a folder that is not there."""
         if folder is not None and not folder.is_dir():
             raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
-        self._folder = folder
-        self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-"))
+        self.folder, self.sent_below = folder, sent_below
+        self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-", dir=sent_below))
         self._removed: set[str] = set()
         self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
 
@@ -37,7 +40,7 @@ class Loras:
 
     def files(self) -> dict[str, Path]:
         """Those that are there now, by name; one that was sent stands before one of the folder."""
-        own = [] if self._folder is None else sorted(self._folder.glob(f"*{_SUFFIX}"))
+        own = [] if self.folder is None else sorted(self.folder.glob(f"*{_SUFFIX}"))
         found = {path.stem: path for path in own if path.stem not in self._removed}
         return {**found, **{path.stem: path for path in sorted(self._sent.glob(f"*{_SUFFIX}"))}}
 

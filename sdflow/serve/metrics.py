@@ -24,6 +24,9 @@ class Metrics:
             "sdflow_refusals", "Requests that were refused, by reason.", ["reason"], registry=registry
         )
         self.images = Counter("sdflow_images", "Images drawn.", registry=registry)
+        self.replicas = Counter(
+            "sdflow_replica_images", "Images drawn, by replica of a cluster.", ["replica"], registry=registry
+        )
         self.failures = Counter("sdflow_image_failures", "Images that failed.", ["kind"], registry=registry)
         self.stages = Histogram(
             "sdflow_stage_seconds", "Seconds of an image, by stage.", ["stage"], buckets=SECONDS, registry=registry
@@ -52,6 +55,8 @@ class Metrics:
             self.memory.set(message.memory)
         elif isinstance(message, Drawn):
             self.images.inc()
+            if message.replica is not None:
+                self.replicas.labels(message.replica).inc()
             for stage, seconds in message.seconds.items():
                 self.stages.labels(stage).observe(seconds)
         elif isinstance(message, Failed):

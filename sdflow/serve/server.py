@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 60
 """How long requests that are being drawn may take when the server is told to end."""
 
-_SILENT = {
+SILENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "ORT_DISABLE_TELEMETRY": "1",
@@ -41,7 +41,7 @@ def serve(
 
     listening = listen(host, port)
     found = listening.getsockname()[1]
-    os.environ.update({name: os.environ.get(name, value) for name, value in _SILENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in SILENT.items()})
     app = make_app(settings)
     config = uvicorn.Config(
         app,

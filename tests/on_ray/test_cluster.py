@@ -10,43 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from on_ray.conftest import NODE, SETTINGS
 from small_workflows import Bench
 
-ROOT = Path(__file__).parents[2]
-NODE = {"num_cpus": 1, "memory": 2_000_000_000, "object_store_memory": 80_000_000}
-SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_agent_register_timeout_ms": "180000",  # of a machine that does other work too
-    "PYTHONPATH": str(ROOT),
-}
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A head that runs no steps, and two nodes of one core each."""
-    pytest.importorskip("ray", reason="pip install 'sdflow[ray]'")
-    folder = tmp_path_factory.mktemp("traces")
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in {**SETTINGS, "TMPDIR": str(folder)}.items():
-            patched.setenv(name, value)
-        from ray.cluster_utils import Cluster
-
-        made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
-        try:
-            for _ in range(2):
-                made.add_node(**NODE)
-            made.traces = folder / "ran"
-            yield made
-        finally:
-            made.shutdown()
 
 
 class Driver:

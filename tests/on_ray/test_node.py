@@ -8,7 +8,7 @@ import pytest
 
 from sdflow.errors import UsageError
 from sdflow.machine.packages import distribution_version
-from sdflow.on_ray.group import ray_address
+from sdflow.on_ray.cluster import ray_address
 from sdflow.on_ray.node import Told, run_step
 
 

@@ -1,0 +1,49 @@
+"""A Ray cluster: its address, and the connection to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from sdflow.errors import UsageError
+
+ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HOST:PORT"
+NAMESPACE = "sdflow"
+
+
+def ray_address(on: str) -> str:
+    """The address that `ray.init` takes, of what `--on` was given. Raises UsageError for what is neither."""
+    if on == "ray":
+        return "auto"
+    if on.startswith("ray://") and on.removeprefix("ray://"):
+        return on
+    raise UsageError(f"{on!r} is no place to run on", where="--on", remedy=f"Give {ADDRESSES}.")
+
+
+def load_ray() -> Any:
+    """The package. Raises UsageError where it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("Ray is not installed", where="--on", remedy="pip install 'sdflow[ray]'") from error
+    return ray
+
+
+def connect(address: str) -> Any:
+    """The package, connected to the cluster at an address that `ray_address` gave. Raises UsageError where there is none."""
+    ray = load_ray()
+    ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise UsageError(
+            f"there is no Ray cluster: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            where=f"--on {'ray' if address == 'auto' else address}",
+            remedy="Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others.",
+        ) from error
+    finally:
+        for number, action in ours.items():  # Ray puts its own in their place
+            signal.signal(number, action)
+    return ray

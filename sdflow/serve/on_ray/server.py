@@ -1,0 +1,206 @@
+"""`sdflow serve --on ray`: the application put on a cluster, held there, and taken down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import UsageError
+from sdflow.on_ray.cluster import connect
+from sdflow.serve.guard import LOOPBACK
+from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
+
+if TYPE_CHECKING:
+    from sdflow.serve.app import Settings
+
+LOOK_SECONDS, WATCH_SECONDS = 0.3, 2.0
+ANSWER_SECONDS = 30.0
+"""In which the proxy answers, once the application runs."""
+SERVE_FAILS = "The replicas' logs, on their nodes: /tmp/ray/session_latest/logs/serve."
+
+
+def serve_on_ray(
+    settings: Settings,
+    host: str,
+    port: int,
+    spread: Spread,
+    started: Callable[[str, int], None] = lambda url, port: None,
+) -> None:
+    """Serve on a cluster until SIGTERM or Ctrl-C, then finish what was begun, and take it down.
+
+    host, port: of Ray Serve's proxy, on the head node. started: as of `serve`. Raises UsageError where Ray Serve is not
+    installed, there is no cluster, it cannot listen there, or the replicas cannot start.
+    """
+    ray = connect(spread.address)
+    try:
+        serve = _ray_serve()
+        _make_room(serve, spread)
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        head = _head(ray)
+        url = f"http://{_spelled(head if host in ('0.0.0.0', '::') else host)}:{port}"
+        settings.log("serving", url=url, pipelines=list(settings.models), pid=os.getpid(), on=spread.address)
+        if lacking := _lacking(ray, settings.worker.threads or 1, spread):
+            settings.log("waiting", what=lacking)
+        ours = None
+        try:
+            ours = _put(serve, settings, host, port, spread)
+            if _wait_until_running(serve, ended):
+                if host not in LOOPBACK or ray.util.get_node_ip_address() == head:
+                    _require_answer(url)
+                settings.log("ready", url=url, replicas=[spread.least, spread.most])
+                started(url, port)
+                while not ended.wait(WATCH_SECONDS) and _deployed(serve) == ours:
+                    continue
+        finally:
+            settings.log("ended" if _take_down(serve, ours) else "taken over")
+    finally:
+        ray.shutdown()
+
+
+def _ray_serve() -> Any:
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise UsageError(
+            f"Ray Serve is not installed: {error}", where="--on", remedy="pip install 'sdflow[ray,serve]'"
+        ) from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return serve
+
+
+def _make_room(serve: Any, spread: Spread) -> None:
+    """Raises UsageError for an application that is there, unless it is to give way."""
+    if NAME not in _applications(serve):
+        return
+    if not spread.take_over:
+        raise UsageError(
+            f"an application {NAME} runs on this cluster already",
+            where="--on",
+            remedy="End it where it was started, or let this one take its place: --take-over.",
+        )
+    serve.delete(NAME)  # what it has begun is finished first
+
+
+def _applications(serve: Any) -> Any:
+    """What Ray Serve runs, by name. Raises UsageError when the cluster is gone."""
+    from ray.exceptions import RayError
+
+    try:
+        return serve.status().applications
+    except (RayError, RuntimeError, OSError) as error:
+        raise UsageError(
+            f"the cluster does not answer any more ({type(error).__name__})",
+            where="--on",
+            remedy="Look at its head node: `ray status`.",
+        ) from error
+
+
+def _head(ray: Any) -> str:
+    """The address of the head node."""
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return str(node["NodeManagerAddress"])
+    return str(ray.util.get_node_ip_address())
+
+
+def _spelled(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _lacking(ray: Any, cores: int, spread: Spread) -> str | None:
+    """What no node has that a replica asks for. Nodes may still come."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(node.get("GPU", 0) >= spread.gpus and node.get("CPU", 0) >= cores for node in nodes):
+        return None
+    gpus = f" and {spread.gpus:g} of a GPU" if spread.gpus else ""
+    return f"no node has {cores} cores{gpus}: the replicas wait for one that has"
+
+
+def _put(serve: Any, settings: Settings, host: str, port: int, spread: Spread) -> float | None:
+    """When Ray Serve has taken it. Raises UsageError for what it refuses."""
+    from ray.exceptions import RayError
+
+    from sdflow.serve.on_ray.application import application
+
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=QUIET)
+        serve.run_many(
+            [serve.RunTarget(application(settings, spread), name=NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise UsageError(f"Ray Serve cannot start it: {last[0]}", where="--on", remedy=SERVE_FAILS) from error
+    return _deployed(serve)
+
+
+def _deployed(serve: Any) -> float | None:
+    """When the application was put there that is there; another one has another time. None: there is none."""
+    found = _applications(serve).get(NAME)
+    return None if found is None or found.status == "DELETING" else found.last_deployed_time_s
+
+
+def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
+    """Whether it runs; not when it is ended before. Raises UsageError when it cannot."""
+    while not ended.wait(LOOK_SECONDS):
+        found = _applications(serve).get(NAME)
+        if found is None:
+            raise UsageError("it was taken down meanwhile", where="--on", remedy="Start it again.")
+        if found.status in ("RUNNING", "UNHEALTHY"):
+            return True
+        if found.status == "DEPLOY_FAILED":
+            told = [each.message for each in found.deployments.values() if each.message] or [found.message]
+            raise UsageError(f"the replicas cannot start: {_reason(told[0])}", where="--on", remedy=SERVE_FAILS)
+    return False
+
+
+def _reason(message: str) -> str:
+    """What is told by the last line that names an error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line]
+    return (named or lines or ["Ray Serve does not say why"])[-1]
+
+
+def _require_answer(url: str) -> None:
+    """Raises UsageError when the proxy listens elsewhere: it belongs to the cluster, and who came first has chosen."""
+    end = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10):
+                return
+        except urllib.error.HTTPError:  # it answers, for hosts by other names
+            return
+        except OSError:
+            time.sleep(LOOK_SECONDS)
+    raise UsageError(
+        f"nothing answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
+        where="--port",
+        remedy="Take the port that it has, another one, or end what else it serves: `serve shutdown`.",
+    )
+
+
+def _take_down(serve: Any, ours: float | None) -> bool:
+    """Whether it was still there, or was about to come. What was begun is finished first. Ray Serve ends too, where it serves
+    nothing else."""
+    from ray.exceptions import RayError
+
+    with suppress(
+        RayError, RuntimeError, TimeoutError, UsageError
+    ):  # else the cluster is gone, and with it the application
+        if ours is not None and _deployed(serve) != ours:
+            return False
+        serve.delete(NAME)
+        if not _applications(serve):
+            serve.shutdown()
+    return True

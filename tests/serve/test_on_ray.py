@@ -1,0 +1,57 @@
+"""What `sdflow serve --on` says without a cluster. The server on a real one: tests/on_ray/test_serve.py."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from sdflow.errors import UsageError
+from sdflow.serve.app import Settings
+from sdflow.serve.guard import Access
+from sdflow.serve.limits import Limits
+from sdflow.serve.loras import Loras
+from sdflow.serve.on_ray.server import serve_on_ray
+from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread
+from sdflow.serve.worker import WorkerOptions
+
+
+@pytest.mark.parametrize(("text", "read"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
+def test_replicas_are_a_number_or_from_and_to(text: str, read: tuple[int, int]) -> None:
+    assert read_replicas(text) == read
+
+
+@pytest.mark.parametrize("text", ["", "0", "4:1", "1:", ":3", "two", "-1", "0:2", "1:2:3", "²"])
+def test_what_are_no_numbers_of_replicas_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="no numbers of replicas"):
+        read_replicas(text)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    settings = Settings({}, WorkerOptions({}), Access(), Limits(), Loras(None))
+    with pytest.raises(UsageError, match="Ray is not installed") as raised:
+        serve_on_ray(settings, "127.0.0.1", 8000, Spread("auto"))
+    assert "sdflow[ray]" in str(raised.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((None, 8000, "2", None, None, False), "Add --on ray"),
+        ((None, 8000, None, 0.5, None, False), "Add --on ray"),
+        ((None, 8000, None, None, None, True), "Add --on ray"),
+        (("ray", 0, None, None, None, False), "no free port"),
+        (("mars", 8000, None, None, None, False), "no place to run on"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        read_spread(*options)
+    assert told in str(raised.value)
+
+
+def test_options_of_a_cluster_are_read() -> None:
+    assert read_spread(None, 8000, None, None, None, False) is None
+    assert read_spread("ray", 8000, "1:4", 0.5, 2, True) == Spread("auto", 1, 4, 0.5, 2, True)
