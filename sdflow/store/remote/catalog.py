@@ -72,11 +72,13 @@ def sweep(
 
     Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
     """
-    now = _now(place, meanwhile)
+    told = None if dry_run else _now(place, meanwhile)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.
     folders = [_all(place, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
     pieces, manifests, actions = ([file for file in files if _in_place(file)] for files in folders)
     left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
+    # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
+    now = max(time.time(), *(file.changed or 0.0 for files in folders for file in files), 0.0) if told is None else told
 
     def older(file: Found, seconds: float) -> bool:
         return file.changed is not None and now - file.changed > seconds

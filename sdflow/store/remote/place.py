@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,18 @@ UNFINISHED = ".part"
 """Ends the name of a file that is being written, or was when its writer died."""
 _IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
 """Stores that show a file while it is being written: there it is written under another name and renamed."""
+_TELLS_403 = ("s3", "s3a")
+"""Stores that answer 403 for what is not there, where listing is not allowed."""
 _URLS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)]+")
 _SECRETS = re.compile(r"(?i)((?:key|token|secret|signature|password|credential|sig)[\w-]*\s*[=:]\s*)[^\s,;&)'\"]+")
 
 
 class Absent(Exception):
     """There is no such file in the remote."""
+
+
+class Refused(Absent):
+    """The store refuses to tell of a file, as it does of those that are not there."""
 
 
 class Unusable(Exception):
@@ -56,52 +63,53 @@ class Place:
 
     def read(self, path: str, limit: int) -> bytes:
         """The content of a file. Of one that is longer than `limit`, so much that it shows. Raises Absent, Unusable."""
-        files = self._open()
+        files, whole = self._open(), f"{self._root}/{path}"
         try:
-            if self._ranges:
-                return bytes(files.cat_file(f"{self._root}/{path}", start=0, end=limit + 1))
-            return bytes(files.cat_file(f"{self._root}/{path}"))
+            with _usable():
+                return bytes(files.cat_file(whole, start=0, end=limit + 1) if self._ranges else files.cat_file(whole))
         except FileNotFoundError as error:
             raise Absent(path) from error
-        except Exception as error:
-            if getattr(error, "status", None) == 416:  # a range of nothing: the file is empty
+        except Unusable as error:
+            if getattr(error.__cause__, "status", None) == 416:  # a range of nothing: the file is empty
                 return b""
-            raise _unusable(error) from error
+            if self._may_be_absent(error.__cause__):
+                raise Refused(path) from error
+            raise
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none. Raises Unusable."""
         files = self._open()
         try:
-            return int(files.info(f"{self._root}/{path}")["size"] or 0)
+            with _usable():
+                return int(files.info(f"{self._root}/{path}")["size"] or 0)
         except FileNotFoundError:
             return None
-        except Exception as error:
-            raise _unusable(error) from error
+        except Unusable as error:
+            if self._may_be_absent(error.__cause__):
+                return None
+            raise
 
     def write(self, path: str, data: bytes) -> None:
         """Give a file its whole content at once. Raises Unusable."""
         files, target = self._open(), f"{self._root}/{path}"
-        try:
-            if not self._whole_at_once:
-                aside = f"{target}.{os.urandom(6).hex()}{UNFINISHED}"
-                files.makedirs(target.rpartition("/")[0], exist_ok=True)
-                files.pipe_file(aside, data)
-                files.mv(aside, target)
-            else:
+        with _usable(also=FileNotFoundError):
+            if self._whole_at_once:
                 files.pipe_file(target, data)
-        except Exception as error:
-            raise _unusable(error) from error
+                return
+            aside = f"{target}.{os.urandom(6).hex()}{UNFINISHED}"
+            files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            files.pipe_file(aside, data)
+            files.mv(aside, target)
 
     def list(self, folder: str) -> Iterator[Found]:
         """Every file under a folder. A store may not list yet what was written a moment ago. Raises Unusable."""
         files, root = self._open(), f"{self._root}/{folder}"
         try:
-            files.invalidate_cache()
-            found = files.find(root, detail=True)
+            with _usable():
+                files.invalidate_cache()
+                found = files.find(root, detail=True)
         except FileNotFoundError:
             return
-        except Exception as error:
-            raise _unusable(error) from error
         begins = len(files._strip_protocol(self._root)) + 1
         for path, info in sorted(found.items()):
             yield Found(path[begins:], int(info.get("size") or 0), _changed(info))
@@ -109,23 +117,26 @@ class Place:
     def remove(self, path: str) -> None:
         """Remove a file. Missing is fine. Raises Unusable."""
         files = self._open()
-        try:
+        with suppress(FileNotFoundError), _usable():
             files.rm_file(f"{self._root}/{path}")
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise _unusable(error) from error
 
     def changed(self, path: str) -> float | None:
         """The store's own time of a file's last change; None where it tells none. Raises Absent, Unusable."""
         files = self._open()
         try:
-            files.invalidate_cache()
-            return _changed(files.info(f"{self._root}/{path}"))
+            with _usable():
+                files.invalidate_cache()
+                return _changed(files.info(f"{self._root}/{path}"))
         except FileNotFoundError as error:
             raise Absent(path) from error
-        except Exception as error:
-            raise _unusable(error) from error
+
+    def _may_be_absent(self, error: BaseException | None) -> bool:
+        """Whether the store may mean that there is no such file: who may not list a bucket is told 403 of what it lacks. What is
+        wrong with the credentials themselves has names of its own."""
+        if not isinstance(error, PermissionError) or self._protocol not in _TELLS_403:
+            return False
+        said: Any = getattr(error.__cause__, "response", None)
+        return not isinstance(said, dict) or said.get("Error", {}).get("Code") in ("AccessDenied", "403")
 
     @property
     def _protocol(self) -> str:
@@ -150,12 +161,11 @@ class Place:
             from fsspec.core import url_to_fs
 
             url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
-            files, root = url_to_fs(url, **self._options(url))
+            with _usable(also=FileNotFoundError):
+                files, root = url_to_fs(url, **self._options(url))
         except ImportError as error:
             remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
             raise Unusable(f"{error}; {remedy}", final=True) from error
-        except Exception as error:
-            raise _unusable(error) from error
         self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
         return self._files
 
@@ -176,6 +186,22 @@ class Place:
             limit = ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
             return {"use_listings_cache": False, "skip_instance_cache": True, "client_kwargs": {"timeout": limit}}
         return {}
+
+
+@contextmanager
+def _usable(also: type[Exception] | None = None) -> Iterator[None]:
+    """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure,
+    and that a package is not installed.
+
+    Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
+    which cannot be named without it, and none may fail a build.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FileNotFoundError | ImportError) and not (also and isinstance(error, also)):
+            raise
+        raise _unusable(error) from error
 
 
 def _changed(info: dict[str, Any]) -> float | None:

@@ -23,7 +23,7 @@ from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, action_path, object_path, read_entry, read_object
 from sdflow.store.remote.parallel import one
 from sdflow.store.remote.pieces import Cuts, no_cuts
-from sdflow.store.remote.place import Absent, Place, Unusable
+from sdflow.store.remote.place import Absent, Place, Refused, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
 from sdflow.store.remote.up import DamagedHere, Sent, send
@@ -81,6 +81,12 @@ class Remote:
                 if self.spec.trust:
                     require_signed(data, self.spec.trust)
                 self._known[action.digest] = entry
+            except Refused:
+                self._say(
+                    f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
+                    "what these credentials may read."
+                )
+                return None
             except Absent:
                 return None
             except Unusable as error:
@@ -107,8 +113,9 @@ class Remote:
         try:
             data = self._read(path, meanwhile)
             content = read_object(data, entry.object)
-            if content.bytes > free_bytes(self._layout.root):
-                self._say(f"{spell_bytes(content.bytes)} of {self.spec.shown} have no room on the disk: building here")
+            missing = content.bytes - min(content.bytes, _written(folder))
+            if missing > free_bytes(self._layout.root):
+                self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
                 return False
             bring(
                 content,
@@ -213,6 +220,7 @@ class Remote:
                     mend=digest in self._mend,
                     rewrite=digest in self._wrongs,
                     signer=self._signer,
+                    trust=self.spec.trust,
                     meanwhile=meanwhile,
                 )
             except Unusable as error:
@@ -288,6 +296,11 @@ class Remote:
 
 class _Abandoned(Exception):
     """The run has ended before its results were pushed."""
+
+
+def _written(folder: Path) -> int:
+    """Bytes that the files of a folder take on the disk: those that are still to come are holes."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
 def incoming(layout: Layout, entry: RemoteEntry) -> Path:

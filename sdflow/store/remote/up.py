@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.artifact import Record
 from sdflow.digest import FileEntry
 from sdflow.store.records import Stored, dump_action
-from sdflow.store.remote.entry import RemoteObject, action_path, dump_object, object_path
+from sdflow.store.remote.entry import LIMIT, RemoteObject, action_path, dump_object, object_path
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.pieces import Cuts, Piece, cut
-from sdflow.store.remote.place import Place
-from sdflow.store.remote.trust import Signer
+from sdflow.store.remote.place import Absent, Place
+from sdflow.store.remote.trust import Signer, is_signed
 
 FROM = "from"
 """Of how an artifact was built: the remote that it came from. It stays on this machine, and what has it is not signed here."""
@@ -45,6 +45,7 @@ def send(
     mend: bool = False,
     rewrite: bool = False,
     signer: Signer | None = None,
+    trust: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Push a finished action, unless the remote has it. mend: even so. rewrite: every piece of it, whatever
@@ -100,5 +101,16 @@ def send(
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
         if signer is not None and FROM not in record.built:  # a signature says who has built it
             data = signer.signed(data)
+        if mend and one(lambda: _there(place, committed, data, trust), timeout=timeout, meanwhile=meanwhile):
+            return sum(sent, Sent())
         one(lambda: place.write(committed, data), timeout=timeout, meanwhile=meanwhile)
     return sum(sent, Sent(results=1))
+
+
+def _there(place: Place, path: str, data: bytes, trust: Sequence[str]) -> bool:
+    """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
+    try:
+        there = place.read(path, LIMIT)
+    except Absent:
+        return False
+    return any(is_signed(there, keys) and not is_signed(data, keys) for keys in (trust, ()))

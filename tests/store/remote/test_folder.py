@@ -255,6 +255,7 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     other.cache.gc()
     assert part.exists(), "what is gone on with is no rubbish"
     other.again()
+    monkeypatch.setattr(remote, "free_bytes", lambda root: 1 << 20)  # what is there needs no room any more
     fetched = other.fetch(action)
     assert fetched is not None
     assert files_of(fetched) == files
@@ -323,6 +324,14 @@ def test_two_machines_that_push_the_same_action_agree(one: Machine, other: Machi
     assert entry.read_bytes() == before
 
 
+def test_what_has_no_room_is_said_and_built_here(one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one.build(make_action(), big(b"a"))
+    monkeypatch.setattr(remote, "free_bytes", lambda root: 1 << 20)
+    assert other.fetch(make_action()) is None
+    assert "have no room on the disk: building here" in other.told[0]
+    assert other.remote.unusable is None
+
+
 def test_a_remote_that_is_a_file_is_said_once_and_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     machine = Machine(tmp_path / "cache", str(tmp_path / "file"))
@@ -388,7 +397,9 @@ def test_gc_removes_what_is_old_and_what_nothing_refers_to(one: Machine, other: 
         age(path, 40 * day)
     (new,) = (path for path in stored(shared, "actions") if path.stem == make_action("new").digest)
     age(new, 2 * day)
+    before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
     would = catalog.sweep(one.remote.place, 30 * day, dry_run=True)
+    assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before, "who only looks writes nothing"
     assert (would.actions, would.manifests, would.pieces) == (1, 1, 1)
     assert len(stored(shared, "actions")) == 2
     piece = stored(shared, "pieces")[0]

@@ -156,6 +156,28 @@ def test_an_s3_server(tmp_path: Path) -> None:
     assert catalog.listed(other.remote.place) == []
 
 
+@pytest.mark.usefixtures("credentials")
+def test_a_bucket_that_may_not_be_listed_refuses_what_it_lacks(
+    s3: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers 403 then, and has what it has."""
+    url = bucket("unlisted")
+    Machine(tmp_path / "one", url).build(ACTION)
+    fault = tmp_path / "fault.json"
+    with server("bad_line.py", s3, fault) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        machine = Machine(tmp_path / "cache", url)
+        for name in ("lacking", "lacking too"):
+            fault.write_text(json.dumps({"kind": 403, "of": make_action(name).digest}))
+            assert machine.fetch(make_action(name)) is None
+        fault.write_text("{}")
+        fetched = machine.fetch(ACTION)
+    assert fetched is not None
+    assert files_of(fetched) == contents(ACTION)
+    assert len(machine.told) == 1, machine.told
+    assert "refuses to tell what it lacks (403)" in machine.told[0]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("credentials")
 def test_two_machines_push_to_s3_at_once(tmp_path: Path) -> None:

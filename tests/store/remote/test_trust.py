@@ -115,6 +115,38 @@ def test_what_is_built_in_its_place_is_signed_and_trusted(folder: Path, key: str
     assert files_of(record) == {"model.onnx": b"mine"}
 
 
+@pytest.mark.parametrize(("trusted", "lost"), [(True, True), (False, True), (False, False)])
+def test_what_is_signed_gives_way_to_nothing_unsigned(folder: Path, key: str, trusted: bool, lost: bool) -> None:
+    """trusted: here too. lost: its pieces, so that it is built here."""
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    signed = entry(folder).read_bytes()
+    mine, _ = opened(folder, "mine", trust=(key if trusted else make_key(folder / "another.pem"),))
+    for piece in (folder / "shared" / FOLDER / "pieces").rglob("*"):
+        if lost and piece.is_file():
+            piece.unlink()
+    assert mine.fetch(ACTION) is None
+    build(mine)
+    assert mine.remote is not None
+    mine.remote.finish()
+    assert entry(folder).read_bytes() == signed
+    record = opened(folder, "third", trust=(key,))[0].fetch(ACTION)
+    assert record is not None, "what it lacked was sent"
+    assert files_of(record) == {"model.onnx": b"content"}
+
+
+def test_what_a_trusted_key_signed_gives_way_to_no_other_key(folder: Path, key: str) -> None:
+    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
+    signed = entry(folder).read_bytes()
+    for piece in (folder / "shared" / FOLDER / "pieces").rglob("*"):
+        if piece.is_file():
+            piece.unlink()
+    make_key(folder / "own.pem")
+    mine, _ = opened(folder, "mine", Signer(folder / "own.pem"), (key,))
+    assert mine.fetch(ACTION) is None
+    build(mine)
+    assert entry(folder).read_bytes() == signed
+
+
 def test_what_came_from_elsewhere_is_not_signed_here(folder: Path, key: str) -> None:
     build(opened(folder, "stranger")[0], b"of a stranger")
     mine, _ = opened(folder, "mine", Signer(folder / "key.pem"))
