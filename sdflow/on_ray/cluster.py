@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from typing import Any
 
 from sdflow.errors import UsageError
 
 ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HOST:PORT"
 NAMESPACE = "sdflow"
+START = "Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others."
+START_FOR_CLIENTS = "HOST:PORT is of its head node's server for clients: `ray start --head --ray-client-server-port 9100` there."
 
 
 def ray_address(on: str) -> str:
@@ -36,12 +39,13 @@ def connect(address: str) -> Any:
     ray = load_ray()
     ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE)
+        with warnings.catch_warnings(action="ignore"):  # what it warns of is told below
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UsageError(
             f"there is no Ray cluster: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             where=f"--on {'ray' if address == 'auto' else address}",
-            remedy="Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others.",
+            remedy=START if address == "auto" else START_FOR_CLIENTS,
         ) from error
     finally:
         for number, action in ours.items():  # Ray puts its own in their place
