@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,11 +30,16 @@ def replacing(path: Path, *, staging: Path | None = None, durable: bool = False)
     try:
         yield temporary
         if durable:
-            with temporary.open("rb" if os.name != "nt" else "r+b") as stream:
-                os.fsync(stream.fileno())
+            sync_file(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has a file's content. Windows wants it open for writing. Raises OSError."""
+    with path.open("rb" if sys.platform != "win32" else "r+b") as stream:
+        os.fsync(stream.fileno())
 
 
 def require_makable(folder: Path) -> None:

@@ -9,6 +9,7 @@ a folder that is exchanged for another and back between two looks.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,12 +28,12 @@ COARSE_TICK_NS = 2_000_000_000
 
 def identity(stat: os.stat_result) -> tuple[int, int, int, int]:
     """What of a file's stat must be the same for its content to count as the same: size, mtime, inode, ctime."""
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino, 0 if os.name == "nt" else stat.st_ctime_ns
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino, 0 if sys.platform == "win32" else stat.st_ctime_ns
 
 
 def changed_ns(stat: os.stat_result) -> int:
     """When the file changed last, as far as its stat tells, in nanoseconds since 1970."""
-    return stat.st_mtime_ns if os.name == "nt" else stat.st_ctime_ns
+    return stat.st_mtime_ns if sys.platform == "win32" else stat.st_ctime_ns
 
 
 def file_stamp(path: Path) -> Stamp:

@@ -10,6 +10,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from sdflow.atomic_write import sync_file
 from sdflow.locked_folder import remove_abandoned
 
 _STAGING = ".sdflow-staging"
@@ -31,14 +32,13 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             path = Path(directory) / name
             if not path.is_symlink():
-                with path.open("rb" if os.name != "nt" else "r+b") as stream:
-                    os.fsync(stream.fileno())
+                sync_file(path)
         sync_directory(Path(directory))
 
 
 def sync_directory(folder: Path) -> None:
     """Wait until the disk has the names in a folder. Windows cannot, and journals them itself."""
-    if os.name == "nt":
+    if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -306,7 +306,7 @@ def deny_network() -> None:
 def limit_memory(most: int) -> None:
     """From now on this process gets no more than `most` bytes of memory of its own: whoever asks for more is told so, by
     MemoryError. What it maps from files does not count. Nothing on Windows, which has no such limit; on macOS it is not held."""
-    if os.name == "nt":
+    if sys.platform == "win32":
         return
     import resource
 

@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -212,7 +213,7 @@ def remove_tree(path: Path) -> None:
     for directory, _, names in os.walk(path):
         with suppress(FileNotFoundError):
             Path(directory).chmod(0o700)
-        if os.name == "nt":  # there, a read-only file cannot be removed
+        if sys.platform == "win32":  # there, a read-only file cannot be removed
             for name in names:
                 (Path(directory) / name).chmod(0o600)
 

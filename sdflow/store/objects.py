@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from sdflow.artifact import Artifact
+from sdflow.atomic_write import sync_file
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
 from sdflow.replace_folder import sync_directory
 from sdflow.store.layout import Layout, write_file
@@ -60,8 +61,7 @@ def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...]
     entries, stats = [], []
     for name in names:
         path = files / name
-        with path.open("rb" if os.name != "nt" else "r+b") as stream:
-            os.fsync(stream.fileno())
+        sync_file(path)
         path.chmod(0o444)
         sha256 = digests.get(name) or digest_file(path)
         after = path.stat()
