@@ -102,6 +102,30 @@ def test_the_page_draws_what_the_pipeline_draws(site: str, page: Any, tiny_pipel
     assert found.std() > 10, "an image, not a grey plane"
 
 
+@pytest.fixture
+def page_that_knows_webgpu() -> Iterator[Any]:
+    """In a browser that has the interface, and here no device for it."""
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--enable-unsafe-webgpu", "--disable-gpu"]
+        )
+        opened = browser.new_page()
+        opened.set_default_timeout(PATIENCE)
+        yield opened
+        browser.close()
+
+
+def test_without_a_webgpu_device_the_page_takes_the_processor(site: str, page_that_knows_webgpu: Any) -> None:
+    page = page_that_knows_webgpu
+    page.goto(f"{site}?ort=ort/")
+    assert page.evaluate("Boolean(navigator.gpu)"), "this browser knows WebGPU"
+    assert page.evaluate("async () => (await navigator.gpu.requestAdapter().catch(() => null)) === null")
+    page.wait_for_function("!document.getElementById('said').textContent.startsWith('loading')")
+    page.click("#draw")
+    page.wait_for_function("/steps of|failed/.test(document.getElementById('said').textContent)")
+    assert " on wasm: " in page.text_content("#said")
+
+
 def test_a_missing_graph_is_told(site: str, page: Any) -> None:
     page.goto(f"{site}?device=wasm&ort=ort/&graph=none.onnx")
     page.wait_for_function("document.getElementById('said').textContent.startsWith('failed')")
