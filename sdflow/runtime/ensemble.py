@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
+from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.manifest import read_manifest
 from sdflow.runtime.folder import refiner_of
 from sdflow.runtime.pipeline import Images, Pipeline
@@ -91,6 +92,12 @@ class Ensemble:
                 "a refiner draws the whole image, and would not keep what is behind the mask",
                 where="mask_image",
                 remedy="Draw into the mask without it.",
+            )
+        if given.get(REUSE) is not None or given.get(GUIDANCE_INTERVAL) is not None:
+            raise UsageError(
+                "it is not known how much of that a refiner bears",
+                where=REUSE if given.get(REUSE) is not None else GUIDANCE_INTERVAL,
+                remedy="Draw without it, or with the base alone.",
             )
         own, known = self.base.family.arguments, self.refiner.family.arguments
         steps = num_inference_steps

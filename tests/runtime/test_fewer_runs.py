@@ -31,6 +31,7 @@ from sdflow.passes.registry import catalog
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoisers import Denoisers
 from sdflow.runtime.draw_request import GenerateRequest, approximation_of
+from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.images import SETTINGS_CHUNK
 from sdflow.runtime.pipeline import Pipeline
@@ -252,6 +253,13 @@ def test_where_a_denoiser_is_not_taken_apart_nothing_is_left_out(built: Built) -
         denoisers = Denoisers(unet, nets, [], decoder, 8, split=parted, low_memory=False)
         with pytest.raises(UsageError, match=words):
             denoisers.get(start, 2, None, {}, {}, guess=False, fewer=fewer)
+
+
+def test_a_refiner_draws_exact_images(built: Built) -> None:
+    both = Ensemble(built.ours, built.ours)
+    for how in ({"reuse": {"every": 2}}, {"guidance_interval": {"to": 0.5}}):
+        with pytest.raises(UsageError, match="how much of that a refiner bears"):
+            both(PROMPT, **built.call, **how)
 
 
 SAID = {"reuse": {"every": 2, "from": 0.25, "to": 1.0, "layers": 2}, "guidance_interval": {"from": 0.0, "to": 0.5}}
