@@ -15,19 +15,22 @@ from typing import Any
 
 from sdflow import __version__
 from sdflow.artifact import Record
+from sdflow.buildable import require_buildable
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
-from sdflow.execute import Listener
+from sdflow.execute import Executor, Listener, Steps
 from sdflow.families import ARCHITECTURES
 from sdflow.inspection.lines import base_of
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import REFERENCE, require_packages, versions
 from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
-from sdflow.run import PipelineResult, RunOptions, run_workflow
+from sdflow.plan import PipelinePlan, Plan, make_plan
+from sdflow.run import RunOptions, run_workflow
 from sdflow.shipped import shipped_workflow
 from sdflow.store import Cache
 from sdflow.store.archive import Archive, import_archive, write_archive
+from sdflow.verify import Verification
 
 SUFFIX = ".yaml"
 
@@ -72,15 +75,15 @@ def export_structures(
     workflows = [_workflow(name, targets, verify) for name in names]
     records: list[Record] = []
     told = []
-    with cache.lease(), scratch_folder("export") as scratch:
+    with cache.lease():
         for name, workflow in zip(names, workflows, strict=True):
-            options = RunOptions(
-                out=scratch / "pipelines", results=scratch / "results", verify=verify, evaluate=False, jobs=jobs
+            made = (
+                _verified(workflow, cache, listener, jobs) if verify else _unverified(workflow, cache, listener, jobs)
             )
-            for result in run_workflow(workflow, cache, options, listener).pipelines:
-                structures = list(_structures(result))
+            for each in made:
+                structures = list(_structures(each.steps))
                 records += structures
-                told.append(_told(name, result, structures))
+                told.append(_told(name, each, structures))
         about = {"sdflow": __version__, "versions": versions(), "structures": told}
         size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
     unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
@@ -114,28 +117,71 @@ def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
     return replace(loaded, pipelines=tuple(of_structures(pipeline) for pipeline in loaded.pipelines))
 
 
-def _structures(result: PipelineResult) -> Iterator[Record]:
-    carried = [name for name, steps in result.steps.items() if any(each.step.weights == "carried" for each in steps)]
+@dataclass(frozen=True)
+class _Made:
+    """One architecture for one target."""
+
+    pipeline: PipelineSpec
+    steps: Steps
+    verification: Verification | None = None
+
+
+def _verified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
+    """Whole pipelines, verified, in a folder for the moment."""
+    with scratch_folder("export") as scratch:
+        options = RunOptions(out=scratch / "pipelines", results=scratch / "results", evaluate=False, jobs=jobs)
+        run = run_workflow(workflow, cache, options, listener, planned=_require_structures)
+        return [_Made(each.plan.pipeline, each.steps, each.verification) for each in run.pipelines]
+
+
+def _unverified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
+    """The graphs alone: nothing is bound to them."""
+    plan = make_plan(workflow, cache, download=True)
+    _require_structures(plan)
+    graphs = replace(plan, pipelines=tuple(map(_without_weights, plan.pipelines)))
+    require_buildable(graphs, cache)
+    executor = Executor(cache, listener, jobs=jobs)
+    return [_Made(each.pipeline, executor.run(each)) for each in graphs.pipelines]
+
+
+def _without_weights(plan: PipelinePlan) -> PipelinePlan:
+    chains = tuple(replace(chain, steps=chain.steps[:-1], carried=()) for chain in plan.chains)
+    return replace(plan, chains=chains, refiner=None if plan.refiner is None else _without_weights(plan.refiner))
+
+
+def _require_structures(plan: Plan) -> None:
+    """Raises UsageError for a chain that makes no structure."""
+    for each in plan.every:
+        carried = [chain.submodel for chain in each.chains if chain.steps[-1].weights == "carried"]
+        _refuse(carried, each.pipeline.name)
+
+
+def _structures(steps: Steps) -> Iterator[Record]:
+    # A pass may look at a weight when it runs: its chain carries them then.
+    _refuse([name for name, chain in steps.items() if any(each.step.weights == "carried" for each in chain)], "export")
+    for chain in steps.values():
+        yield from (each.record for each in chain if each.step.weights == "symbolic")
+
+
+def _refuse(carried: Sequence[str], where: str) -> None:
     if carried:
         raise UsageError(
             f"the graphs of {', '.join(carried)} have their weights in them: there is nothing to take along",
-            where=result.plan.pipeline.name,
+            where=where,
             remedy="`sdflow plan` says why they carry them.",
         )
-    for steps in result.steps.values():
-        yield from (each.record for each in steps if each.step.weights == "symbolic")
 
 
-def _told(name: str, result: PipelineResult, records: Sequence[Record]) -> dict[str, Any]:
+def _told(name: str, made: _Made, records: Sequence[Record]) -> dict[str, Any]:
     """What the archive says of the structures of one architecture for one target."""
     verified = None
-    if (verification := result.verification) is not None:
+    if (verification := made.verification) is not None:
         verified = {"level": verification.level, "versions": dict(verification.versions)}
     return {
         "name": Path(name).name,
-        "target": result.plan.pipeline.target,
-        "model": result.plan.pipeline.model,
-        "submodels": list(result.steps),
+        "target": made.pipeline.target,
+        "model": made.pipeline.model,
+        "submodels": list(made.steps),
         "actions": [record.action.digest for record in records],
         "bytes": sum({record.artifact.digest: record.artifact.bytes for record in records}.values()),
         "verified": verified,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import subprocess
 import tarfile
+import venv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from forked_workers import forking
-from light_install import HEAVY, LightInstall, light_install
+from light_install import HEAVY, ROOT, LightInstall, light_install
 from original_layout import original_layout
 from safetensors.torch import save_file
 from small_lora import write_lora
@@ -323,3 +325,44 @@ def test_of_several_imported_structures_the_one_most_like_this_machine_is_taken(
     )
     cache.forget(own)
     assert imported.as_imported([step], cache)[0].uses == older.content["uses"], "of what is still here"
+
+
+@pytest.mark.slow
+def test_a_whole_pipeline_in_an_environment_that_pip_made(
+    tmp_path: Path, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip makes the light installation, of at most 250 MB; a verified export of all submodels is imported there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    place = tmp_path / "environment"
+    venv.create(place, with_pip=True)
+    python = place / "bin" / "python"
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    subprocess.run([python, "-m", "pip", "install", "-q", *constraints, f"{ROOT}[bind]"], check=True, cwd=tmp_path)
+    (packages,) = place.glob("lib/python*/site-packages")
+    ours = [path for path in packages.iterdir() if not path.name.startswith(("pip", "setuptools", "pkg_resources"))]
+    size = sum(file.stat().st_size for path in ours for file in [path, *path.rglob("*")] if file.is_file())
+    assert size < 250e6
+    light = LightInstall(python, tmp_path / "work")
+    light.folder.mkdir()
+    archive, full = tmp_path / "tiny.sdflow", Cache(tmp_path / "full")
+    exported = export_structures(["sd15-tiny"], ["cpu", "directml"], archive, full, Events())
+    assert [each["verified"]["level"] for each in exported.structures] == ["quick", "quick"]
+    assert light.run("cache", "import", str(archive)).returncode == 0
+    file = tmp_path / "model.safetensors"
+    save_file(original_layout(tiny_checkpoint), file)
+    lora = write_lora(tmp_path / "lora.safetensors")
+    workflow = tmp_path / "tiny.yaml"
+    content_of = {
+        "extends": "base/tiny.yaml",
+        "model": str(file),
+        "target": ["cpu", "directml"],
+        "loras": [{"file": str(lora), "scale": 0.5}],
+    }
+    workflow.write_text(yaml.safe_dump(content_of))
+    done = light.run("run", str(workflow), "--copy")
+    assert done.returncode == 0, done.stderr
+    options = RunOptions(out=tmp_path / "pipelines", results=tmp_path, copy=True, verify=False, evaluate=False)
+    run_workflow(load_workflow(workflow, catalog=catalog()), full, options, Events())
+    there, here = content(light.folder / "pipelines"), content(tmp_path / "pipelines")
+    assert here.keys() == there.keys() and "tiny-directml/unet/model.onnx.data" in here
+    assert [name for name in here if here[name] != there[name]] == []
