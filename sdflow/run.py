@@ -32,6 +32,7 @@ from sdflow.passes.user_pass import is_user_pass
 from sdflow.pipeline_folder import Content
 from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.store import Cache
+from sdflow.store.remote import Claim
 from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
 from sdflow.worker_group import WorkerGroup
@@ -260,6 +261,9 @@ def _verify(
             remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. Without verification "
             "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
         )
+    if executor.cache.remote is not None:
+        found = verified.result
+        executor.cache.remote.vouch(found.artifacts.values(), Claim(found.level, found.target, found.versions))
     return verified.result
 
 

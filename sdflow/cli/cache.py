@@ -52,7 +52,9 @@ def list_entries(
 
     shared = _shared(cache, url)
     with _must_answer(shared):
-        print_remote_entries(listed(shared.place, stop.check), shared.spec.shown, as_json=json)
+        entries = listed(shared.place, stop.check)
+        claims = shared.claims(each.entry.object for each in entries)
+        print_remote_entries(entries, claims, shared.spec.shown, as_json=json)
 
 
 @app.command()

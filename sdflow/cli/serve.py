@@ -81,7 +81,7 @@ def serve(
     open_page: Annotated[bool, typer.Option("--open", help="Open the server's page in the browser.")] = False,
     on: Annotated[
         str | None,
-        typer.Option("--on", help="Serve on a Ray cluster: ray, or ray://HOST:PORT.", metavar="CLUSTER"),
+        typer.Option("--on", help="Serve on the Ray cluster of this machine or of RAY_ADDRESS: ray.", metavar="ray"),
     ] = None,
     replicas: Annotated[
         str | None,
@@ -114,6 +114,8 @@ def serve(
     from sdflow.serve.on_ray.spread import read_spread
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
+    if spread is not None:
+        threads = threads or 1  # it asks Ray for so many cores
     models = read_all_served(pipeline, require_verified=require_verified, check=check)
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(

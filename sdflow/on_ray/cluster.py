@@ -12,7 +12,9 @@ from sdflow.errors import UsageError
 ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HOST:PORT"
 NAMESPACE = "sdflow"
 START = "Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others."
-START_FOR_CLIENTS = "HOST:PORT is of its head node's server for clients: `ray start --head --ray-client-server-port 9100` there."
+START_FOR_CLIENTS = (
+    "HOST:PORT is of its head node's server for clients: `ray start --head --ray-client-server-port 9100` there."
+)
 
 
 def ray_address(on: str) -> str:

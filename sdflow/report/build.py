@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.report.output import print_json, print_table
 from sdflow.report.verify import print_verification
+from sdflow.store.remote.up import FROM
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 if TYPE_CHECKING:
@@ -105,12 +106,27 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     if as_json:
         print_json("explanation", {"steps": [_planned_json(step) for step in chosen]})
         return
+    claims = _claims(chosen, cache)
     for step in chosen:
         built = f"built {step.record.built['finished']}" if step.record else ""
         lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
         print(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
-        for line in lines[1:]:
+        for line in (*lines[1:], *claims.get(step.step.id, ())):
             print(f"  {line}")
+
+
+def _claims(steps: Sequence[PlannedStep], cache: Cache) -> dict[str, list[str]]:
+    """Of steps that came or will come from the remote cache: who says to have verified them."""
+    if cache.remote is None:
+        return {}
+    objects = {}
+    for step in steps:
+        if step.record is not None and FROM in step.record.built:
+            objects[step.step.id] = step.record.artifact.digest
+        elif step.state == "remote" and step.action is not None and (entry := cache.remote.look(step.action)):
+            objects[step.step.id] = entry.object
+    found = cache.remote.claims(objects.values()) if objects else {}
+    return {name: [said.words for said in found.get(digest, ())] for name, digest in objects.items()}
 
 
 def print_run(result: RunResult, *, as_json: bool) -> None:

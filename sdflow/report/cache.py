@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from sdflow.report.output import print_json, print_table
 from sdflow.runtime.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
+from sdflow.store.remote.claims import Claim
 from sdflow.store.remote.up import Sent
 from sdflow.units import spell_bytes
 
@@ -72,8 +73,10 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
         print(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")
 
 
-def print_remote_entries(entries: Sequence[Listed], remote: str, *, as_json: bool) -> None:
-    """Every finished step of a remote cache."""
+def print_remote_entries(
+    entries: Sequence[Listed], claims: Mapping[str, Sequence[Claim]], remote: str, *, as_json: bool
+) -> None:
+    """Every finished step of a remote cache. claims: who says to have verified them, by object."""
     if as_json:
         print_json(
             "remote cache entries",
@@ -87,6 +90,7 @@ def print_remote_entries(entries: Sequence[Listed], remote: str, *, as_json: boo
                         "submodel": str(each.entry.action.content.get("submodel", "?")),
                         "bytes": each.bytes,
                         "pushed": each.pushed,
+                        "verified": [asdict(said) for said in claims.get(each.entry.object, ())],
                     }
                     for each in entries
                 ],
@@ -100,12 +104,18 @@ def print_remote_entries(entries: Sequence[Listed], remote: str, *, as_json: boo
             _pass(each),
             "its files are gone" if each.bytes is None else spell_bytes(each.bytes),
             "" if each.pushed is None else _date(each.pushed),
+            ", ".join(_claimed(said) for said in claims.get(each.entry.object, ())),
         )
         for each in entries
     ]
-    print_table("", ("action", "submodel", "pass", "size", "pushed"), rows, right=("size",))
+    print_table("", ("action", "submodel", "pass", "size", "pushed", "verified elsewhere"), rows, right=("size",))
     objects = {each.entry.object: each.bytes or 0 for each in entries}
     print(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects, in {remote}")
+
+
+def _claimed(said: Claim) -> str:
+    key = "unsigned" if said.key is None else f"{'' if said.trusted else 'not trusted '}{said.key[:8]}"
+    return f"{said.level} for {said.target} ({key})"
 
 
 def _pass(listed: Listed) -> str:

@@ -14,7 +14,7 @@ from sdflow.serve.limits import Limits
 from sdflow.serve.loras import Loras
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread
-from sdflow.serve.worker import WorkerOptions
+from sdflow.serve.worker_options import WorkerOptions
 
 
 @pytest.mark.parametrize(("text", "read"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
@@ -43,6 +43,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         ((None, 8000, None, 0.5, None, False), "Add --on ray"),
         ((None, 8000, None, None, None, True), "Add --on ray"),
         (("ray", 0, None, None, None, False), "no free port"),
+        (("ray://head:10001", 8000, None, None, None, False), "from a node of the cluster"),
         (("mars", 8000, None, None, None, False), "no place to run on"),
     ],
 )

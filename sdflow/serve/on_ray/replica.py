@@ -17,8 +17,8 @@ from ray import serve
 
 from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, Ready, Turned
 from sdflow.serve.server import SILENT
-from sdflow.serve.worker import WorkerOptions
 from sdflow.serve.worker_line import WorkerLine
+from sdflow.serve.worker_options import WorkerOptions
 
 LORAS_HELD = 32
 """Combinations of LoRAs that a replica counts as having; the last ones asked for. The worker keeps weights by bytes."""

@@ -36,6 +36,12 @@ def read_spread(
             )
         return None
     address = ray_address(on)
+    if address != "auto":
+        raise UsageError(
+            "a server is deployed from a node of the cluster",
+            where=f"--on {on}",
+            remedy="Run it there with --on ray; RAY_ADDRESS names the cluster where there are several.",
+        )
     if port == 0:
         raise UsageError("Ray Serve finds no free port", where="--port", remedy="Name one.")
     return Spread(address, *read_replicas(replicas or "1"), gpus or 0.0, queue or 4, take_over)

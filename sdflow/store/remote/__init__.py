@@ -3,13 +3,15 @@
 PREFIX/sdflow-v1/pieces/ab/<sha256>           a part of a file, named by its content
                  objects/ab/<tree digest>     the manifest: the files, and the pieces of each
                  actions/ab/<action digest>   the commit point: this action gave that object
+                 verified/ab/<tree digest>…   who says to have verified it, and on which versions
 
 What can be seen is whole: pieces go up first, then the manifest, the action last. What comes down is believed by its digest
 alone. So a remote can be slow, gone, wrong or hostile, and costs time at most.
 """
 
+from sdflow.store.remote.claims import Claim
 from sdflow.store.remote.entry import RemoteEntry
 from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec, remote_from_environment
 
-__all__ = ["Remote", "RemoteEntry", "RemoteSpec", "remote_from_environment"]
+__all__ = ["Claim", "Remote", "RemoteEntry", "RemoteSpec", "remote_from_environment"]

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sdflow.store.records import BadRecord
+from sdflow.store.remote.claims import FOLDER as CLAIMS
+from sdflow.store.remote.claims import named as claimed
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.place import UNFINISHED, Absent, Found, Place
@@ -108,6 +110,9 @@ def sweep(
     kept = _manifests(place, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
     used = {sha256 for content in kept.values() for sha256 in content.pieces}
     unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
+    left += [
+        file for file in _all(place, CLAIMS, meanwhile) if (digest := claimed(file)) is not None and digest not in kept
+    ]
     for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
         remove(files)
     if not dry_run:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,6 +19,7 @@ from sdflow.store.layout import Layout, free_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.quarantine import keep_bytes
 from sdflow.store.records import BadRecord
+from sdflow.store.remote.claims import Claim, claim, claims
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, action_path, object_path, read_entry, read_object
 from sdflow.store.remote.parallel import one
@@ -236,6 +237,22 @@ class Remote:
                 self._wrongs.discard(digest)
                 return sent
         return None
+
+    def vouch(self, objects: Iterable[str], said: Claim) -> None:
+        """Push that these were verified here, if pushing was asked for."""
+        if not self.spec.push or self._shut:
+            return
+        try:
+            claim(self.place, objects, said, self._signer)
+        except Unusable as error:
+            self._close(error)
+
+    def claims(self, objects: Iterable[str]) -> Mapping[str, Sequence[Claim]]:
+        """Who says to have verified these; empty where the remote cannot be listed."""
+        if self.unusable is None:
+            with contextlib.suppress(Unusable):
+                return claims(self.place, self.spec.trust, objects, stop.check)
+        return {}
 
     def _push_offered(self) -> None:
         while True:
