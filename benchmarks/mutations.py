@@ -68,6 +68,9 @@ class Pipeline:
         self.folder, self.cache, self.scratch = folder, cache, scratch
         self.request: JudgeRequest | None = None
         problems = self.problems(folder, None)
+        if self.request is not None and not self.request.reference.exists():  # it was computed, and has its place now
+            self.request = None
+            problems = self.problems(folder, None)
         if problems:
             raise SystemExit(f"the pipeline does not pass as it is: {problems}")
         self.image = self.draw(folder)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -47,8 +50,8 @@ def fill(graphs: Path, out: Path, cache: Path) -> None:
         record = (graphs.parent / ACTIONS / f"{action}.json").read_bytes()
         digest = json.loads(record)["record"]["object"]
         place = cache / "v1/objects" / digest[:2] / digest
-        if not place.exists():
-            place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another pipeline has the same structure
             (place / "files").symlink_to(structure.absolute())
         where = cache / "v1/actions" / action[:2]
         where.mkdir(parents=True, exist_ok=True)
@@ -130,12 +133,15 @@ def main() -> int:
     passed = True
     with tempfile.TemporaryDirectory() as scratch:
         options.scratch = Path(scratch)
-        cache, filled = options.scratch / "cache", []
-        for graphs in sorted(path.parent for path in options.graphs.glob(f"*/{MANIFEST_FILE}")):
-            filled.append(options.scratch / "pipelines" / graphs.name)
-            filled[-1].parent.mkdir(exist_ok=True)
-            fill(graphs, filled[-1], cache)
-            passed &= options.faults_only or verified(filled[-1], cache, options.run_on)
+        cache = options.scratch / "cache"
+        found = sorted(path.parent for path in options.graphs.glob(f"*/{MANIFEST_FILE}"))
+        filled = [options.scratch / "pipelines" / graphs.name for graphs in found]
+        filled[0].parent.mkdir()
+        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(fill, found, filled, [cache] * len(found)))
+        if not options.faults_only:
+            for each in filled:
+                passed &= verified(each, cache, options.run_on)
         if options.mutations:
             mutate(filled, cache, options)
     return int(not passed)
