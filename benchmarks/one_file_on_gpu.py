@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--profiles", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="one-file-") as scratch:
@@ -256,7 +257,7 @@ def main() -> None:
         for given in options.pipelines:
             measured.append(Measured(given, Path(scratch), options))
             measured[-1].times()
-        for each in measured:
+        for each in measured if options.profiles else ():
             each.profiles()
     if options.out is not None:
         options.out.write_text(json.dumps({each.given.name: each.found for each in measured}, indent=1))

@@ -55,6 +55,10 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
     terms.append(graph.add("ConstantOfShape", graph.joined(count, columns), value=zero))
     known = graph.joined(*terms)
+    every = graph.add(
+        "Range", graph.constant(0, "int64"), graph.add("Squeeze", graph.size(known, 0)), graph.constant(1, "int64")
+    )
+    places = graph.add("Reshape", graph.cast(every, TensorProto.INT32), graph.whole(-1, 1))
     if loop.guided:
         scale = graph.add("Max", SCALE, graph.constant(1.0, "float32"))  # up to 1 there is no guidance
         rows = graph.add("Mul", images, graph.whole(2))
@@ -89,8 +93,9 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         output = body.add("Add", negative, body.add("Mul", scale, body.add("Sub", positive, negative)))
     place = body.add("Add", body.add("Reshape", ROUND, body.whole(1)), first)
     output = body.add("Reshape", output, one_row)
-    place = body.add("Reshape", place, body.whole(1, 1))
-    body.add("ScatterND", "terms", place, output, to="more_terms")
+    # By a comparison: ScatterND of ONNX Runtime's CUDA provider copies a row with one thread, 0.6 ms of each step.
+    here = body.add("Equal", places, body.cast(place, TensorProto.INT32))
+    body.add("Where", here, output, "terms", to="more_terms")
     body.add("Identity", "go_on", to="still_going_on")
 
     rounds = graph.add("Squeeze", count, graph.whole(0))
