@@ -16,6 +16,7 @@ from sdflow.families import FAMILIES, part_of
 from sdflow.machine.packages import found_version, how_to_install, lacks
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import config_digest
+from sdflow.sources.same_architecture import same_architecture
 from sdflow.step import Step
 from sdflow.store import Cache
 
@@ -29,6 +30,7 @@ def as_imported(steps: Sequence[Step], cache: Cache) -> tuple[Step, ...]:
         return tuple(steps)
     found: list[Step] = []
     before: str | None = None
+    steps = _as_written_there(steps, cache)
     for step in steps:
         made = _choose(step, cache.imported(step.action(before, cache.salt)), cache)
         if made is None:
@@ -39,6 +41,25 @@ def as_imported(steps: Sequence[Step], cache: Cache) -> tuple[Step, ...]:
             break
         before = record.artifact.digest
     return (*found, *steps[len(found) :])
+
+
+def _as_written_there(steps: Sequence[Step], cache: Cache) -> Sequence[Step]:
+    """The steps, with the config.json of an imported structure in place of the checkpoint's where both say the same and only
+    that was imported: entries that have their default values may be there or not."""
+    first = steps[0]
+    assert first.source is not None, "a step whose checkpoint is not here is not looked up"
+    config = first.source.load["config"]
+    written = [config, *(
+        each["config"]
+        for each in cache.imported_architectures()
+        if same_architecture(config, each["config"], each["defaults"])
+    )]  # fmt: skip
+    for each in written:
+        source = replace(first.source, load={**first.source.load, "config": each})
+        made = [replace(step, source=source) for step in steps]
+        if cache.imported(made[0].action(None, cache.salt)):
+            return made
+    return steps
 
 
 def _choose(step: Step, candidates: Sequence[Action], cache: Cache) -> Action | None:

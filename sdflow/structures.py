@@ -28,6 +28,7 @@ from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
 from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.run import RunOptions, run_workflow
 from sdflow.shipped import shipped_workflow
+from sdflow.sources.same_architecture import config_defaults
 from sdflow.store import Cache
 from sdflow.store.archive import Archive, import_archive, write_archive
 from sdflow.verify import Verification
@@ -74,7 +75,7 @@ def export_structures(
         require_packages("verifying what is exported", *REFERENCE)
     workflows = [_workflow(name, targets, verify) for name in names]
     records: list[Record] = []
-    told = []
+    told, architectures = [], list[dict[str, Any]]()
     with cache.lease():
         for name, workflow in zip(names, workflows, strict=True):
             made = (
@@ -84,7 +85,8 @@ def export_structures(
                 structures = list(_structures(each.steps))
                 records += structures
                 told.append(_told(name, each, structures))
-        about = {"sdflow": __version__, "versions": versions(), "structures": told}
+                architectures += [config for config in _architectures(each.steps) if config not in architectures]
+        about = {"sdflow": __version__, "versions": versions(), "structures": told, "architectures": architectures}
         size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
     unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
     return Exported(path, told, size, sum(unpacked.values()))
@@ -163,6 +165,14 @@ def _structures(steps: Steps) -> Iterator[Record]:
         yield from (each.record for each in chain if each.step.weights == "symbolic")
 
 
+def _architectures(steps: Steps) -> Iterator[dict[str, Any]]:
+    """The config.json of each, and what its entries are where another release of its library left them out."""
+    for chain in steps.values():
+        source = chain[0].step.source
+        assert source is not None, "it was built"
+        yield {"config": source.load["config"], "defaults": config_defaults(source.load["config"])}
+
+
 def _refuse(carried: Sequence[str], where: str) -> None:
     if carried:
         raise UsageError(
@@ -208,9 +218,19 @@ def import_structures(path: Path, cache: Cache) -> Imported:
                     "holds something else than structures", where=str(path), remedy="Nothing was imported."
                 )
             _require_pass(archive, content.get("pass"), path)
+        known = archive.about.get("architectures", [])
+        maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
+        if not _are_maps(maps):
+            raise UsageError(
+                "does not say of which architectures it is", where=str(path), remedy="Nothing was imported."
+            )
 
     archive, new = import_archive(path, cache, accept)
     return Imported(path, archive, new)
+
+
+def _are_maps(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, dict) for each in found)
 
 
 def _require_pass(archive: Archive, named: Any, path: Path) -> None:

@@ -31,6 +31,7 @@ from sdflow.passes.registry import catalog
 from sdflow.plan import make_plan
 from sdflow.run import RunOptions, run_workflow
 from sdflow.sources import Checkpoint
+from sdflow.sources.architectures import architecture_config
 from sdflow.store import Cache
 from sdflow.store.records import dump
 from sdflow.structures import Exported, export_structures, import_structures
@@ -105,6 +106,14 @@ def imported_there(machines: Machines) -> LightInstall:
     return machines.light
 
 
+@pytest.fixture(scope="module")
+def base_there(machines: Machines, imported_there: LightInstall) -> Path:
+    """A pipeline that was built there, of random weights."""
+    done = imported_there.run("run", str(machines.workflow("base")))
+    assert done.returncode == 0, done.stderr
+    return imported_there.folder / "pipelines" / "base"
+
+
 def test_the_light_installation_has_none_of_the_large_packages(machines: Machines) -> None:
     script = "import importlib.util, sys; print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])"
     done = machines.light.start("-c", script, *HEAVY, "onnx", "onnxruntime")
@@ -138,6 +147,25 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
+def test_a_folder_whose_configs_were_written_by_another_release_takes_the_same_structures(
+    machines: Machines, imported_there: LightInstall, base_there: Path, tiny_torch: Any
+) -> None:
+    """diffusers and transformers write all the entries that have their default values, and those who publish do not."""
+    folder = machines.folder / "saved"
+    tiny_torch.save_pretrained(folder)
+    config = folder / "text_encoder" / "config.json"
+    entries = json.loads(config.read_text())
+    assert len(entries) > len(architecture_config("sd15-tiny", "text_encoder"))
+    done = imported_there.run("run", str(machines.workflow("saved", model=str(folder))))
+    assert done.returncode == 0, done.stderr
+    there = imported_there.folder / "pipelines" / "saved"
+    for name in ("text_encoder/model.onnx", "text_encoder/model.onnx.data", "vae_decoder/model.onnx.data"):
+        assert (there / name).read_bytes() == (base_there / name).read_bytes(), "the same weights"
+    config.write_text(json.dumps({**entries, "hidden_act": "gelu"}))
+    done = imported_there.run("run", str(machines.workflow("other", model=str(folder))))
+    assert done.returncode == 2 and "text_encoder of this architecture for cpu" in done.stderr
+
+
 def test_the_plan_there_has_the_keys_of_the_structures_and_says_with_what_they_were_made(
     machines: Machines, imported_there: LightInstall
 ) -> None:
@@ -155,11 +183,11 @@ def test_the_plan_there_has_the_keys_of_the_structures_and_says_with_what_they_w
     assert f"torch {packages.distribution_version('torch')}" in note and "not installed here: " in note
 
 
-def test_a_pipeline_that_was_built_there_is_baked_there(machines: Machines, imported_there: LightInstall) -> None:
+def test_a_pipeline_that_was_built_there_is_baked_there(
+    machines: Machines, imported_there: LightInstall, base_there: Path
+) -> None:
     lora = write_lora(machines.folder / "other.safetensors", ["text_encoder"], seed=4)
-    path = machines.workflow("base")
-    assert imported_there.run("run", str(path)).returncode == 0
-    done = imported_there.run("bake", "--base", "pipelines/base", "--lora", f"{lora}:0.7", "--out", "pipelines/baked")
+    done = imported_there.run("bake", "--base", str(base_there), "--lora", f"{lora}:0.7", "--out", "pipelines/baked")
     assert done.returncode == 0, done.stderr
     assert (imported_there.folder / "pipelines/baked/text_encoder/model.onnx.data").is_file()
 

@@ -19,7 +19,7 @@ from sdflow.families.schedulers import renamed
 from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
-_ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
+ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
 
 
 class CheckpointNotLocal(CheckpointError):
@@ -132,7 +132,7 @@ def files_of(load: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config.json without the entries that name the program or the folder it came from."""
-    return digest_json({key: value for key, value in config.items() if key not in _ORIGIN_KEYS})
+    return digest_json({key: value for key, value in config.items() if key not in ORIGIN_KEYS})
 
 
 def side_by_side(work: Sequence[Callable[[], str]]) -> list[str]:

@@ -8,9 +8,10 @@ manifest; `check` reads every byte again. What is damaged goes to quarantine and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
@@ -18,7 +19,7 @@ from sdflow.digest import digest_json
 from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.imported import note_imported, noted
+from sdflow.store.imported import note_architectures, note_imported, noted, noted_architectures
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.objects import AbsentObject, BadTree, check, find
@@ -209,11 +210,18 @@ class Cache:
         with writing(self.root):
             self._layout.action(action.digest).unlink(missing_ok=True)
 
-    def note_imported(self, actions: Iterable[Action]) -> None:
-        """Note that these were done elsewhere, so that `imported` finds them. Raises CacheError."""
+    def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. Raises
+        CacheError."""
         self._layout.ensure()
         with writing(self.root):
             note_imported(self._layout, actions)
+            note_architectures(self._layout, architectures)
+
+    def imported_architectures(self) -> list[dict[str, Any]]:
+        """What was noted of the architectures of imported actions."""
+        with reading(self.root):
+            return noted_architectures(self._layout)
 
     def imported(self, action: Action) -> list[Action]:
         """The imported actions that are this one but for the versions of packages, the last that was imported at the end."""

@@ -28,6 +28,27 @@ def note_imported(layout: Layout, actions: Iterable[Action]) -> None:
             replace_file(layout, _file(layout, action.content), dump(body))
 
 
+def note_architectures(layout: Layout, architectures: Iterable[Mapping[str, Any]]) -> None:
+    """Note what whoever plans wants to know of the architectures that imported results are of: JSON."""
+    with held(layout.lock("imported"), None, lambda: None):
+        known = noted_architectures(layout)
+        more = [dict(each) for each in architectures if each not in known]
+        if more:
+            replace_file(layout, _architectures(layout), dump({"format": 1, "architectures": [*known, *more]}))
+
+
+def noted_architectures(layout: Layout) -> list[dict[str, Any]]:
+    """What was noted so."""
+    try:
+        return list(load(read_record(_architectures(layout)))["architectures"])
+    except (FileNotFoundError, NotADirectoryError, BadRecord, KeyError, TypeError):
+        return []
+
+
+def _architectures(layout: Layout) -> Path:
+    return layout.imported / "architectures.json"
+
+
 def noted(layout: Layout, content: Mapping[str, Any]) -> list[Action]:
     """The imported actions that are this one but for versions of packages, the last that was imported at the end."""
     try:
