@@ -34,8 +34,9 @@ def serve(
         typer.Option(help="A folder of .safetensors files that requests may name.", metavar="DIR", show_default=False),
     ] = None,
     lora_memory: Annotated[
-        float, typer.Option(min=0, help="GB of weights with LoRAs that are kept; the last ones asked for stay.")
-    ] = 4.0,
+        float,
+        typer.Option(min=0, help="GB for LoRAs: their sessions, and weights with them; the last ones asked for stay."),
+    ] = 8.0,
     cache: Annotated[
         Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache that the pipelines were built with.")
     ] = Path("cache"),
@@ -103,6 +104,7 @@ def serve(
 
     require_packages("`sdflow serve`", *DRAWS)
     from sdflow.serve.limits import Limits
+    from sdflow.serve.lora_structures import LoraFit
     from sdflow.serve.loras import Loras
     from sdflow.serve.served_model import read_all_served
     from sdflow.serve.server import access_of, require_installed, serve
@@ -132,7 +134,11 @@ def serve(
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
-        Loras(loras, cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None),
+        Loras(
+            loras,
+            cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None,
+            LoraFit(folders, cache.absolute()).require,
+        ),
         log_prompts,
     )
 

@@ -9,8 +9,9 @@ for Stable Diffusion 1.5, measured. Sessions take values that are there already 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import data_span, is_external
@@ -19,6 +20,7 @@ from sdflow.runtime.sessions import read_graph
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
+    import torch
 
 ALIGNMENT = 256
 """Bytes; as the driver's own allocations are aligned."""
@@ -33,7 +35,7 @@ class DeviceWeights:
     def __init__(self, model: Path, device: str) -> None:
         self._model, self._device = model, device
         self._lock = threading.Lock()
-        self._values: dict[_Span, Any] | None = None
+        self._values: dict[_Span, torch.Tensor] | None = None
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Initializer name -> its value on the device, for a graph whose initializers lie in the model's data file.
@@ -42,19 +44,26 @@ class DeviceWeights:
         """
         import onnxruntime
 
+        return {name: onnxruntime.OrtValue.from_dlpack(value) for name, value in self._of(graph).items()}
+
+    def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The same memory as tensors, by the names that the model has for them. It is for reading only."""
+        return {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
+
+    def _of(self, graph: onnx.ModelProto) -> dict[str, torch.Tensor]:
         with self._lock:
             if self._values is None:
                 self._values = self._copied()
             values = self._values
         wanted = {tensor.name: _span(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
-        return {name: onnxruntime.OrtValue.from_dlpack(values[span]) for name, span in wanted.items() if span in values}
+        return {name: values[span] for name, span in wanted.items() if span in values}
 
     def release(self) -> None:
         """Let go of the memory; it is free when the sessions that were given it are gone too."""
         with self._lock:
             self._values = None
 
-    def _copied(self) -> dict[_Span, Any]:
+    def _copied(self) -> dict[_Span, torch.Tensor]:
         import numpy as np
         import torch
         from onnx.helper import tensor_dtype_to_np_dtype

@@ -174,19 +174,21 @@ def load_submodel(
     lazy: bool = False,
     options: LoadOptions = PLAIN,
     live: LiveWeights | None = None,
+    shared: DeviceWeights | None = None,
 ) -> Submodel:
     """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
 
     family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
     may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
-    for each set of shapes. live: weights that its sessions read from there.
+    for each set of shapes. live: weights that its sessions read from there. shared: the others on the device, where the same
+    model is loaded already.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
     fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
-    weights = DeviceWeights(model, where.device) if fixed else None
+    weights = (shared or DeviceWeights(model, where.device)) if fixed else None
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 

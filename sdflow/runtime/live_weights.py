@@ -28,6 +28,11 @@ class LiveWeights:
         self._slots = {name: value.clone() for name, value in own.items()}
         self._held = dict(own)
 
+    @property
+    def size(self) -> int:
+        """Of the memory that is written, in bytes."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
     def open(self, graph: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
         """A copy of a graph, or of a part of it, that takes these as inputs; and what they are to be bound to."""
         from onnx import ModelProto, helper

@@ -212,7 +212,7 @@ class Submodel:
         self.place = place
         self.path = path
         self.static_shapes, self.profiles = static_shapes, profiles
-        self._load, self._fixed, self._outputs, self._weights = load, fixed, outputs, weights
+        self._load, self._fixed, self._outputs, self.weights = load, fixed, outputs, weights
         self._edits = tuple(edits)
         self._session: Any = None
         self._session_shapes: Shapes | None = None
@@ -261,7 +261,7 @@ class Submodel:
             path=self.path,
             fixed=self._fixed,
             outputs=None if self.part.read is None else self.part.read(config),
-            weights=self._weights,
+            weights=self.weights,
             edits=self._edits if edit is None else (*self._edits, edit),
         )
 
@@ -269,8 +269,8 @@ class Submodel:
         """Give the sessions' memory and all bound tensors back."""
         self._bound.clear()
         self._session = None
-        if self._weights is not None:
-            self._weights.release()
+        if self.weights is not None:
+            self.weights.release()
 
     def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
         """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""

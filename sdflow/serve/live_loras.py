@@ -115,12 +115,20 @@ class LiveLoras:
         self.names, self._structures, self._device = names, structures, place.device
         self._kept_factors: dict[str, list[tuple[Mapping[str, LoraLayer], Factors]]] = {}
         with place.current():
-            self._live = {
-                name: LiveWeights(own_values((folder / name / MODEL_FILE).resolve(), wanted, place.device))
-                for name, wanted in names.items()
-            }
+            self._live = {}
+            for name, wanted in names.items():
+                there, model = base.base.submodels[name].weights, (folder / name / MODEL_FILE).resolve()
+                own = own_values(model, wanted, place.device) if there is None else there.tensors(wanted)
+                self._live[name] = LiveWeights(own)
             self._own = {name: self._read_own(name) for name in names}
         self.pipeline = base.with_submodels(folder, self._live)
+
+    @cached_property
+    def size_of_sessions(self) -> int:
+        """That it takes on a device beside the pipeline without LoRAs: the memory that is written, and the parameters of the
+        checkpoint. What the pipeline has itself is shared."""
+        read: int = sum(values.nbytes for own in self._own.values() for values in own.values())
+        return read + sum(each.size for each in self._live.values())
 
     def covers(self, names: Names) -> bool:
         """Whether these may be changed."""

@@ -15,18 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.bake import workflow_of
-from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
-from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.plan import BIND_PASS, PipelinePlan, make_plan
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.live_loras import Layers, LiveLoras, Names, Structure
+from sdflow.serve.lora_structures import read_structures
 from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.serve.shared_values import SharedValues
-from sdflow.sources import Checkpoint, require_same_checkpoint
+from sdflow.sources import Checkpoint
 from sdflow.sources.lora import LoraLayer, read_lora, require_made_for
-from sdflow.store import Cache
 from sdflow.weights.lora import LoraInput, read_loras
 
 LORAS_READ = 8
@@ -89,9 +85,7 @@ class LoraPipelines:
     ) -> LoraPipelines:
         """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
         or its graphs are not in the cache."""
-        plan = _plan(folder, Cache(cache))
-        assert plan.checkpoint is not None, "looked at when it was planned"
-        return cls(folder, base, plan.checkpoint, _structures(plan, Cache(cache), str(cache)), memory, values)
+        return cls(folder, base, *read_structures(folder, cache), memory, values)
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
@@ -108,12 +102,20 @@ class LoraPipelines:
         return self._alive.get(loras)
 
     def keep(self, made: Made) -> ServedPipeline:
-        """Keep one for as long as there is room, and it is asked for more than others."""
-        while self._made and made.size + sum(each.size for each in self._made.values()) > self._memory:
+        """Keep one for as long as there is room beside the sessions for all LoRAs, and it is asked for more than others."""
+        while (
+            self._made
+            and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
+        ):
             self._made.pop(next(iter(self._made)))
         self._made[made.loras] = made
         self._alive[made.loras] = made.pipeline
         return made.pipeline
+
+    @property
+    def size_of_sessions(self) -> int:
+        """How many bytes those that are the same for all LoRAs take beside the pipeline."""
+        return 0 if self._live is None else self._live.size_of_sessions
 
     @property
     def kept(self) -> list[tuple[LoraFile, ...]]:
@@ -226,40 +228,3 @@ class LoraPipelines:
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:
     """Without those that count nothing."""
     return tuple(lora for lora in loras if lora.scale)
-
-
-def _plan(folder: Path, cache: Cache) -> PipelinePlan:
-    origin = read_manifest(folder).origin
-    where = folder / MANIFEST_FILE
-    (planned,) = make_plan(workflow_of(where, origin, (), origin.name), cache).pipelines
-    if planned.checkpoint is None:
-        raise UsageError(
-            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow."
-        )
-    require_same_checkpoint(planned.checkpoint, origin, str(where))
-    return planned
-
-
-def _structures(plan: PipelinePlan, cache: Cache, where: str) -> dict[str, Structure]:
-    assert plan.checkpoint is not None, "looked at when it was planned"
-    family, found = plan.checkpoint.family, {}
-    for chain in plan.chains:
-        if chain.submodel not in family.with_loras:
-            continue
-        if chain.steps[-1].name != BIND_PASS:
-            raise UsageError(
-                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be put in later",
-                where=plan.pipeline.name,
-                remedy="Bake them into pipelines of their own: sdflow bake.",
-            )
-        planned = {each.step.index: each for each in plan.steps(cache) if each.step.submodel == chain.submodel}
-        bind, before = chain.steps[-1], planned[len(chain.steps) - 2]
-        if before.record is None:
-            raise UsageError(
-                f"the graph of {chain.submodel} is not in this cache",
-                where=where,
-                remedy="Name the cache that the pipeline was built with: --cache DIR. Or run its workflow again with this one.",
-            )
-        own = tuple(LoraInput(lora.path, lora.scale) for lora in bind.loras)
-        found[chain.submodel] = Structure(chain.submodel, before.record.artifact.path.absolute(), bind.load, own)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,17 +19,24 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,99}")
 _SUFFIX = ".safetensors"
 
 
+def _anything_fits(path: Path) -> None:
+    """Where there are no pipelines to look at."""
+
+
 class Loras:
     """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
 
-    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one.
+    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. require_fit: raises
+    CheckpointError or UsageError for a file that no pipeline can draw with.
     """
 
-    def __init__(self, folder: Path | None, sent_below: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, sent_below: Path | None = None, require_fit: Callable[[Path], None] = _anything_fits
+    ) -> None:
         """Raises UsageError for a folder that is not there."""
         if folder is not None and not folder.is_dir():
             raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
-        self.folder, self.sent_below = folder, sent_below
+        self.folder, self.sent_below, self.require_fit = folder, sent_below, require_fit
         self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-", dir=sent_below))
         self._removed: set[str] = set()
         self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
@@ -72,7 +79,8 @@ class Loras:
         return tuple(found)
 
     def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
-        """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, and what is no LoRA."""
+        """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, what is no LoRA, and one that no
+        pipeline here can draw with."""
         name = name.removesuffix(_SUFFIX)
         if not _NAME.fullmatch(name):
             raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
@@ -86,6 +94,13 @@ class Loras:
         except CheckpointError as error:
             path.unlink()
             raise ApiError(400, f"this is no LoRA: {error.what}.", param="file", code="invalid_lora") from error
+        try:
+            self.require_fit(path)
+        except (CheckpointError, UsageError) as error:
+            path.unlink()
+            raise ApiError(
+                400, f"no pipeline here can draw with it: {error.what}.", param="file", code="invalid_lora"
+            ) from error
         size = path.stat().st_size
         path.rename(self._sent / f"{name}{_SUFFIX}")
         return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}

@@ -17,13 +17,40 @@ Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 
+_idle: list[_Thread] = []
+"""Threads whose function has ended. CUDA's and ONNX Runtime's libraries make things for every thread that uses them, so few
+threads are used again and again."""
+
+
+class _Thread:
+    """Runs one function after another, in the same thread."""
+
+    def __init__(self) -> None:
+        self._functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="call", daemon=True).start()
+
+    @staticmethod
+    def start(function: Callable[[], None]) -> None:
+        """Run it in a thread that is idle, else in a new one."""
+        try:
+            thread = _idle.pop()
+        except IndexError:
+            thread = _Thread()
+        thread._functions.put(function)
+
+    def _run(self) -> None:
+        while True:
+            self._functions.get()()
+            _idle.append(self)
+
+
 class CallEnded(BaseException):
     """Raised in the function where it asks, when nobody wants its result any more. No Exception: nothing catches it."""
 
 
 class PausedCall(Generic[Asked, Answer, Result]):
-    """`function(ask)` in a thread of its own, which has not begun. One `begin`, then `answer` for as long as `asked` is not
-    None; then `result()`, or `end()` at any time."""
+    """`function(ask)` in a thread of its own while it runs; it has not begun. One `begin`, then `answer` for as long as `asked`
+    is not None; then `result()`, or `end()` at any time."""
 
     def __init__(self, function: Callable[[Callable[[Asked], Answer]], Result]) -> None:
         self.asked: Asked | None = None
@@ -31,11 +58,11 @@ class PausedCall(Generic[Asked, Answer, Result]):
         self._error: BaseException | None = None
         self._answers: SimpleQueue[list[Answer]] = SimpleQueue()
         self._stopped = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, args=(function,), name="call", daemon=True)
+        self._function = function
 
     def begin(self) -> None:
         """Run to where it first asks, or to its end."""
-        self._thread.start()
+        _Thread.start(self._run)
         self._stopped.acquire()
 
     def answer(self, value: Answer) -> None:
@@ -58,9 +85,9 @@ class PausedCall(Generic[Asked, Answer, Result]):
         self._answers.put(answer)
         self._stopped.acquire()
 
-    def _run(self, function: Callable[[Callable[[Asked], Answer]], Result]) -> None:
+    def _run(self) -> None:
         try:
-            self._result.append(function(self._ask))
+            self._result.append(self._function(self._ask))
         except BaseException as error:  # noqa: BLE001  (this is where the thread would end; `result` raises it)
             self._error = error
         finally:

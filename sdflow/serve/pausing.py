@@ -18,6 +18,7 @@ from sdflow.runtime.denoisers import DenoiserSource
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.split import TIMESTEP
+from sdflow.runtime.submodel import Place
 from sdflow.serve.cuts import Cuts
 from sdflow.serve.shared_steps import SharedSteps, Step, Texts
 
@@ -45,15 +46,20 @@ Ask = Callable[[Asked], "torch.Tensor"]
 
 
 class StepsOfSizes:
-    """The shared steps of a pipeline's denoiser, by size: made when first wanted, the last ones kept."""
+    """The shared steps of a pipeline's denoiser, by size: made when first wanted, the last ones kept. why_alone: why images of no
+    size are drawn together; None where they are."""
 
     KEPT = 4
+
+    def hold(self) -> None:
+        """Let the next run read the weights: they are there."""
 
     def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
         self._cuts = cuts
         self._model = pipeline.submodels[pipeline.family.denoiser]
         self._texts = [pipeline.submodels[name].config for name in pipeline.family.text]
         self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
+        self._alone: set[tuple[tuple[str, int], ...]] = set()
         ports = self._model.part.model.ports(self._model.config).inputs
         common = [port.name for port in ports if port.axes[0] != "batch" and port.name != TIMESTEP]
         self.why_alone: str | None = None
@@ -69,20 +75,30 @@ class StepsOfSizes:
         conditions: Conditions | None = None,
         axes: Mapping[str, int] = MappingProxyType({}),
     ) -> SharedSteps | None:
-        """For latents of so many rows and columns; None where each image is drawn by itself: `why_alone` says why. axes: the
-        sizes of the denoiser's further axes."""
+        """For latents of so many rows and columns; None where each image is drawn by itself. axes: the sizes of the denoiser's
+        further axes."""
         if self.why_alone is not None:
             return None
-        sizes = {"sequence": self._length(conditions), "latent_height": rows, "latent_width": columns, **axes}
+        sizes: dict[str, int] = {
+            "sequence": self._length(conditions),
+            "latent_height": rows,
+            "latent_width": columns,
+            **axes,
+        }
         key = tuple(sizes.items())
+        if key in self._alone:
+            return None
         if key not in self._made:
+            try:
+                made = SharedSteps(self._model, sizes, self._cuts)
+            except PassError as error:
+                if not self._made:  # the first is of the model's own size
+                    self.why_alone = str(error)
+                self._alone.add(key)
+                return None
             while len(self._made) >= self.KEPT:
                 self._made.pop(next(iter(self._made)))
-            try:
-                self._made[key] = SharedSteps(self._model, sizes, self._cuts)
-            except PassError as error:
-                self.why_alone = str(error)
-                return None
+            self._made[key] = made
         self._made[key] = self._made.pop(key)
         return self._made[key]
 
@@ -98,7 +114,7 @@ class HeldSteps:
     """The shared steps of a pipeline with other weights (`SharedSteps.holding`)."""
 
     def __init__(self, steps: StepsOfSizes | HeldSteps, hold: Callable[[], None]) -> None:
-        self._steps, self._hold = steps, hold
+        self._steps, self.hold = steps, hold
         self._made: WeakKeyDictionary[SharedSteps, SharedSteps] = WeakKeyDictionary()
 
     @property
@@ -112,23 +128,26 @@ class HeldSteps:
         columns: int,
         conditions: Conditions | None = None,
         axes: Mapping[str, int] = MappingProxyType({}),
-    ) -> SharedSteps:
-        """As of `StepsOfSizes`, the same for the same. Raises PassError where each image is drawn by itself: nothing would hold
-        the weights there."""
+    ) -> SharedSteps | None:
+        """As of `StepsOfSizes`, the same for the same."""
         found = self._steps.of(rows, columns, conditions, axes)
         if found is None:
-            raise PassError(f"with these LoRAs images are drawn together only, and {self.why_alone}")
+            return None
         if found not in self._made:
-            self._made[found] = found.holding(self._hold)
+            self._made[found] = found.holding(self.hold)
         return self._made[found]
 
 
 class PausingDenoisers(DenoiserSource):
     """In the place of a pipeline's own, for one call that draws one image."""
 
-    def __init__(self, steps: StepsOfSizes | HeldSteps, own: DenoiserSource, ask: Ask) -> None:
-        """own: the pipeline's. ask: gives what the model makes of a step."""
-        self._steps, self._own, self._ask = steps, own, ask
+    def __init__(self, steps: StepsOfSizes | HeldSteps, own: DenoiserSource, ask: Ask, place: Place) -> None:
+        """own: the pipeline's. ask: gives what the model makes of a step. place: of the denoiser."""
+        self._steps, self._own, self._ask, self._place = steps, own, ask, place
+
+    def _hold(self) -> None:
+        with self._place.current():
+            self._steps.hold()
 
     def get(
         self,
@@ -148,7 +167,7 @@ class PausingDenoisers(DenoiserSource):
         steps = self._steps.of(height, width, conditions, axes)
         if steps is None:
             whole = self._own.get(start, rows, conditions, controls, axes, guess=guess)
-            return _AloneDenoiser(whole, self._ask)
+            return _AloneDenoiser(whole, self._ask, self._hold)
         return _SharedDenoiser(steps, rows, (channels, height, width), start.noise.device, self._ask)
 
     def unload(self) -> None:
@@ -175,17 +194,18 @@ class _SharedDenoiser:
 class _AloneDenoiser:
     """`runtime.denoiser.Denoiser` that others use in between: everything is put there again before each step."""
 
-    def __init__(self, whole: Denoiser, ask: Ask) -> None:
+    def __init__(self, whole: Denoiser, ask: Ask, hold: Callable[[], None]) -> None:
         import torch
 
         self.sample = torch.zeros_like(whole.sample)
-        self._whole, self._ask = whole, ask
+        self._whole, self._ask, self._hold = whole, ask, hold
 
     def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
         self._conditions, self._schedule = conditions, schedule
 
     def step(self, index: int) -> torch.Tensor:
         def run() -> torch.Tensor:
+            self._hold()
             self._whole.begin(self._conditions, self._schedule)
             self._whole.sample.copy_(self.sample)
             return self._whole.step(index).clone()

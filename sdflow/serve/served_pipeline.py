@@ -14,6 +14,7 @@ from sdflow.errors import VerificationError
 from sdflow.families.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.control import Control
+from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, load_submodel
 from sdflow.runtime.images import to_pil
@@ -41,8 +42,9 @@ RESTING = {"session.intra_op.allow_spinning": "0"}
 """The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
 an image of 8 steps takes 0.29 s without that, and 0.39 with, on 2 cores."""
 
-Reload = Callable[[Path, str, LiveWeights | None], Submodel]
-"""Loads the submodel of a folder, of this name; with weights that it reads from memory."""
+Reload = Callable[[Path, str, LiveWeights | None, DeviceWeights | None], Submodel]
+"""Loads the submodel of a folder, of this name; with weights that it reads from memory, and the others on the device where they
+are there."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,26 @@ class ServedPipeline:
         tuning = replace(recorded, session={**RESTING, **recorded.session})
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
 
-        def reload(other: Path, name: str, live: LiveWeights | None) -> Submodel:
+        def reload(other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None) -> Submodel:
             how = LoadOptions(threads=threads, tuning=tuning)
-            return load_submodel(other, name, target, family=family, lazy=True, options=how, live=live)
+            return load_submodel(other, name, target, family=family, lazy=True, options=how, live=live, shared=shared)
 
         if origin.refiner is not None:
             return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options), reload)
         return cls(Pipeline.load(folder, target, **options), reload)
 
     def with_submodels(self, folder: Path, live: Mapping[str, LiveWeights | None]) -> ServedPipeline:
-        """The same pipeline with these submodels of another folder, by name, each with the weights that it reads from memory;
-        all others are shared. A refiner stays as it is."""
+        """The same pipeline with these submodels of another folder, by name, each with the weights that it reads from memory:
+        then of the pipeline's own folder. All others are shared. A refiner stays as it is."""
         assert self._reload is not None, "it was loaded from a folder"
-        base = self.base
+        base, reload = self.base, self._reload
+
+        def loaded(name: str, weights: LiveWeights | None) -> Submodel:
+            return reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+
         pipeline = Pipeline(
             base.family,
-            {**base.submodels, **{name: self._reload(folder, name, weights) for name, weights in live.items()}},
+            {**base.submodels, **{name: loaded(name, weights) for name, weights in live.items()}},
             base.companions,
             base.options,
             defaults=base.defaults,
@@ -182,7 +188,7 @@ class ServedPipeline:
         made = copy.copy(stage)
         if job.scheduler is not None:
             made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config)
-        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask)
+        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask, stage.place)
         return made
 
     def _previewing(self, job: Job, told: Told) -> Callable[[Preview], None]:

@@ -53,6 +53,17 @@ def test_the_values_are_those_of_the_file_and_aligned(model: Path) -> None:
     assert all((start - starts[0]) % ALIGNMENT == 0 for start in starts)
 
 
+def test_tensors_are_the_memory_that_sessions_read(model: Path) -> None:
+    weights = DeviceWeights(model, "cpu")
+    read = weights.of(onnx.load(model, load_external_data=False))
+    tensors = weights.tensors(["half", "single"])
+    assert {name: each.data_ptr() for name, each in tensors.items()} == {
+        name: read[name].data_ptr() for name in ("half", "single")
+    }
+    for name, each in tensors.items():
+        np.testing.assert_array_equal(each.numpy(), VALUES[name])
+
+
 def test_graphs_made_of_one_model_share_the_memory(model: Path) -> None:
     weights = DeviceWeights(model, "cpu")
     graph = onnx.load(model, load_external_data=False)

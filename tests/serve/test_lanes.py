@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from sdflow.serve.engine import Engine
 from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
-from sdflow.serve.lanes import Lanes
+from sdflow.serve.lanes import Lanes, Tell
 from sdflow.serve.loading import LoadedLane, load_lanes
 from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.serve.shared_values import SharedValues, Values
+from sdflow.serve.waiting import Waiting
 from sdflow.serve.worker_options import WorkerOptions
 
 PATIENCE = 600
+
+Kind = TypeVar("Kind")
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +42,13 @@ class Running:
         self._heard = threading.Condition()
         self.lanes = Lanes(self._hear)
         for number, lane in enumerate(loaded):
-            self.lanes.add(
-                lambda waiting, tell, number=number, lane=lane: Engine(
-                    lambda job: find(number, job), lane.seconds, tell, waiting=waiting
-                )
-            )
+            self.lanes.add(partial(self._engine, partial(find, number), lane))
         self._thread = threading.Thread(target=self.lanes.run, daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def _engine(find: Callable[[Job], ServedPipeline], lane: LoadedLane, waiting: Waiting, tell: Tell) -> Engine:
+        return Engine(find, lane.seconds, tell, waiting=waiting)
 
     def _hear(self, message: Message) -> None:
         with self._heard:
@@ -54,7 +59,7 @@ class Running:
         with self._heard:
             assert self._heard.wait_for(lambda: true(self.told), PATIENCE), self.told
 
-    def of(self, kind: type) -> list[Message]:
+    def of(self, kind: type[Kind]) -> list[Kind]:
         return [each for each in self.told if isinstance(each, kind)]
 
     def end(self) -> None:

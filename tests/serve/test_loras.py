@@ -20,14 +20,16 @@ from safetensors.numpy import load_file, save_file
 from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
 from started_python import Command
 
-from sdflow.errors import CheckpointError, UsageError, VerificationError
+from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
 from sdflow.runtime.live_weights import own_values
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.split import split
 from sdflow.serve import live_loras
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.engine import Engine
-from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message
+from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message, Turned
 from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
+from sdflow.serve.lora_structures import LoraFit
 from sdflow.serve.loras import Loras
 from sdflow.serve.ready_pipelines import ReadyPipelines
 from sdflow.serve.served_pipeline import ServedPipeline
@@ -261,7 +263,8 @@ def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     whole = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     one = whole.make(of_samples(("stripes", 1.0))).size
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=2 * one + one // 2)
+    room = whole.size_of_sessions + 2 * one + one // 2
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=room)
     first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))
     for each in (first, second, first, third):
         pipelines.served(each)
@@ -285,10 +288,10 @@ def pixels(answer: httpx.Response) -> np.ndarray:
     return np.asarray(PIL.Image.open(io.BytesIO(b64decode(answer.json()["data"][0]["b64_json"]))), np.int16)
 
 
-def by_itself(folder: Path) -> np.ndarray:
+def by_itself(folder: Path, **more: Any) -> np.ndarray:
     pipeline = Pipeline.load(folder, "cpu", threads=1)
     generator = [torch.Generator().manual_seed(1)]
-    result = pipeline("a large red circle", num_inference_steps=4, generator=generator)
+    result = pipeline("a large red circle", num_inference_steps=4, generator=generator, **more)
     return np.asarray(result.images[0], np.int16)
 
 
@@ -335,6 +338,62 @@ def test_what_cannot_be_sent(name: str, content: bytes | None, says: str) -> Non
         assert set(loras.files()) == {"outline", "stripes"}
     finally:
         loras.close()
+
+
+def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> None:
+    from small_lora import write_lora
+
+    write_lora(tmp_path / "tiny.safetensors")
+    for cache, says in ((built / "cache", "no pipeline here can draw with it"), (tmp_path, "is not in this cache")):
+        loras = Loras(None, None, LoraFit({"shapes": built / "pipelines/shapes_cpu"}, cache).require)
+        try:
+            with (tmp_path / "tiny.safetensors").open("rb") as file, pytest.raises(ApiError, match=says) as refused:
+                loras.add("tiny", file)
+            assert (refused.value.status, refused.value.code) == (400, "invalid_lora")
+            assert loras.files() == {} and list(loras._sent.iterdir()) == []
+        finally:
+            loras.close()
+    taken = Loras(None, None, LoraFit({"shapes": built / "pipelines/shapes_cpu"}, built / "cache").require)
+    with (SAMPLES / "stripes.safetensors").open("rb") as file:
+        assert taken.add("mine", file)["id"] == "mine"
+    taken.close()
+
+
+def test_a_size_that_cannot_be_taken_apart_is_drawn_alone_and_no_other(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With LoRAs in the sessions, too."""
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+
+    def but_for_one_size(model: Any, sizes: Any, **options: Any) -> Any:
+        if sizes["latent_height"] == 12:
+            raise PassError("no")
+        return split(model, sizes, **options)
+
+    def image(height: int) -> tuple[np.ndarray, list[int]]:
+        told: list[Message] = []
+        engine = Engine(lambda job: pipelines.served(job.loras), {"shapes": {1: 1.0, 2: 1.0}}, told.append)
+        for number in range(2):
+            arguments = {"num_inference_steps": 4, "height": height}
+            engine.submit(
+                Job("a", number, "shapes", "a large red circle", 1, arguments=arguments, loras=of_samples(*BOTH))
+            )
+        while engine.busy:
+            engine.turn()
+        files = [each.file for each in told if isinstance(each, Drawn)]
+        assert len(files) == 2, told
+        batches = [images for each in told if isinstance(each, Turned) for images, _, _ in each.batches]
+        return np.asarray(PIL.Image.open(io.BytesIO(files[0])), np.int16), batches
+
+    monkeypatch.setattr("sdflow.serve.cuts.split", but_for_one_size)
+    before, _ = image(128)
+    odd, batches = image(96)
+    assert set(batches) == {1}
+    np.testing.assert_allclose(odd, by_itself(built / "pipelines/baked", height=96), atol=1)
+    after, batches = image(128)
+    np.testing.assert_array_equal(after, before)
+    assert set(batches) == {2}
 
 
 def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:

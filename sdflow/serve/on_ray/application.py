@@ -29,7 +29,9 @@ def application(settings: Settings, spread: Spread) -> Any:
 
     def front() -> Any:
         """In the front's process."""
-        own = replace(settings, loras=Loras(settings.loras.folder, settings.loras.sent_below))
+        own = replace(
+            settings, loras=Loras(settings.loras.folder, settings.loras.sent_below, settings.loras.require_fit)
+        )
         handle = serve.get_deployment_handle(REPLICAS, NAME)
         return make_app(own, lambda hear: ReplicaLine(handle, hear))
 
