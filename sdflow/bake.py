@@ -17,6 +17,7 @@ from sdflow.errors import UsageError
 from sdflow.execute import Listener
 from sdflow.families import FAMILIES, WITH_LORAS
 from sdflow.input_file import is_there
+from sdflow.machine.packages import REFERENCE, require_packages
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.plan import Plan
@@ -48,6 +49,8 @@ def bake(
     verify: hold it to the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
     Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
     """
+    if verify:
+        require_packages("`sdflow bake --verify`", *REFERENCE)
     out = out.absolute()
     if out.resolve() == base.resolve():
         raise UsageError("is the base itself", where=str(out), remedy="Name another folder with --out.")

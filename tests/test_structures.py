@@ -210,11 +210,11 @@ def test_what_is_missing_there_is_said_and_nothing_runs(
         assert "sdflow cache export --structures sd15-tiny --target cpu FILE" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "selftest"])
-def test_commands_that_need_more_say_so_there(machines: Machines, imported_there: LightInstall, command: str) -> None:
-    folder = () if command == "selftest" else (str(machines.folder),)
-    more = ("--prompt", "a cat") if command == "generate" else ()
-    done = imported_there.run(command, *folder, *more)
+@pytest.mark.parametrize(
+    "words", ["generate . --prompt cat", "selftest", "bake --base . --lora lora.safetensors --out out --verify"]
+)
+def test_commands_that_need_more_say_so_there(machines: Machines, words: str) -> None:
+    done = machines.light.run(*words.split())
     assert done.returncode == 2, done.stderr
     assert "not installed\n  pip install 'sdflow[build]'" in done.stderr and "Traceback" not in done.stderr
 
