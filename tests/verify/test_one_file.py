@@ -15,8 +15,9 @@ from sdflow.assemble import assemble
 from sdflow.distance import psnr
 from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.manifest import Origin
+from sdflow.store import Cache
 from sdflow.tolerances import DECIBELS_BEHIND, IMAGE_DECIBELS
-from tests.verify.sample_artifacts import DRAWING, Sample
+from tests.verify.sample_artifacts import DRAWING, Sample, build
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -25,21 +26,35 @@ from lowered_one_file import Draw, by_plain_loop, by_pytorch
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def drawn(cuda: Sample, tmp_path_factory: pytest.TempPathFactory) -> Draw:
-    folder = tmp_path_factory.mktemp("one_file") / "sample"
-    checkpoint = cuda.checkpoint
+def draw_of(sample: Sample, target: str, folder: Path) -> Draw:
+    checkpoint = sample.checkpoint
     assemble(
         folder,
-        parts={name: cuda.steps[name][-1].record.artifact for name in DRAWING},
+        parts={name: sample.steps[name][-1].record.artifact for name in DRAWING},
         companions=checkpoint.companions,
-        origin=Origin("shapes", "cuda", model="sample:shapes", checkpoint=checkpoint.provenance),
+        origin=Origin("shapes", target, model="sample:shapes", checkpoint=checkpoint.provenance),
         options=checkpoint.options,
     )
     return Draw(folder, np.random.default_rng(0).standard_normal((1, 4, 8, 8), np.float32), STEPS)
 
 
+@pytest.fixture(scope="module")
+def drawn(cuda: Sample, tmp_path_factory: pytest.TempPathFactory) -> Draw:
+    return draw_of(cuda, "cuda", tmp_path_factory.mktemp("one_file") / "sample")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["rocm", "directml", "tensorrt"])
+def test_a_graph_for_any_target_draws_what_its_submodels_draw(target: str, code_cache: Cache, tmp_path: Path) -> None:
+    sample = build(code_cache, tmp_path, "shapes_cuda.yaml", f"target={target}")
+    require_same(draw_of(sample, target, tmp_path / "sample"), tmp_path)
+
+
 def test_a_graph_for_cuda_draws_what_its_submodels_draw(drawn: Draw, tmp_path: Path) -> None:
+    require_same(drawn, tmp_path)
+
+
+def require_same(drawn: Draw, tmp_path: Path) -> None:
     image, told = drawn.graph(tmp_path / "one.onnx")
     scale = told["guidance_scale"]
     plain = by_plain_loop(drawn.folder, drawn.noise, STEPS, scale, 1)
