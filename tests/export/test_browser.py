@@ -79,51 +79,57 @@ def mulberry(seed: int, count: int) -> np.ndarray:
     return np.array(found, np.float32)
 
 
-def test_the_page_draws_what_the_pipeline_draws(site: str, page: Any, tiny_pipeline: Path) -> None:
-    page.goto(f"{site}?device=wasm&ort=ort/")
+def drawn(page: Any) -> tuple[np.ndarray, str]:
+    """The image of the page (height, width, 3), and what the page says then."""
     page.wait_for_function("!document.getElementById('said').textContent.startsWith('loading')")
     assert page.text_content("#said") == "ready"
     for name, value in (("prompt", PROMPT), ("negative", NEGATIVE), ("seed", str(SEED))):
         page.fill(f"#{name}", value)
     page.click("#draw")
     page.wait_for_function("/steps of|failed/.test(document.getElementById('said').textContent)")
-    assert page.text_content("#said").startswith(f"{STEPS} steps of ")
+    said = page.text_content("#said")
+    assert said.startswith(f"{STEPS} steps of "), said
     width, height, data = page.evaluate(
         "() => { const c = document.getElementById('image');"
         " return [c.width, c.height, [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]]; }"
     )
-    pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1)
+    return np.array(data, np.int16).reshape(height, width, 4)[..., :3], said
+
+
+def wanted(folder: Path) -> np.ndarray:
+    """The image of the same noise, by the pipeline."""
+    pipeline = Pipeline.load(folder, "cpu", threads=1)
     what = pipeline.latents
     shape = (1, what.channels, what.size, what.size)
     noise = mulberry(SEED, math.prod(shape)).reshape(shape)
-    (wanted,) = pipeline(PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, latents=noise).images
-    found = np.array(data, np.int16).reshape(height, width, 4)[..., :3]
-    assert abs(found - np.asarray(wanted, np.int16)).max() <= 1, "a rounding apart at most"
+    (image,) = pipeline(PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, latents=noise).images
+    return np.asarray(image, np.int16)
+
+
+def test_the_page_draws_what_the_pipeline_draws(site: str, page: Any, tiny_pipeline: Path) -> None:
+    page.goto(f"{site}?device=wasm&ort=ort/")
+    found, _ = drawn(page)
+    assert abs(found - wanted(tiny_pipeline)).max() <= 1, "a rounding apart at most"
     assert found.std() > 10, "an image, not a grey plane"
 
 
 @pytest.fixture
-def page_that_knows_webgpu() -> Iterator[Any]:
-    """In a browser that has the interface, and here no device for it."""
+def page_with_webgpu() -> Iterator[Any]:
+    """In a browser that knows WebGPU."""
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--enable-unsafe-webgpu", "--disable-gpu"]
-        )
+        given = ["--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"]
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=given)
         opened = browser.new_page()
         opened.set_default_timeout(PATIENCE)
         yield opened
         browser.close()
 
 
-def test_without_a_webgpu_device_the_page_takes_the_processor(site: str, page_that_knows_webgpu: Any) -> None:
-    page = page_that_knows_webgpu
-    page.goto(f"{site}?ort=ort/")
-    assert page.evaluate("Boolean(navigator.gpu)"), "this browser knows WebGPU"
-    assert page.evaluate("async () => (await navigator.gpu.requestAdapter().catch(() => null)) === null")
-    page.wait_for_function("!document.getElementById('said').textContent.startsWith('loading')")
-    page.click("#draw")
-    page.wait_for_function("/steps of|failed/.test(document.getElementById('said').textContent)")
-    assert " on wasm: " in page.text_content("#said")
+def test_without_a_webgpu_device_the_page_takes_the_processor(site: str, page_with_webgpu: Any) -> None:
+    page_with_webgpu.add_init_script("if (navigator.gpu) navigator.gpu.requestAdapter = async () => null")
+    page_with_webgpu.goto(f"{site}?ort=ort/")
+    _, said = drawn(page_with_webgpu)
+    assert " on wasm: " in said
 
 
 def test_a_missing_graph_is_told(site: str, page: Any) -> None:
