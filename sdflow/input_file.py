@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
-TEXT_LIMIT = 64 << 20
+TEXT_LIMIT = 16 << 20
 """Bytes of the largest config, index or script that is read. A tokenizer's vocabulary has one or two million."""
 
 

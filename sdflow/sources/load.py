@@ -17,6 +17,7 @@ from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
 from sdflow.sources.companions import require_small
 from sdflow.sources.fitting import apart, fit
+from sdflow.sources.pickle_scan import MOST_UNFOLDED, require_small_pickle
 from sdflow.sources.synthetic import tensors_for
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ def unpickled(file: Path, device: str) -> Any:
         zipped = zipfile.is_zipfile(file)
         if zipped:
             _require_stored(file)
+        require_small_pickle(file)
         return torch.load(file, map_location=device, weights_only=True, mmap=zipped and device == "cpu")
     except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, MemoryError, struct.error, *_REJECTIONS) as error:
         raise CheckpointError(
@@ -316,4 +318,14 @@ def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
     ):
         raise CheckpointError("not a pickle of tensors by name", where=str(file), remedy="Use a .safetensors file.")
+    for name, tensor in value.items():
+        if (
+            tensor.numel() > MOST_UNFOLDED
+            and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+        ):
+            raise CheckpointError(
+                f"{name[:200]} is {tuple(tensor.shape)}, and holds only {tensor.untyped_storage().nbytes()} bytes",
+                where=str(file),
+                remedy="Use a .safetensors file of these weights.",
+            )
     return value

@@ -147,6 +147,11 @@ def read_lora(
             problems.append(f"{name}: {other} is for the same weight")
     tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
     configs = read_peft_configs(path, WITH_LORAS, _alone(names))
+    for submodel, said in configs.items():
+        known = [(key, group) for (of, key), group in groups.items() if of == submodel and "down" in group]
+        said.require_quick(
+            [peft_module(models[submodel], key, names[group["down"]]) for key, group in known], str(path)
+        )
     ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
     for (submodel, key), group in groups.items():

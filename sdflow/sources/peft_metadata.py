@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.input_file import read_input
 from sdflow.sources.peft_fields import LORA_CONFIG
+from sdflow.sources.peft_patterns import PLAIN, SECONDS, end_soon
 from sdflow.sources.safetensors_file import read_metadata
 
 METADATA_KEY = "lora_adapter_metadata"
@@ -36,6 +37,16 @@ class PeftConfig:
     ranks: tuple[_Pattern, ...]
     alphas: tuple[_Pattern, ...]
     rslora: bool
+
+    def require_quick(self, modules: Sequence[str], where: str) -> None:
+        """Raises CheckpointError where it would take too long to find the patterns of these modules."""
+        wild = [each for each, _ in (*self.ranks, *self.alphas) if not PLAIN.fullmatch(each.pattern[8:-2])]
+        if wild and not end_soon(wild, modules):
+            raise CheckpointError(
+                f"the patterns of its ranks and alphas take more than {SECONDS} s to match: {wild[0].pattern[8:-2]!r:.100}",
+                where=where,
+                remedy="Write the names of the modules there as they are.",
+            )
 
     def rank(self, module: str) -> int:
         """The rank with which peft builds this module's layer; a file with another rank does not load there."""
@@ -157,11 +168,7 @@ def _patterns(
 
 
 def _compiled(pattern: str, field: str, place: _Place) -> re.Pattern[str]:
-    """peft's own expression around a pattern, from peft.utils.other.get_pattern_key.
-
-    Nothing bounds the time of a match: a hostile pattern holds peft up just as long, no bound on its length would
-    help, and `re` can be interrupted.
-    """
+    """peft's own expression around a pattern, from peft.utils.other.get_pattern_key."""
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:

@@ -220,6 +220,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_pattern_that_is_searched_without_an_end_is_refused(shapes: Shapes, tmp_path: Path) -> None:
+    file = a_file(tmp_path, {"unet.r": 4, "unet.alpha_pattern": {"(([a-z0-9_.]+)+)+!": 3}})
+    with pytest.raises(CheckpointError, match=r"take more than 2 s to match: '\(\(\[a-z0-9_\.\]\+\)\+\)\+!'"):
+        read_lora(file, shapes)
+
+
 @pytest.mark.parametrize("ranks", [{"r": 5}, {"r": 4, "rank_pattern": {".*attn1.*": 5}}])
 def test_a_rank_that_the_tensors_do_not_have_is_refused(
     ranks: Fields, tiny: Checkpoint, shapes: Shapes, tmp_path: Path

@@ -246,5 +246,5 @@ def test_what_lies_beside_the_weights_is_of_its_kinds_size(folder: Path, name: s
     os.truncate(folder / name, 1 << 40)
     place = folder / name.partition("/")[0]
     companion = FAMILIES[DEFAULT].companions[place.name]
-    with pytest.raises(CheckpointError, match=rf"{name}: larger than 64 MB"):
+    with pytest.raises(CheckpointError, match=rf"{name}: larger than 16 MB"):
         load_companion(companion, place, str(place))
