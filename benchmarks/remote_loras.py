@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[1]
 LORAS = 20
 RANKS = (4, 8, 16, 32, 64)
 KINDS = {
-    "attention": lambda layer: ".attn" in layer,
-    "UNet": lambda layer: layer.startswith("unet."),
+    "attention": lambda layer: layer.startswith("lora_unet_") and "_attn" in layer,
+    "UNet": lambda layer: layer.startswith("lora_unet_"),
     "UNet and text encoder": lambda layer: True,
 }
 
 
 def write_lora(path: Path, number: int) -> str:
-    """Which layers it changes, in words."""
+    """One of the layers that the sample's `outline` changes. Which, in words."""
     import numpy as np
     from safetensors import safe_open
     from safetensors.numpy import save_file
@@ -37,13 +37,17 @@ def write_lora(path: Path, number: int) -> str:
     random, rank = np.random.default_rng(number), RANKS[number % len(RANKS)]
     kind = list(KINDS)[number % len(KINDS)]
     tensors = {}
-    with safe_open(ROOT / "samples/loras/stripes.safetensors", "np") as sample:
+    with safe_open(ROOT / "samples/loras/outline.safetensors", "np") as sample:
         for key in sample.keys():  # noqa: SIM118  (no mapping)
-            layer, _, part = key.partition(".lora_")
+            layer, _, part = key.partition(".")
             shape = list(sample.get_slice(key).get_shape())
-            shape[0 if part.startswith("A") else 1] = rank
-            if KINDS[kind](layer):
-                tensors[key] = (0.01 * random.standard_normal(shape)).astype(np.float32)
+            if not KINDS[kind](layer):
+                continue
+            if part == "alpha":
+                tensors[key] = np.array(float(rank), np.float32)
+                continue
+            shape[0 if part.startswith("lora_down") else 1] = rank
+            tensors[key] = (0.01 * random.standard_normal(shape)).astype(np.float32)
     save_file(tensors, path)
     return f"{kind}, rank {rank}"
 

@@ -48,6 +48,20 @@ class Needs:
 NEEDS_LITTLE = Needs()
 
 
+@dataclass(frozen=True)
+class Work:
+    """One worker's, as `WorkerGroup.run` was told."""
+
+    module: str
+    request: Mapping[str, Any]
+    log: Path
+    on_phase: Callable[[str], None]
+    on_memory: Callable[[int], None]
+    environment: Mapping[str, str]
+    imported: Layers
+    needs: Needs
+
+
 class GroupEndedError(Exception):
     """The group was ended while this was waiting or running. For threads only: whoever ended it knows why."""
 
@@ -135,6 +149,9 @@ class WorkerGroup:
     ) -> WorkerResult:
         """`run_worker`, as one of the group; `imported` before it starts. needs: for groups that choose a machine. Raises
         GroupEndedError when the group is ended meanwhile."""
+        return self._run(Work(module, request, log, on_phase, on_memory, environment, imported, needs))
+
+    def _run(self, work: Work) -> WorkerResult:
         started: list[Worker] = []
 
         def add(worker: Worker) -> None:
@@ -142,14 +159,14 @@ class WorkerGroup:
             started.append(worker)
 
         try:
-            start = self._start(imported if worker_server.AVAILABLE else ())
+            start = self._start(work.imported if worker_server.AVAILABLE else ())
             return run_worker(
-                module,
-                request,
-                log=log,
-                environment=environment,
-                on_phase=on_phase,
-                on_memory=on_memory,
+                work.module,
+                work.request,
+                log=work.log,
+                environment=work.environment,
+                on_phase=work.on_phase,
+                on_memory=work.on_memory,
                 on_start=add,
                 start=start,
             )

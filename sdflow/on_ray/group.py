@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Any
 from sdflow.errors import PassError
 from sdflow.on_ray import node
 from sdflow.on_ray.cluster import connect
-from sdflow.worker_group import LOOK_SECONDS, NEEDS_LITTLE, Layers, Needs, WorkerGroup
-from sdflow.workers import SIDE_BY_SIDE, WorkerResult, rebuilt_error
+from sdflow.worker_group import LOOK_SECONDS, Needs, Work, WorkerGroup
+from sdflow.workers import WorkerResult, rebuilt_error
 
 ATTEMPTS = 4
 """So often a step is begun whose node is lost."""
@@ -56,64 +56,41 @@ class RayGroup(WorkerGroup):
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(node.Told)
         return actor.remote()
 
-    def run(
-        self,
-        module: str,
-        request: Mapping[str, Any],
-        *,
-        log: Path,
-        on_phase: Callable[[str], None],
-        on_memory: Callable[[int], None] = lambda resident: None,
-        environment: Mapping[str, str] = SIDE_BY_SIDE,
-        imported: Layers = (),
-        needs: Needs = NEEDS_LITTLE,
-    ) -> WorkerResult:
-        """`WorkerGroup.run` on a node, of a worker that writes to the request's empty folder `out`; of others, here.
+    def _run(self, work: Work) -> WorkerResult:
+        """On a node, of a worker that writes to the request's empty folder `out`; of others, here.
 
         Raises PassError when its nodes were lost again and again.
         """
-        if "out" not in request or not needs.anywhere:
-            return super().run(
-                module,
-                request,
-                log=log,
-                on_phase=on_phase,
-                on_memory=on_memory,
-                environment=environment,
-                imported=imported,
-            )
-        out, lost = Path(request["out"]), ""
+        if "out" not in work.request or not work.needs.anywhere:
+            return super()._run(work)
+        out, lost = Path(work.request["out"]), ""
         for attempt in range(ATTEMPTS):
             self.check()
             if lost:
-                on_phase(f"{lost}; it is begun again")
+                work.on_phase(f"{lost}; it is begun again")
             place = out.with_name(f"{out.name}-{attempt}")
             place.mkdir()
             name = uuid.uuid4().hex
             try:
-                answer = self._wait(
-                    self._task(needs).remote(
-                        module,
-                        {**request, "out": str(place)},
-                        dict(environment),
-                        imported,
-                        needs.versions,
-                        self._told,
-                        name,
-                    ),
+                task = self._task(work.needs).remote(
+                    work.module,
+                    {**work.request, "out": str(place)},
+                    dict(work.environment),
+                    work.imported,
+                    work.needs.versions,
+                    self._told,
                     name,
-                    on_phase,
-                    on_memory,
                 )
+                answer = self._wait(task, name, work.on_phase, work.on_memory)
             except self._lost as error:
                 self.check(error)
                 lost = f"its node was lost ({type(error).__name__})"
                 continue
-            log.write_text(answer["log"])
+            work.log.write_text(answer["log"])
             if "error" in answer:
                 shutil.rmtree(out)
                 place.rename(out)
-                raise rebuilt_error(answer["error"], log)
+                raise rebuilt_error(answer["error"], work.log)
             out.rmdir()
             place.rename(out)
             return WorkerResult(answer["result"], answer["seconds"], answer["peak_memory"])
