@@ -37,6 +37,7 @@ class SessionSettings:
 
     options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` or `{timing}` is set
         only where it is known what the engine is of; see `sdflow.runtime.engine_cache`.
+    entries: of its configuration (onnxruntime_session_options_config_keys.h).
     with_providers: providers that may take what the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
     static_shapes: every input's shape must be fixed when the session is created.
@@ -45,6 +46,7 @@ class SessionSettings:
     """
 
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
     with_providers: tuple[str, ...] = ()
     memory_pattern: bool = True
     static_shapes: bool = False
@@ -95,10 +97,15 @@ _TENSORRT = {
 # https://onnxruntime.ai/docs/execution-providers/MIGraphX-ExecutionProvider.html
 _MIGRAPHX = {"migraphx_model_cache_dir": CACHE_DIR}
 
+# Each session has threads of its own. Those that wait for work spin, and by themselves go on for a while after a run: then they
+# take the cores from the next submodel's.
+# https://onnxruntime.ai/docs/performance/tune-performance/threading.html
+_CPU = {"session.force_spinning_stop": "1"}
+
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target("cpu", "CPU", ((CPU_PROVIDER, None, None),), "onnxruntime"),
+        Target("cpu", "CPU", ((CPU_PROVIDER, None, None),), "onnxruntime", SessionSettings(entries=_CPU)),
         Target(
             "cuda",
             "NVIDIA CUDA",

@@ -110,6 +110,7 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
     return [
         *(_threads(count) for count in threads),
         _session("session.intra_op.allow_spinning", "0"),
+        _session("session.force_spinning_stop", "0"),
         *(_optimization(level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
         Candidate("memory_arena", "off", lambda tuning: replace(tuning, memory_arena=False)),
         Candidate("memory_pattern", "off", lambda tuning: replace(tuning, memory_pattern=False)),

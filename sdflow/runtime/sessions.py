@@ -160,6 +160,8 @@ def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
     made.enable_mem_pattern = target.session.memory_pattern
     made.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     made.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    for name, value in target.session.entries.items():
+        made.add_session_config_entry(name, value)
     if options.profile is not None:
         made.enable_profiling, made.profile_file_prefix = True, str(options.profile)
     return made

@@ -154,7 +154,14 @@ def test_a_damaged_file_of_choices_is_named(built: Path) -> None:
 
 def test_cuda_and_cpu_have_the_options_that_were_found_to_matter_and_other_targets_none() -> None:
     on_cpu = {each.option for each in candidates(CPU, 2)}
-    assert on_cpu >= {"threads", "session.intra_op.allow_spinning", "optimization", "memory_arena", "memory_pattern"}
+    assert on_cpu >= {
+        "session.force_spinning_stop",
+        "threads",
+        "session.intra_op.allow_spinning",
+        "optimization",
+        "memory_arena",
+        "memory_pattern",
+    }
     assert [each.value for each in candidates(CPU, 8) if each.option == "threads"] == ["1", "4", "8", "16"]
     tried = {(each.option, each.value) for each in candidates(TARGETS["cuda"], 8)}
     assert {("cudnn_conv_algo_search", "HEURISTIC"), ("sdpa_kernel", "1"), ("fuse_conv_bias", "0")} <= tried

@@ -18,7 +18,8 @@ from sdflow.machine.packages import onnxruntime_packages
 from sdflow.machine.providers import choose_provider
 from sdflow.runtime.availability import loader_errors, target_availability, try_target
 from sdflow.runtime.dimensions import free_dimensions
-from sdflow.runtime.sessions import create_session, read_graph
+from sdflow.runtime.sessions import LoadOptions, create_session, read_graph
+from sdflow.runtime.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.workers import clean_environment, python_command
 
@@ -154,3 +155,13 @@ def test_a_damaged_model_is_told_in_words_that_say_what_to_do(
     with pytest.raises(VerificationError, match=said) as raised:
         create_session(model, TARGETS["cpu"])
     assert "build the pipeline again" in str(raised.value)
+
+
+def test_threads_of_a_session_on_the_cpu_do_not_spin_once_a_run_is_done(tmp_path: Path) -> None:
+    """Else they take the cores from the next submodel's threads."""
+    model = save_model(tmp_path / "m.onnx", [helper.make_node("GlobalAveragePool", ["x"], ["z"])])
+    options = create_session(model, TARGETS["cpu"]).get_session_options()
+    assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+    again = LoadOptions(tuning=Tuning(session={"session.force_spinning_stop": "0"}))
+    options = create_session(model, TARGETS["cpu"], again).get_session_options()
+    assert options.get_session_config_entry("session.force_spinning_stop") == "0", "tuning has the last word"
