@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from until import until
 
 from sdflow import worker_server
 from sdflow.errors import PassError
@@ -117,7 +118,7 @@ def test_a_killed_server_takes_its_workers_along_and_is_reported(
     with pytest.raises(PassError, match="SIGKILL"):
         run_worker("worker_samples", request, log=tmp_path / "log", on_phase=kill_server, start=server.fork)
     (worker,) = started
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(PassError, match="the process that starts workers was killed"):
         run_worker("worker_samples", request, log=tmp_path / "log", start=server.fork)
     server.end()

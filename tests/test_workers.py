@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from until import until
 
 from sdflow import worker_server
 from sdflow.errors import PassError
@@ -158,10 +158,3 @@ def test_a_worker_ends_with_its_parent(
     parent.send_signal(number)
     parent.wait(10)
     until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started))
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
