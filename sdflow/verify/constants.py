@@ -2,7 +2,7 @@
 
 A graph's own numbers (the scale of an attention that was not fused, a factor) have no recipes. Each stands for a real number
 that rounds to it; whichever is taken, nothing but the rounding of this one number changes. So the simplest is taken, of the
-kinds in FORMS. What is no such number, tables too, is taken as it is.
+kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ FORMS: tuple[Callable[[int], float], ...] = (
 )
 """What whole numbers make. The simplest first."""
 
+PUBLISHED = (1.702,)  # QuickGELU, https://arxiv.org/abs/1606.08415, section 2
+"""Numbers that models have from papers, of no such form."""
+
 
 def unrounded_number(value: float) -> float:
     """The simplest number that rounds to a float16; the value itself where there is none."""
@@ -45,10 +48,10 @@ def unrounded_number(value: float) -> float:
 def _simplest() -> dict[float, float]:
     import numpy as np
 
+    formed = (form(whole) for form in FORMS for whole in range(1, LARGEST_WHOLE + 1))
     found: dict[float, float] = {}
-    for form in FORMS:
-        for whole in range(1, LARGEST_WHOLE + 1):
-            found.setdefault(float(np.float16(form(whole))), form(whole))
+    for number in (*formed, *PUBLISHED):
+        found.setdefault(float(np.float16(number)), number)
     return found
 
 

@@ -184,7 +184,7 @@ def test_what_a_lowered_graph_is_given_is_not_read_from_its_file(cuda: Sample) -
 
 
 def test_a_number_of_the_graph_is_what_it_was_before_it_was_rounded() -> None:
-    for exact in (8**-0.25, 40**-0.5, 64**-0.25, 80**-0.25, 160**-0.25, 0.01, 0.125, -0.7, 2.0, 3**0.5):
+    for exact in (8**-0.25, 40**-0.5, 64**-0.25, 80**-0.25, 160**-0.25, 0.01, 0.125, -0.7, 2.0, 3**0.5, 1.702):
         assert unrounded_number(float(np.float16(exact))) == exact
     for other in (0.0, 65504.0, float(np.float16(5.96e-8)), float(np.float16(0.123456))):
         assert np.float16(unrounded_number(other)) == np.float16(other)
