@@ -17,7 +17,7 @@ from sdflow.input_file import open_input
 MOST_BYTES = 16 << 20
 MOST_STEPS = 600_000
 MOST_UNFOLDED = 1_000_000
-"""Of a pickle beside its tensors. That of a Stable Diffusion XL checkpoint has 0.4 MB and 150,000 steps."""
+"""Of a pickle beside its tensors. That of a Stable Diffusion XL checkpoint has 0.4 MB and 80,000 steps."""
 
 _LEGACY_PICKLES = 5
 """What torch wrote before 1.6 begins with: a number, a version, the system, the weights, their keys."""
