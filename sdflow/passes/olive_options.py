@@ -85,7 +85,7 @@ def _handlers(annotation: object) -> list[str]:
 
 def _option(name: str, parameter: Any) -> dict[str, Any]:
     described: dict[str, Any] = {
-        "type": _schema(parameter.type_),
+        "type": _json_schema(parameter.type_),
         "description": " ".join((parameter.description or "").split()),
     }
     if parameter.required:
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _schema(annotation: Any) -> dict[str, Any]:
+def _json_schema(annotation: Any) -> dict[str, Any]:
     """JSON Schema of a type annotation; {} for what cannot be said in YAML or is not told."""
     plain = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     if annotation in plain:
@@ -121,11 +121,11 @@ def _schema(annotation: Any) -> dict[str, Any]:
         return {"enum": [member.value for member in annotation]}
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
-        return {"type": "array", "items": _schema(arguments[0])}
+        return {"type": "array", "items": _json_schema(arguments[0])}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(arguments[1])}
+        return {"type": "object", "additionalProperties": _json_schema(arguments[1])}
     if origin in (typing.Union, types.UnionType):
-        choices = [_schema(argument) for argument in arguments if _in_yaml(argument)]
+        choices = [_json_schema(argument) for argument in arguments if _in_yaml(argument)]
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
     return {}
 

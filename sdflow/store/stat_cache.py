@@ -75,7 +75,7 @@ def stamp_identity(stamp: file_stamp.Stamp) -> str:
     return ":".join(str(stamp[key]) for key in ("size", "mtime_ns", "inode", "ctime_ns"))
 
 
-def _schema(connection: sqlite3.Connection) -> int:
+def _schema_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -199,10 +199,10 @@ class StatCache:
         uri = f"{self._database.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         connection = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
         try:
-            if _schema(connection) != SCHEMA:
+            if _schema_version(connection) != SCHEMA:
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    if _schema(connection) != SCHEMA:  # nobody else made it while we waited
+                    if _schema_version(connection) != SCHEMA:  # nobody else made it while we waited
                         connection.execute("DROP TABLE IF EXISTS stat")
                         connection.execute(
                             "CREATE TABLE stat (path TEXT, what TEXT, identity TEXT NOT NULL, value TEXT NOT NULL,"

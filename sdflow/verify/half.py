@@ -113,9 +113,9 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
 
     def written(function: Any, args: Any, kwargs: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The halves that an operator writes into, and copies in float32, by the id of each half."""
-        names = [each.name for each in function._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        into = [each.name for each in function._schema.arguments if each.alias_info and each.alias_info.is_write]
+        arguments = function._schema.arguments  # torch has no public way to what an operator writes into
+        given = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
+        into = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
         halves = [value for value in tree_iter([given.get(name) for name in into]) if is_half(value)]
         return {id(value): (value, value.float()) for value in halves}
 

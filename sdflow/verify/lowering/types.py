@@ -54,7 +54,7 @@ class Types:
                     self._remember(node.output[0], item.t)
         try:
             outputs = onnx.shape_inference.infer_node_outputs(
-                self._schema(node.op_type),
+                self._op_schema(node.op_type),
                 node,
                 {name: self._types[name] for name in node.input if name},
                 {name: self._data[name] for name in node.input if name in self._data},
@@ -76,7 +76,7 @@ class Types:
             if name:
                 self._types[name] = onnx.helper.make_tensor_type_proto(first.tensor_type.elem_type, shape)
 
-    def _schema(self, op_type: str) -> Any:
+    def _op_schema(self, op_type: str) -> Any:
         import onnx
 
         if op_type == "LayerNormalization":  # ONNX Runtime has had it in the standard domain since before opset 17.
