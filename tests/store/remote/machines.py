@@ -12,7 +12,7 @@ from typing import Any
 
 from sdflow.artifact import Action, Record
 from sdflow.store import Cache
-from sdflow.store.remote import RemoteSpec
+from sdflow.store.remote import RemoteSpec, catalog
 
 from ..builds import contents, make_action, write_files
 
@@ -64,6 +64,22 @@ class Machine:
 def files_of(record: Record) -> dict[str, bytes]:
     root = record.artifact.path
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def require_a_round(url: str, one: Machine, other: Machine) -> None:
+    """What one machine pushes, another fetches and finds listed; what is not there is a miss."""
+    action = make_action("served")
+    record = one.build(action)
+    fetched = other.fetch(action)
+    assert fetched is not None, other.told
+    assert fetched.artifact.digest == record.artifact.digest
+    assert files_of(fetched) == contents(action)
+    assert other.fetch(make_action("not there")) is None
+    assert one.told == [f"pushed 1 results to {url}: 20.3 kB sent, 0 B were there"]
+    assert other.told == []
+    (found,) = catalog.listed(other.remote.place)
+    assert (found.entry.action, found.bytes) == (action, record.artifact.bytes)
+    assert found.pushed is not None
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import pytest
 
 from sdflow.store.remote import catalog
 
-from ..builds import contents
-from .machines import Machine, files_of, make_action
+from .machines import Machine, make_action, require_a_round
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -89,17 +88,7 @@ def test_a_round(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> 
     """Pushed, fetched by another machine, listed, shrunk; what is damaged there is told."""
     url = request.getfixturevalue(store)
     one, other = Machine(tmp_path / "one", url), Machine(tmp_path / "other", url)
-    record = one.build(ACTION)
-    fetched = other.fetch(ACTION)
-    assert fetched is not None, other.told
-    assert fetched.artifact.digest == record.artifact.digest
-    assert files_of(fetched) == contents(ACTION)
-    assert other.fetch(make_action("not there")) is None
-    assert one.told == [f"pushed 1 results to {url}: 20.3 kB sent, 0 B were there"]
-    assert other.told == []
-    (found,) = catalog.listed(other.remote.place)
-    assert (found.entry.action, found.bytes) == (ACTION, record.artifact.bytes)
-    assert found.pushed is not None
+    require_a_round(url, one, other)
     third = Machine(tmp_path / "third", url)
     piece = max(third.remote.place.list("pieces"), key=lambda each: each.size)
     third.remote.place.write(piece.path, b"\0" * piece.size)

@@ -14,7 +14,7 @@ import pytest
 from sdflow.store.remote import catalog
 
 from ..builds import contents
-from .machines import Machine, files_of, make_action, server
+from .machines import Machine, files_of, make_action, require_a_round, server
 
 pytest.importorskip("aiohttp", reason="pip install -e '.[test]'")
 ACTION = make_action("served")
@@ -140,17 +140,7 @@ def test_a_line_that_recovers_is_used(kind: object, bad_line: tuple[str, Path], 
 def test_an_s3_server(tmp_path: Path) -> None:
     url = bucket("roundtrip")
     one, other = Machine(tmp_path / "one", url), Machine(tmp_path / "other", url)
-    record = one.build(ACTION)
-    fetched = other.fetch(ACTION)
-    assert fetched is not None
-    assert fetched.artifact.digest == record.artifact.digest
-    assert files_of(fetched) == contents(ACTION)
-    assert other.fetch(make_action("not there")) is None
-    assert one.told == [f"pushed 1 results to {url}: 20.3 kB sent, 0 B were there"]
-    assert other.told == []
-    (found,) = catalog.listed(other.remote.place)
-    assert (found.entry.action, found.bytes) == (ACTION, record.artifact.bytes)
-    assert found.pushed is not None
+    require_a_round(url, one, other)
     assert catalog.sweep(other.remote.place, 3600.0).actions == 0
     assert catalog.sweep(other.remote.place, -60.0).pieces == 4
     assert catalog.listed(other.remote.place) == []
