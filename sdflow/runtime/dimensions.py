@@ -52,9 +52,7 @@ def profile_of_graph(profile: Profile, model: onnx.ModelProto, where: str) -> Pr
         if within is None:
             try:
                 within = _shapes_within(model, shapes, where)
-            except (
-                PassError
-            ):  # of an operator whose shapes nobody knows: the provider names what it lacks, if it lacks any
+            except PassError:  # an operator whose shapes nobody knows: the provider names what it lacks, if anything
                 return inputs
             known.append((shapes, within))
         found[extreme] = within

@@ -32,6 +32,7 @@ from sdflow.user_folder import user_folder, writing
 FOLDER_VARIABLE = "SDFLOW_ENGINES"
 TENSORRT = "TensorrtExecutionProvider"
 MACHINE_FILE = "machine.json"
+MODEL_FILE = "model.json"
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name -> its size along each axis."""
@@ -117,7 +118,7 @@ def engine_folders(
     with writing("engines", here, FOLDER_VARIABLE):
         for folder in (found.engines, found.timing):
             folder.mkdir(parents=True, exist_ok=True)
-        for path, content in ((here / MACHINE_FILE, machine), (found.engines / "model.json", what)):
+        for path, content in ((here / MACHINE_FILE, machine), (found.engines / MODEL_FILE, what)):
             if not path.exists():
                 write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
     return found

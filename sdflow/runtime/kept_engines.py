@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.runtime.engine_cache import MACHINE_FILE, engine_root
+from sdflow.runtime.engine_cache import MACHINE_FILE, MODEL_FILE
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class KeptEngines:
     used: float
 
 
-def kept_engines(root: Path | None = None) -> list[KeptEngines]:
-    """All that are kept, the last used first. root: None for the user's folder. What is none of ours is passed over."""
-    root = engine_root() if root is None else root
+def kept_engines(root: Path) -> list[KeptEngines]:
+    """All that are kept in a folder, the last used first. What is none of ours is passed over."""
     found = [_read(each) for each in root.iterdir()] if root.is_dir() else []
     return sorted((each for each in found if each is not None), key=lambda each: -each.used)
 
@@ -51,7 +50,7 @@ def _read(folder: Path) -> KeptEngines | None:
     try:
         machine: Any = json.loads((folder / MACHINE_FILE).read_bytes())
         stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
-        models = sum((each / "model.json").is_file() for each in folder.iterdir())
+        models = sum((each / MODEL_FILE).is_file() for each in folder.iterdir())
     except (OSError, ValueError):
         return None
     if not isinstance(machine, dict) or "provider" not in machine:
