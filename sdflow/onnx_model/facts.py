@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sdflow.onnx_model.reading import load_graph
 from sdflow.onnx_model.stub import is_stub
 
 
@@ -20,9 +21,8 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
     opset: version of the standard operator set.
     bytes: size of the graph file and of the external data that it names.
     """
-    import onnx
 
-    model = onnx.load(str(model_path), load_external_data=False)
+    model = load_graph(model_path)
     operators: Counter[str] = Counter()
     dtypes: dict[str, Counter[str]] = {}
     locations: set[str] = set()

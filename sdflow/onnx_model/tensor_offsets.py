@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sdflow.artifact import MODEL_FILE
+from sdflow.errors import VerificationError
+from sdflow.onnx_model.reading import load_graph
 
 
 def tensor_offsets(folder: Path) -> Mapping[str, Sequence[int]]:
     """File name -> the offsets, in bytes, at which tensors begin; empty for a folder that holds no model."""
     if not (folder / MODEL_FILE).is_file():
         return {}
-    import onnx
-
     from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external
 
+    unreadable: tuple[type[Exception], ...] = (VerificationError, *decode_errors())
     try:
-        model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
-    except decode_errors():
+        model = load_graph(folder / MODEL_FILE)
+    except unreadable:
         return {}
     found: defaultdict[str, list[int]] = defaultdict(list)
     for tensor, _ in initializers_and_constants(model):

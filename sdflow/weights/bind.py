@@ -20,6 +20,7 @@ from sdflow.errors import DamagedBase, PassError
 from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import graph_facts, tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW, initializers_and_constants, set_external, write_graph
+from sdflow.onnx_model.reading import load_graph
 from sdflow.units import spell_bytes
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.stream import Piece, write_pieces
@@ -85,7 +86,6 @@ def bind(request: BindRequest, out: Path) -> Facts:
     DamagedBase for a base that is not what `base_sha256` or `base_sums` say, PassError for a structure that is damaged or a
     disk without room for the result.
     """
-    import onnx
 
     from sdflow.weights.finite import FiniteWeights
     from sdflow.weights.half import AtLimit
@@ -94,7 +94,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
     from sdflow.weights.tensors import open_tensors
 
     parameters = read_parameters(request.structure)
-    model = onnx.load(str(request.structure / MODEL_FILE), load_external_data=False)
+    model = load_graph(request.structure / MODEL_FILE)
     jobs = _lay_out(model, parameters, request.structure)
     size = sum(job.length or 0 for job in jobs)
     _require_space(out, size)

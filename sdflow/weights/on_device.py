@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.weights.half import LARGEST, SMALLEST
-from sdflow.weights.recipe import Constant, Float16, Join, Recipe, Reshape, Sum, Transpose
+from sdflow.weights.quantized import KINDS
+from sdflow.weights.recipe import Constant, Float16, Join, Quantized, Recipe, Reshape, Scales, Sum, Transpose
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +153,8 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
+    elif isinstance(recipe, Quantized | Scales):
+        yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
     elif not isinstance(recipe, Constant):
@@ -168,6 +171,8 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
 
     if isinstance(recipe, Float16):
         return _evaluate(recipe.of, read, device, (recipe.smallest, recipe.largest))
+    if isinstance(recipe, Quantized | Scales):
+        return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, device, rounding).permute(recipe.axes)
     if isinstance(recipe, Reshape):
@@ -183,6 +188,19 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         values = read((recipe.key, rounding))
         return values if rounding is not None else values.to(getattr(torch, recipe.dtype))
     return values.to(getattr(torch, recipe.dtype)) if rounding is None else to_float16(values, *rounding)
+
+
+def _quantized(recipe: Quantized | Scales, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """By numpy, on the host: the same bits as bound weights have."""
+    import numpy as np
+    import torch
+
+    kind, values = KINDS[recipe.kind], exact.cpu().numpy()
+    scales = kind.scales(values, recipe.axis)
+    if isinstance(recipe, Scales):
+        return torch.from_numpy(scales).to(device)
+    made = np.ascontiguousarray(kind.quantize(values, scales, recipe.axis))
+    return torch.from_numpy(made.view(np.uint8)).view(getattr(torch, kind.dtype)).to(device)
 
 
 def _added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:

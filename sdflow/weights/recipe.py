@@ -1,8 +1,9 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, or round them to float16. Nothing else happens to a
-weight on its way into an optimized graph, so nothing else can be said here. As JSON:
+its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16, or outermost to few bits with
+a scale for each channel. Nothing else happens to a weight on its way into an optimized graph, so nothing else can be said here.
+As JSON:
 
     {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", ...}}}
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from sdflow.weights.half import AtLimit, to_float16
 from sdflow.weights.layout import contiguous, joined
+from sdflow.weights.quantized import KINDS
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -121,7 +123,42 @@ class Sum:
         return self.parts[0].dtype
 
 
-Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum
+@dataclass(frozen=True)
+class Quantized:
+    """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
+    channels, not negative."""
+
+    kind: str
+    axis: int
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    @property
+    def dtype(self) -> str:
+        return KINDS[self.kind].dtype
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of `Quantized` of the same kind, axis and values: float32, one for each channel."""
+
+    kind: str
+    axis: int
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return (self.of.shape[self.axis],)
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+
+Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum | Quantized | Scales
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -133,6 +170,17 @@ def params(recipe: Recipe) -> Iterator[Param]:
             yield from params(part)
     elif not isinstance(recipe, Constant):
         yield from params(recipe.of)
+
+
+def unrounded(recipe: Recipe) -> Recipe:
+    """The recipe of the same values before they are rounded to float16; a constant of that type is widened."""
+    if isinstance(recipe, Float16):
+        return unrounded(recipe.of)
+    if isinstance(recipe, Constant) and recipe.dtype == "float16":
+        return Constant(np.frombuffer(recipe.raw, "<f2").astype("<f4").tobytes(), recipe.shape, "float32")
+    if isinstance(recipe, Join | Sum):
+        return replace(recipe, parts=tuple(unrounded(part) for part in recipe.parts))
+    return recipe if isinstance(recipe, Param | Constant) else replace(recipe, of=unrounded(recipe.of))
 
 
 def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None) -> Array:
@@ -149,6 +197,10 @@ def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | Non
 def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Float16 | None) -> Array:
     if isinstance(recipe, Float16):
         return _evaluate(recipe.of, read, counts, recipe)
+    if isinstance(recipe, Quantized | Scales):
+        kind, exact = KINDS[recipe.kind], _evaluate(recipe.of, read, None, None)
+        scales = kind.scales(exact, recipe.axis)
+        return scales if isinstance(recipe, Scales) else kind.quantize(exact, scales, recipe.axis)
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, counts, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
@@ -192,6 +244,9 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
         return {"join": recipe.axis, "of": [to_json(part) for part in recipe.parts]}
     if isinstance(recipe, Sum):
         return {"sum": [to_json(part) for part in recipe.parts]}
+    if isinstance(recipe, Quantized | Scales):
+        what = "quantized" if isinstance(recipe, Quantized) else "scales"
+        return {what: recipe.kind, "axis": recipe.axis, "of": to_json(recipe.of)}
     return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
 
 
@@ -222,6 +277,11 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         _require(len({(part.shape, part.dtype) for part in parts}) == 1, value)
         return Sum(parts)
     of = _parse(value["of"])
+    for what, made in (("quantized", Quantized), ("scales", Scales)):
+        if what in value:
+            fits = value[what] in KINDS and of.dtype == "float32" and not isinstance(of, Scales)
+            _require(fits and type(value["axis"]) is int and 0 <= value["axis"] < len(of.shape), value)
+            return made(value[what], value["axis"], of)
     if "transpose" in value:
         axes = _shape(value["transpose"])
         _require(sorted(axes) == list(range(len(of.shape))), value)

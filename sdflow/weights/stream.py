@@ -96,6 +96,10 @@ def write_pieces(
 
 
 def _bytes(values: Any) -> memoryview:
+    import numpy as np
+
+    if isinstance(values, np.ndarray):
+        values = values.reshape(-1).view(np.uint8)  # Python has no buffers of float8
     view = memoryview(values)
     return view.cast("B") if view.nbytes else memoryview(b"")
 

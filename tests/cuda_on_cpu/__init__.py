@@ -4,6 +4,7 @@ cuda.h                   what the kernels use of CUDA C++
 kernels.cpp              the kernels
 threads.h, .cpp          a launch's blocks and threads
 operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
+cublaslt.h, .cpp         what they use of cuBLASLt
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-PTX = ("float16.cuh", "cluster.cuh")
+PTX = ("float16.cuh", "float8.cuh", "cluster.cuh")
 """What cuda.h has instead."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -66,10 +67,10 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, those of the operators, threads.cpp and operators.cpp."""
+    """Source -> object: `kernels`, those of the operators, threads.cpp, operators.cpp and cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
-        for name in ("threads.cpp", "operators.cpp"):
+        for name in ("threads.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
             made[path.name] = pool.submit(compile_operator, path, folder)
@@ -109,7 +110,7 @@ def run(
     """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
     directions, or when the directions give different bits.
     """
-    types = {np.dtype(np.float32): 1, np.dtype(np.float16): 10}
+    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10}
     tensors = []
     for i, value in enumerate(inputs):
         if value is not None:

@@ -1,4 +1,4 @@
-// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh and cluster.cuh, the primitives
+// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh, float8.cuh and cluster.cuh, the primitives
 // that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
@@ -17,6 +17,9 @@
 struct alignas(8) float2 {
     float x, y;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -28,6 +31,7 @@ struct Place {
 };
 
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -53,4 +57,19 @@ static inline float2 unpacked(unsigned pair) {
 static inline unsigned packed(float low, float high) {
     return __builtin_bit_cast(unsigned short, (_Float16)low) |
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
+}
+
+// E4M3 has a sign, four bits of exponent above 2^-6 and three of fraction; 0x7f is no number, 448 the largest.
+static inline unsigned eight(float value) {
+    const unsigned sign = std::signbit(value) ? 0x80 : 0;
+    if (value != value) return sign | 0x7f;
+    const float size = fminf(fabsf(value), 448.0f);
+    if (size < 0.015625f) return sign | (unsigned)nearbyintf(size * 512);
+    int exponent;
+    frexpf(size, &exponent);
+    return sign | (unsigned)(((exponent + 6) << 3) + (int)nearbyintf(ldexpf(size, 4 - exponent)) - 8);
+}
+
+static inline unsigned eights(float a, float b, float c, float d) {
+    return eight(a) | eight(b) << 8 | eight(c) << 16 | eight(d) << 24;
 }

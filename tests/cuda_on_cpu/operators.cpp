@@ -1,4 +1,4 @@
-// Runs an operator: what it takes of ONNX Runtime and of the CUDA driver, in this process' memory.
+// Runs an operator: what it takes of ONNX Runtime, of the CUDA driver and of cuBLASLt, in this process' memory.
 //
 // operators FOLDER OPERATOR DIRECTION CAPABILITY PROCESSORS OUTPUTS [ATTRIBUTE=VALUE ...] [-- INPUT ...]
 //
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "cublaslt.h"
 #include "threads.h"
 
 extern "C" {
@@ -27,6 +28,8 @@ void* emulated_dlsym(void* handle, const char* name);
 const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0"; }
 }
 
+char a_stream;
+
 namespace {
 
 struct Tensor {
@@ -36,14 +39,14 @@ struct Tensor {
     std::size_t size = 0;
 
     void allocate() {
-        size = type == FLOAT ? 4 : 2;
+        size = type == FLOAT ? 4 : type == UINT8 ? 1 : 2;
         for (int64_t axis : dims) size *= axis;
         memory = static_cast<char*>(std::malloc(size));  // to the byte, for the sanitizer
         std::memset(memory, 0xff, size);
     }
 };
 
-char a_stream, a_context, a_driver, a_module;  // their addresses stand for them
+char a_context, a_driver, a_library, a_module;  // their addresses stand for them
 std::string folder;
 bool backwards;
 int capability, processors;
@@ -180,8 +183,11 @@ void check(Status* failed) {
 
 }  // namespace
 
-void* emulated_dlopen(const char*, int) { return &a_driver; }
-void* emulated_dlsym(void*, const char* name) {
+void* emulated_dlopen(const char* file, int) {
+    return std::strstr(file, "libcublasLt") ? &a_library : &a_driver;
+}
+void* emulated_dlsym(void* handle, const char* name) {
+    if (handle == &a_library) return cublaslt_function(name);
     static const std::map<std::string, void*> functions = {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},

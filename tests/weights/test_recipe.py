@@ -13,8 +13,10 @@ from sdflow.weights.recipe import (
     Float16,
     Join,
     Param,
+    Quantized,
     Recipe,
     Reshape,
+    Scales,
     Sum,
     Transpose,
     evaluate,
@@ -38,6 +40,10 @@ CASES: list[tuple[Recipe, Any]] = [
     (Sum((PARAM, PARAM, ZEROS)), W + W),
     (Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, PARAM))))), to_float16(W + (W + W))),
     (Sum((HALF, HALF, HALF)), (to_float16(W) * np.float32(3)).astype(np.float16)),
+    (Scales("int8", 0, PARAM), np.abs(W).max(1) / np.float32(127)),
+    (Quantized("int8", 0, PARAM), np.rint(W.T / (np.abs(W).max(1) / np.float32(127))).T.astype(np.int8)),
+    (Scales("int8", 1, Join(1, (PARAM, ZEROS))), np.append(np.abs(W).max(0) / np.float32(127), np.ones(4, np.float32))),
+    (Scales("int8_reduced", 1, Transpose((1, 0), PARAM)), np.abs(W).max(1) / np.float32(64)),
 ]
 
 

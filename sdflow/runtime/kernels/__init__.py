@@ -1,11 +1,15 @@
 """Kernels of our own for NVIDIA GPUs, in place of ONNX Runtime's where a profile shows that much is to be gained.
 
-Artifacts keep ONNX Runtime's operators and run anywhere. As a session is made for fixed sizes on the CUDA provider,
-`replace` puts our operators in; `library` compiles them on the machine at hand, once, and proves them there before they
-are used. Where they cannot be compiled, ONNX Runtime's kernels run, and a warning says why.
+Artifacts keep ONNX Runtime's operators and run anywhere; only products in float8 are ours there too (`float8`). As
+a session is made for fixed sizes on the CUDA provider, `replace` puts our operators in; `library` compiles them on the
+machine at hand, once, and proves them there before they are used. Where they cannot be compiled, ONNX Runtime's kernels run,
+and a warning says why.
 
     group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16 and float32
     bias_split_gelu.cu, .c   BiasSplitGelu, float16
-    float16.cuh, cluster.cuh what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
+    float8_rows.cu, .c       rows of float8 and their scales, of values, gated GELUs and layer normalizations
+    float8_product.c         products of them, by cuBLASLt
+    float16.cuh, float8.cuh, cluster.cuh
+                             what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """

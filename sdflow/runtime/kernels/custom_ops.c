@@ -21,6 +21,15 @@ Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count) {
     return failed;
 }
 
+Status *elements_of(Api api, const void *value, int64_t *elements) {
+    int64_t dims[4];
+    size_t count = 0;
+    TRY(shape_of(api, value, dims, &count));
+    *elements = 1;
+    for (size_t i = 0; i < count; ++i) *elements *= dims[i];
+    return 0;
+}
+
 Status *optional_input(Api api, const void *context, size_t index, const void **value) {
     size_t count = 0;
     *value = 0;
@@ -76,6 +85,10 @@ static const char *load_locked(void) {
         return "the kernels are not complete";
     if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
         gpu.held_4 = gpu.held_8 = 0;
+    if (function(&gpu.float8_rows, module, "float8_rows") ||
+        function(&gpu.float8_split_gelu, module, "float8_split_gelu") ||
+        function(&gpu.float8_layer_norm, module, "float8_layer_norm"))
+        gpu.float8_rows = 0;
     gpu.context = context;
     return 0;
 }
@@ -100,14 +113,14 @@ typedef struct {
 __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, const ApiBase *base) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static void *domain = 0; /* sessions refer to it as long as they live */
+    const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &float8_rows, &float8_split_gelu,
+                       &float8_layer_norm, &float8_product};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);
     if (!domain) {
         failed = CREATE_DOMAIN(api)("sdflow", &domain);
-        if (!failed) failed = DOMAIN_ADD(api)(domain, &group_norm);
-        if (!failed) failed = DOMAIN_ADD(api)(domain, &group_norm_single);
-        if (!failed) failed = DOMAIN_ADD(api)(domain, &bias_split_gelu);
+        for (size_t i = 0; !failed && i < sizeof all / sizeof *all; ++i) failed = DOMAIN_ADD(api)(domain, all[i]);
         if (failed) domain = 0;
     }
     pthread_mutex_unlock(&lock);

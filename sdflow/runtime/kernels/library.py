@@ -38,9 +38,14 @@ KERNELS = tuple(
         "cluster.cuh",
         "group_norm_held.cu",
         "bias_split_gelu.cu",
+        "float8.cuh",
+        "float8_rows.cu",
     )
 )
-OPERATORS = tuple(_FOLDER / name for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c"))
+OPERATORS = tuple(
+    _FOLDER / name
+    for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c", "float8_rows.c", "float8_product.c")
+)
 HEADER = _FOLDER / "ort.h"
 DEFINES = {
     "THREADS": 1024,
@@ -48,6 +53,8 @@ DEFINES = {
     "APPLY_PER_PROCESSOR": 1,
     "GELU_THREADS": 640,
     "GELU_PER_PROCESSOR": 2,
+    "FLOAT8_WARPS": 8,
+    "FLOAT8_HELD": 5,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"

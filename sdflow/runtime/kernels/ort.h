@@ -13,7 +13,7 @@
 #define ORT_VERSION 16
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
-enum { FLOAT = 1, FLOAT16 = 10 };
+enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 typedef const void *const *Api;
@@ -49,6 +49,9 @@ Status *failure(Api api, const char *what, const char *why);
 /* Up to four axes of a tensor. */
 Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count);
 
+/* How many they are in all. */
+Status *elements_of(Api api, const void *value, int64_t *elements);
+
 /* Null where an optional input is not given. */
 Status *optional_input(Api api, const void *context, size_t index, const void **value);
 
@@ -79,11 +82,14 @@ enum { CLUSTER_DIMENSION = 4 };
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
     void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu;
+    void *float8_rows, *float8_split_gelu, *float8_layer_norm;
     int processors;
     int (*launch)(const Launch *, void *, void **, void **);
 } Gpu;
 
 extern Gpu gpu;
+
+#define TOO_OLD_FOR_FLOAT8 "float8 needs a GPU of compute capability 8.9 or newer"
 
 /* Loads the kernels unless they are. Returns why that cannot be done, else null. */
 const char *load_kernels(void);
@@ -115,6 +121,7 @@ typedef struct Op {
 } Op;
 
 extern const Op group_norm, group_norm_single, bias_split_gelu;
+extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
-from sdflow.runtime.kernels.replace import DOMAIN, VERSION
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.replace import VERSION
 from sdflow.tolerances import KERNEL_LIMIT
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
     feeds = gelu_feeds(shape)
     node = helper.make_node("BiasSplitGelu", list(feeds), ["y"], domain=DOMAIN)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
-    (found,) = _session(library, node, feeds, [result]).run(["y"], feeds)
+    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
     return relative_l2(found, gelu_expected(feeds))
 
 
@@ -120,7 +121,7 @@ def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
         for name in names
     ]
-    session = _session(library, node, feeds, results)
+    session = one_node_session(library, node, feeds, results)
     found = dict(zip(names, session.run(names, feeds), strict=True))
     expected = group_norm_expected(feeds, case)
     return {name: relative_l2(found[name], expected[name]) for name in names}
@@ -176,7 +177,7 @@ def group_norm_expected(feeds: dict[str, np.ndarray], case: GroupNormCase) -> di
     return {"y": y / (1 + np.exp(-y)) if case.silu else y, "sum": total}
 
 
-def _session(library: Path, node: Any, feeds: dict[str, Any], results: list[Any]) -> Any:
+def one_node_session(library: Path, node: Any, feeds: dict[str, Any], results: list[Any]) -> Any:
     """One node on the CUDA provider."""
     from onnx import helper
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-DOMAIN, VERSION = "sdflow", 1
+from sdflow.onnx_model.float8 import DOMAIN
+
+VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
 
@@ -37,7 +39,8 @@ def with_own_kernels(model: Any) -> Any | None:
             node.domain = DOMAIN
             if node.op_type != "BiasSplitGelu":
                 _replace_group_norm(node, known[node.input[0]][0])
-    result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    if DOMAIN not in {entry.domain for entry in result.opset_import}:
+        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return result
 
 

@@ -1,0 +1,52 @@
+"""Whether a graph is quantized, and to what: told by the graph itself, whatever is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sdflow.onnx_model.facts import dtype_name, subgraphs
+
+OPERATORS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "DynamicQuantizeLinear"),
+                *("QuantizeLinear", "DequantizeLinear", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QAttention"),
+                *("QGemm", "QLinearAdd", "QLinearMul", "QLinearConcat", "QLinearSigmoid", "QLinearSoftmax", "QMoE"),
+                *("DynamicQuantizeLSTM", "QEmbedLayerNormalization"),
+            ),
+            "int8",
+        ),
+        **dict.fromkeys(("MatMulNBits", "GatherBlockQuantized", "MatMulBnb4"), "int4"),
+    }
+)
+"""Operator -> what it computes on."""
+
+ELEMENT_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("int8", "uint8"), "int8"),
+        **dict.fromkeys(("int4", "uint4"), "int4"),
+        **dict.fromkeys(("float8e4m3fn", "float8e4m3fnuz"), "float8_e4m3"),
+        **dict.fromkeys(("float8e5m2", "float8e5m2fnuz"), "float8_e5m2"),
+        "float4e2m1": "float4",
+    }
+)
+"""Element type of an initializer -> what that says."""
+
+
+def quantized_to(operators: Collection[str], dtypes: Collection[str]) -> str | None:
+    """The type that a graph is quantized to, None for floating-point numbers throughout. What is stored counts before what is
+    computed. operators: of its nodes. dtypes: of its initializers, as `graph_facts` names them."""
+    found = [ELEMENT_TYPES[name] for name in dtypes if name in ELEMENT_TYPES]
+    found += [OPERATORS[name] for name in operators if name in OPERATORS]
+    return found[0] if found else None
+
+
+def quantized_graph(model: Any) -> str | None:
+    """The same of a ModelProto, whose weights are not read."""
+    graphs = list(subgraphs(model.graph))
+    operators = {node.op_type for graph in graphs for node in graph.node}
+    dtypes = {tensor.data_type for graph in graphs for tensor in graph.initializer}
+    return quantized_to(sorted(operators), sorted(map(dtype_name, dtypes)))

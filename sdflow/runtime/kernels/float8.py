@@ -1,0 +1,139 @@
+"""Products of float8 as our operators compute them.
+
+The artifact has one operator for each, Float8MatMul: what it reads it quantizes row by row, and multiplies. A session has two:
+products that read one value share its rows, and where they alone read what a GELU with its gate or a layer normalization
+gives, that is quantized as it is computed.
+
+    Float8MatMul(x, weight, scales)
+        Float8Product(Float8Rows(x), weight, scales)
+        Float8Product(Float8SplitGelu(x, bias), weight, scales)             for BiasSplitGelu
+        Float8Product(Float8LayerNorm(x, skip, ...), weight, scales)        for SkipLayerNormalization
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import TargetUnavailableError
+from sdflow.onnx_model.float8 import DOMAIN, reads_float8
+from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.kernels.library import build
+from sdflow.runtime.kernels.replace import VERSION
+
+OLDEST = (8, 9)
+"""The first compute capability with products of float8."""
+
+NEEDS = "Draw with a float16 or float32 pipeline: the workflow without QuantizeFp8."
+
+
+@functools.cache
+def float8_library() -> Path:
+    """The kernels' library, its float8 proved on this device, once in a process.
+
+    Raises TargetUnavailableError, and says what float8 needs, where there is none.
+    """
+    import torch
+
+    from sdflow.runtime.kernels.float8_proof import prove_float8
+
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        if (device.major, device.minor) < OLDEST:
+            raise TargetUnavailableError(
+                f"float8 needs a GPU of compute capability {'.'.join(map(str, OLDEST))} or newer; "
+                f"{device.name} has {device.major}.{device.minor}",
+                remedy=NEEDS,
+            )
+    try:
+        library = build()
+        prove_float8(library)
+    except TargetUnavailableError as error:
+        raise TargetUnavailableError(
+            f"float8 is computed by sdflow's own kernels, and {error}", remedy=NEEDS
+        ) from error
+    return library
+
+
+def with_float8(model: Any) -> Any:
+    """A copy of a ModelProto with our operators in the place of each Float8MatMul. Its weights are bytes there.
+
+    model: with all shapes known, as `specialize` leaves it; where they are not, each product has its Float8Rows.
+    """
+    import onnx
+
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    for tensor in graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN:
+            tensor.data_type = onnx.TensorProto.UINT8
+    rows: dict[str, list[str]] = {}
+    made: list[Any] = []
+    fused = _Fused(graph)
+    for node in graph.node:
+        if not reads_float8(node):
+            made.append(fused.replaced(node, rows) or node)
+            continue
+        source = node.input[0]
+        if source not in rows:
+            rows[source] = _rows_of(source)
+            made.append(onnx.helper.make_node("Float8Rows", [source], rows[source], f"{source}/float8", domain=DOMAIN))
+        name = node.output[0]
+        made.append(
+            onnx.helper.make_node(
+                "Float8Product", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name, domain=DOMAIN
+            )
+        )
+    copies = [copied(node) for node in made]
+    del graph.node[:]
+    graph.node.extend(copies)
+    if DOMAIN not in {entry.domain for entry in result.opset_import}:
+        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    return result
+
+
+def _rows_of(value: str) -> list[str]:
+    return [f"{value}/float8", f"{value}/float8/scales"]
+
+
+class _Fused:
+    """Which nodes of a graph give rows of float8 themselves."""
+
+    def __init__(self, graph: Any) -> None:
+        self._types = {item.name: item.type.tensor_type for item in (*graph.input, *graph.value_info, *graph.output)}
+        self._results = {item.name for item in graph.output}
+        self._others = {name for node in graph.node if not reads_float8(node) for name in node.input}
+        self._others |= {name for node in graph.node if reads_float8(node) for name in node.input[1:]}
+        self._products = {node.input[0] for node in graph.node if reads_float8(node)}
+
+    def replaced(self, node: Any, rows: dict[str, list[str]]) -> Any | None:
+        """The operator of ours for a node, if there is one; then `rows` has what it gives."""
+        from onnx import helper
+
+        value = node.output[0]
+        if node.domain != "com.microsoft" or value not in self._products or value in self._others | self._results:
+            return None
+        if node.op_type == "BiasSplitGelu":
+            rows[value] = _rows_of(value)
+            return helper.make_node("Float8SplitGelu", [*node.input], rows[value], node.name, domain=DOMAIN)
+        if node.op_type != "SkipLayerNormalization" or not self._is_layer_norm(node):
+            return None
+        rows[value] = _rows_of(value)
+        outputs = [*rows[value], *(name for name in node.output[3:] if name)]
+        epsilon = next((item.f for item in node.attribute if item.name == "epsilon"), 1e-12)
+        return helper.make_node("Float8LayerNorm", [*node.input], outputs, node.name, domain=DOMAIN, epsilon=epsilon)
+
+    def _is_layer_norm(self, node: Any) -> bool:
+        """x and skip of one shape, gamma, beta and bias; no mean and deviation."""
+        if len(node.input) != 5 or not all(node.input) or any(node.output[1:3]):
+            return False
+        shapes = [self._shape(name) for name in node.input[:2]]
+        return shapes[0] is not None and shapes[0] == shapes[1]
+
+    def _shape(self, name: str) -> Sequence[int] | None:
+        found = self._types.get(name)
+        axes = [axis.dim_value for axis in found.shape.dim] if found is not None else []
+        return axes if axes and all(axes) and len(axes) <= 4 else None

@@ -1,0 +1,159 @@
+"""Our operators for float8 on the device at hand against their definitions, computed with numpy.
+
+E4M3 is rounded by ml_dtypes, which ONNX brings. A product is held to what the very numbers that were quantized give in float64:
+how far quantizing takes it from float16 is for the verification to say, of each model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.distance import relative_l2
+from sdflow.errors import TargetUnavailableError
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.proof import gelu_expected, gelu_feeds, one_node_session
+from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT
+
+if TYPE_CHECKING:
+    import numpy as np
+
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """Rows of float8. operator: which of the three. shape: of what they stand for, channels last. kept: whether Float8LayerNorm
+    gives the sum too."""
+
+    operator: str
+    shape: tuple[int, ...]
+    kept: bool = False
+
+
+ROWS_CASES = (
+    RowsCase("Float8Rows", (2, 77, 640)),
+    RowsCase("Float8Rows", (3, 5120)),
+    RowsCase("Float8SplitGelu", (2, 33, 2560)),
+    RowsCase("Float8SplitGelu", (5, 5120)),
+    RowsCase("Float8LayerNorm", (2, 39, 1280), kept=True),
+    RowsCase("Float8LayerNorm", (9, 640)),
+)
+
+PRODUCTS = ((2, 77, 640, 640), (1, 64, 1280, 3840), (3, 5, 2560, 640))
+"""Images, rows, K, N."""
+
+
+def prove_float8(library: Path) -> None:
+    """Raises TargetUnavailableError when a result is not what it should be, or there is none."""
+    onnxruntime = import_onnxruntime()
+    try:
+        rows = {f"{case}": rows_difference(library, case) for case in ROWS_CASES}
+        products = {f"Float8Product, {shape}": product_difference(library, shape) for shape in PRODUCTS}
+    except onnxruntime_errors(onnxruntime) as error:
+        raise TargetUnavailableError(f"float8 does not run on this device: {error}") from error
+    for found, limit in ((rows, FLOAT8_ROWS_LIMIT), (products, FLOAT8_PRODUCT_LIMIT)):
+        for name, distance in found.items():
+            if not distance <= limit:
+                raise TargetUnavailableError(f"float8 is wrong on this device: {name} by {distance:.1e}")
+
+
+def rows_difference(library: Path, case: RowsCase) -> float:
+    """Relative L2 distance of the rows times their scales, and of the sum, to numpy's; the larger of the two."""
+    from onnx import TensorProto, helper
+
+    feeds = rows_feeds(case)
+    outputs = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
+    outputs |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
+    attributes = {"epsilon": EPSILON} if case.operator == "Float8LayerNorm" else {}
+    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **attributes)
+    results = [helper.make_tensor_value_info(name, *given) for name, given in outputs.items()]
+    found = one_node_session(library, node, feeds, results).run(list(outputs), feeds)
+    wanted = rows_expected(feeds, case)
+    apart = relative_l2(dequantized(found[0], found[1]), dequantized(*quantized(wanted["rows"])))
+    return max(apart, relative_l2(found[2], wanted["sum"])) if case.kept else apart
+
+
+def rows_feeds(case: RowsCase) -> dict[str, np.ndarray]:
+    """Random inputs, in the operator's order; rows of Float8Rows differ in size, and one is 0."""
+    import numpy as np
+
+    random = np.random.default_rng(2)
+    if case.operator == "Float8SplitGelu":
+        return gelu_feeds((*case.shape[:-1], 2 * case.shape[-1]))
+    x = random.normal(size=case.shape) * random.uniform(0.01, 30, (*case.shape[:-1], 1))
+    if case.operator == "Float8Rows":
+        x[..., 0, :] = 0
+        return {"x": x.astype(np.float16)}
+    feeds = {"x": x, "skip": random.normal(size=case.shape) + 1}
+    feeds |= {name: random.normal(size=case.shape[-1]) for name in ("gamma", "beta", "bias")}
+    return {name: value.astype(np.float16) for name, value in feeds.items()}
+
+
+def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.ndarray]:
+    """What the rows stand for, before it is rounded, and the sum."""
+    import numpy as np
+
+    if case.operator == "Float8Rows":
+        return {"rows": feeds["x"]}
+    if case.operator == "Float8SplitGelu":
+        return {"rows": gelu_expected(feeds)}
+    total = (feeds["x"].astype(np.float32) + feeds["skip"] + feeds["bias"]).astype(np.float16)
+    exact = total.astype(np.float64)
+    normal = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + EPSILON)
+    return {"rows": normal * feeds["gamma"] + feeds["beta"], "sum": total}
+
+
+def quantized(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Float8Rows by its definition: the bits of E4M3, and the rows' scales."""
+    import ml_dtypes
+    import numpy as np
+
+    exact = values.astype(np.float16).astype(np.float32)
+    largest = np.abs(exact).max(-1, keepdims=True)
+    up = np.divide(np.float32(448), largest, out=np.ones_like(largest), where=largest > 0)
+    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1))
+    return (exact * up).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales.reshape(-1)
+
+
+def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """What float8 rows and their scales stand for."""
+    import ml_dtypes
+    import numpy as np
+
+    values = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(len(scales), -1) * scales[:, None]
+    result: np.ndarray = values.reshape(bits.shape)
+    return result
+
+
+def product_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
+    """Relative L2 distance of Float8Product to numpy's product of the same numbers."""
+    from onnx import TensorProto, helper
+
+    feeds = product_feeds(shape)
+    node = helper.make_node("Float8Product", list(feeds), ["y", "workspace"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:2], shape[3]))
+    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
+    return relative_l2(found, product_expected(feeds))
+
+
+def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
+    """Random rows and weights, in the operator's order."""
+    import numpy as np
+
+    images, rows, k, n = shape
+    random = np.random.default_rng(3)
+    bits, scales = quantized(random.normal(size=(images, rows, k)) * random.uniform(0.1, 3, (images, rows, 1)))
+    weight, weight_scales = quantized(random.normal(size=(n, k)) * random.uniform(0.1, 3, (n, 1)) / k**0.5)
+    return {"rows": bits, "scales": scales, "weight": weight, "weight_scales": weight_scales}
+
+
+def product_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """Float8Product by its definition."""
+    rows, weight = (
+        dequantized(feeds[name], feeds[scales]) for name, scales in (("rows", "scales"), ("weight", "weight_scales"))
+    )
+    result: np.ndarray = rows @ weight.T
+    return result

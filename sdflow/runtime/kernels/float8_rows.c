@@ -1,0 +1,103 @@
+/* What float8 products read of their activations: rows as E4M3, with a scale for each.
+ *
+ * sdflow.Float8Rows           x (..., C)
+ * sdflow.Float8SplitGelu      x (..., 2 C), bias (2 C): BiasSplitGelu
+ * sdflow.Float8LayerNorm      x, skip (..., C), gamma, beta, bias (C): the layer normalization of x + skip + bias. Attribute:
+ *                             epsilon.
+ *
+ * All inputs are float16. outputs: the rows (..., C), uint8; their scales, float32, one for each row; of Float8LayerNorm, if it
+ * is wanted, x + skip + bias. What the operator stands for is about the rows times their scales.
+ */
+#include <stdlib.h>
+
+#include "ort.h"
+
+#define MOST_INPUTS 5
+
+/* As in float8_rows.cu. */
+typedef struct {
+    int rows, lanes, warps;
+} Rows;
+
+typedef struct {
+    Api api;
+    const Op *op;
+    float epsilon;
+} Kernel;
+
+static const char *name(const Op *op) {
+    return op == &float8_rows ? "Float8Rows" : op == &float8_split_gelu ? "Float8SplitGelu" : "Float8LayerNorm";
+}
+static size_t input_count(const Op *op) { return op == &float8_rows ? 1 : op == &float8_split_gelu ? 2 : MOST_INPUTS; }
+static size_t output_count(const Op *op) { return op == &float8_layer_norm ? 3 : 2; }
+
+static Status *create(const void *given, Api api, const void *info, void **result) {
+    const Op *op = given;
+    const char *why = load_kernels();
+    if (!why && !gpu.float8_rows) why = TOO_OLD_FOR_FLOAT8;
+    if (why) return failure(api, name(op), why);
+    Kernel *kernel = calloc(1, sizeof *kernel);
+    if (!kernel) return failure(api, name(op), "out of memory");
+    *kernel = (Kernel){api, op, 0};
+    Status *failed = op == &float8_layer_norm ? FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon) : 0;
+    if (failed) free(kernel);
+    else *result = kernel;
+    return failed;
+}
+
+static Status *compute(void *op_kernel, void *context) {
+    Kernel *kernel = op_kernel;
+    Api api = kernel->api;
+    const Op *op = kernel->op;
+    const void *inputs[MOST_INPUTS];
+    void *at[MOST_INPUTS], *to, *scales, *sum = 0, *value, *stream;
+    int64_t dims[4], elements, count = 1;
+    size_t rank = 0, outputs = 0;
+    for (size_t i = 0; i < input_count(op); ++i) {
+        TRY(INPUT(api)(context, i, &inputs[i]));
+        TRY(data(api, inputs[i], &at[i]));
+    }
+    TRY(shape_of(api, inputs[0], dims, &rank));
+    const int unit = op == &float8_split_gelu ? 2 : 1;
+    if (!rank || dims[rank - 1] % (unit * VECTOR) || dims[rank - 1] > (int64_t)unit * FLOAT8_WARPS * FLOAT8_HELD * 32 * VECTOR)
+        return failure(api, name(op), "not for this number of channels");
+    for (size_t i = 0; i + 1 < rank; ++i) count *= dims[i];
+    for (size_t i = 1; i < input_count(op); ++i) {
+        TRY(elements_of(api, inputs[i], &elements));
+        const int whole = op == &float8_layer_norm && i == 1;
+        if (elements != (whole ? count : 1) * dims[rank - 1]) return failure(api, name(op), "inputs of other sizes than x");
+    }
+    dims[rank - 1] /= unit;
+    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
+    TRY(data(api, value, &to));
+    TRY(OUTPUT(api)(context, 1, &count, 1, &value));
+    TRY(data(api, value, &scales));
+    TRY(OUTPUT_COUNT(api)(context, &outputs));
+    if (outputs > 2) {
+        TRY(OUTPUT(api)(context, 2, dims, rank, &value));
+        TRY(data(api, value, &sum));
+    }
+    TRY(GPU_STREAM(api)(context, &stream));
+    Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1};
+    if (!all.rows || !all.lanes) return 0;
+    while (all.warps * FLOAT8_HELD * 32 < all.lanes) all.warps *= 2;
+    void *rows[] = {&at[0], &to, &scales, &all}, *split[] = {&at[0], &at[1], &to, &scales, &all};
+    void *norm[] = {&at[0], &at[1], &at[2], &at[3], &at[4], &to, &scales, &sum, &all, &kernel->epsilon};
+    void *function = op == &float8_rows ? gpu.float8_rows : op == &float8_split_gelu ? gpu.float8_split_gelu : gpu.float8_layer_norm;
+    void **arguments = op == &float8_rows ? rows : op == &float8_split_gelu ? split : norm;
+    const Launch config = {{ceil_div(all.rows, FLOAT8_WARPS / all.warps), 1, 1}, {32, FLOAT8_WARPS, 1}, 0, stream, 0, 0};
+    const char *why = launch(function, config, arguments);
+    return why ? failure(api, name(op), why) : 0;
+}
+
+static int input_type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
+static int output_type(const Op *op, size_t i) { return (void)op, i == 0 ? UINT8 : i == 1 ? FLOAT : FLOAT16; }
+static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 2 ? REQUIRED : OPTIONAL; }
+
+#define OP                                                                                                          \
+    {                                                                                                               \
+        ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, free,                  \
+            required, output_characteristic, on_device, none, none, none, none, create, compute,                     \
+    }
+const Op float8_rows = OP, float8_split_gelu = OP, float8_layer_norm = OP;

@@ -1,0 +1,157 @@
+"""Our operators for float8, run on the CPU as test_kernels_on_cpu.py runs the others, with a cuBLASLt of few lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Gpu, compile_kernels, compile_operator, kernel_texts, link, run
+
+from sdflow.distance import relative_l2
+from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels.float8_proof import (
+    EPSILON,
+    RowsCase,
+    dequantized,
+    product_expected,
+    product_feeds,
+    quantized,
+    rows_expected,
+    rows_feeds,
+)
+
+FLAT, WIDE = Gpu(132), (2, 3, 5120)
+
+
+def rows(program: Path, folder: Path, case: RowsCase, gpu: Gpu = FLAT) -> str:
+    """Runs and checks it. Returns the kernel and its blocks."""
+    feeds = rows_feeds(case)
+    attributes = {"epsilon": EPSILON} if case.operator == "Float8LayerNorm" else {}
+    count = 3 if case.kept else 2
+    (launch,), outputs = run(program, folder, gpu, case.operator, [*feeds.values()], count, attributes)
+    expected = rows_expected(feeds, case)
+    bits, scales = np.frombuffer(outputs[0], np.uint8).reshape(case.shape), np.frombuffer(outputs[1], np.float32)
+    wanted = quantized(expected["rows"])
+    np.testing.assert_allclose(scales, wanted[1], rtol=2e-3)
+    assert relative_l2(dequantized(bits, scales), dequantized(*wanted)) < 2e-3
+    if case.operator == "Float8Rows":
+        np.testing.assert_array_equal(bits, wanted[0])
+    if case.kept:
+        np.testing.assert_array_equal(np.frombuffer(outputs[2], np.float16).reshape(case.shape), expected["sum"])
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("blocks", "case"),
+    [
+        (2, RowsCase("Float8Rows", (2, 7, 640))),  # eight rows in a block, the last block not full
+        (1, RowsCase("Float8Rows", (3, 1280))),
+        (3, RowsCase("Float8Rows", (9, 2560))),  # two warps for a row
+        (1, RowsCase("Float8Rows", (1, 10240))),  # all eight
+        (1, RowsCase("Float8Rows", (1, 3, 16))),
+        (1, RowsCase("Float8SplitGelu", (1, 2, 640))),
+        (3, RowsCase("Float8SplitGelu", (5, 5120))),
+        (1, RowsCase("Float8LayerNorm", (3, 640))),
+        (2, RowsCase("Float8LayerNorm", (2, 5, 1280), kept=True)),
+        (2, RowsCase("Float8LayerNorm", (7, 2560), kept=True)),
+    ],
+    ids=str,
+)
+def test_rows_are_quantized_right_however_they_are_planned(
+    blocks: int, case: RowsCase, program: Path, tmp_path: Path
+) -> None:
+    launch = rows(program, tmp_path, case)
+    kernel = {"Float8Rows": "rows", "Float8SplitGelu": "split_gelu", "Float8LayerNorm": "layer_norm"}[case.operator]
+    assert launch == f"float8_{kernel} ({blocks}, 1, 1) (32, 8, 1) 1"
+
+
+def product(program: Path, folder: Path, shape: tuple[int, int, int, int], gpu: Gpu = FLAT) -> None:
+    feeds = product_feeds(shape)
+    launches, (content, workspace) = run(program, folder, gpu, "Float8Product", [*feeds.values()], 2)
+    assert not launches
+    assert workspace
+    found = np.frombuffer(content, np.float16).reshape(*shape[:2], shape[3])
+    assert relative_l2(found, product_expected(feeds)) < 5e-4
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 64, 48), (1, 1, 16, 16), (1, 33, 128, 16)], ids=str)
+def test_a_product_is_that_of_its_definition(shape: tuple[int, int, int, int], program: Path, tmp_path: Path) -> None:
+    product(program, tmp_path, shape)
+
+
+@pytest.mark.parametrize(
+    ("message", "gpu", "operator", "inputs"),
+    [
+        ("float8 needs a GPU of compute capability 8.9", Gpu(108, 80), "Float8Rows", [np.zeros((2, 16), np.float16)]),
+        ("not for this number of channels", FLAT, "Float8Rows", [np.zeros((2, 12), np.float16)]),
+        ("not for this number of channels", FLAT, "Float8Rows", [np.zeros((1, 10248), np.float16)]),
+        (
+            "inputs of other sizes than x",
+            FLAT,
+            "Float8SplitGelu",
+            [np.zeros((2, 32), np.float16), np.zeros(16, np.float16)],
+        ),
+        (
+            "not for matrices of these sizes",
+            FLAT,
+            "Float8Product",
+            [
+                np.zeros((2, 24), np.uint8),
+                np.zeros(2, np.float32),
+                np.zeros((16, 24), np.uint8),
+                np.zeros(16, np.float32),
+            ],
+        ),
+    ],
+)
+def test_what_float8_cannot_do_is_refused(
+    message: str, gpu: Gpu, operator: str, inputs: list[np.ndarray | None], program: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(program, tmp_path, gpu, operator, inputs, 2)
+
+
+FAULTS = {
+    "a row too many": ("float8_rows.cu", "held.row < all.rows", "held.row <= all.rows", "heap-buffer-overflow"),
+    "no wait for the largest": (
+        "float8_rows.cu",
+        "    __syncthreads();\n    for",
+        "    for",
+        "the result depends on which thread comes first",
+    ),
+    "part of a row": ("float8_rows.c", "all.warps *= 2;", "break;", "Mismatched elements"),
+    "scales changed over": (
+        "float8_product.c",
+        "A_SCALE_POINTER, &weight_scales",
+        "A_SCALE_POINTER, &row_scales",
+        "heap-buffer-overflow",
+    ),
+    "not transposed": (
+        "float8_product.c",
+        "transposed = 1,",
+        "transposed = 0,",
+        "no product of float8 rows with scales .status 15.",
+    ),
+}
+"""What -> source, right, wrong, what shows it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, objects: dict[str, Path], tmp_path: Path) -> None:
+    source, right, wrong, message = FAULTS[fault]
+    text = (library.HEADER.parent / source).read_text(encoding="utf-8")
+    assert right in text
+    text = text.replace(right, wrong, 1)
+    if source.endswith(".c"):
+        changed = tmp_path / source
+        changed.write_text(text, encoding="utf-8")
+        made = {source: compile_operator(changed, tmp_path)}
+    else:
+        made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
+    program = link((objects | made).values(), tmp_path / "operators")
+    with pytest.raises(AssertionError, match=message):
+        if source == "float8_product.c":
+            product(program, tmp_path, (1, 9, 32, 16))
+        else:
+            rows(program, tmp_path, RowsCase("Float8LayerNorm", (5, 2560)))
