@@ -3,9 +3,9 @@
     python benchmarks/cublaslt_products.py [SECONDS]
 
 Each product runs often in one CUDA graph with other weights each time, so that they come from memory. Row-major float16; NN has
-the weights as (K, N), TN as (N, K). "+bias+C" adds bias and residual in the product's epilogue. float8 is E4M3 by
-torch._scaled_mm, a scale for each tensor, or for each row and column; quantizing is not counted. At the end the sum of a step's
-products.
+the weights as (K, N), TN as (N, K). "+bias+C" adds bias and residual in the product's epilogue. float8 is E4M3 with float16
+results, a scale for each tensor, or for each row and column; "exact" without fast accumulation; quantizing is not counted
+(benchmarks/float8_rows.py). At the end the sum of a step's products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from typing import Any
 
 import torch
@@ -22,17 +22,24 @@ import torch
 WORKSPACE = 32 << 20
 SECONDS = 60
 HALF, FLOAT, COMPUTE_FLOAT = 2, 0, 68  # cudaDataType_t, cublasComputeType_t
+EIGHT = 28  # CUDA_R_8F_E4M3
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, EPILOGUE_BIAS = 3, 4, 7, 8, 4
+A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 25, 31, 32
+OF_TENSOR, OF_ROWS_AND_COLUMNS = 0, 3  # cublasLtMatmulMatrixScale_t
 
 SHAPES = (  # rows, N, K, how often in a step at batch 2 and 1024x1024
     (2048, 3840, 1280, 60), (2048, 1280, 1280, 192), (2048, 10240, 1280, 60), (2048, 1280, 5120, 60),
     (8192, 640, 640, 74), (8192, 5120, 640, 10), (8192, 640, 2560, 10), (8192, 1920, 640, 10),
 )  # fmt: skip
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "NN": {},
     "TN": {"transposed": True},
     "NN+bias+C": {"added": True},
     "TN+bias+C": {"added": True, "transposed": True},
+    "float8, tensors": {"scales": OF_TENSOR},
+    "float8, tensors, exact": {"scales": OF_TENSOR, "fast": False},
+    "float8, rows and columns": {"scales": OF_ROWS_AND_COLUMNS},
+    "float8, rows and columns, exact": {"scales": OF_ROWS_AND_COLUMNS, "fast": False},
 }
 
 
@@ -63,17 +70,17 @@ class Library:
         ok(self.lt.cublasLtCreate(byref(self.handle)), "handle")
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
 
-    def layout(self, rows: int, columns: int, leading: int) -> c_void_p:
+    def layout(self, rows: int, columns: int, leading: int, kind: int = HALF) -> c_void_p:
         made = c_void_p()
         status = self.lt.cublasLtMatrixLayoutCreate(
-            byref(made), HALF, c_uint64(rows), c_uint64(columns), c_int64(leading)
+            byref(made), kind, c_uint64(rows), c_uint64(columns), c_int64(leading)
         )
         ok(status, "layout")
         return made
 
 
 class Product:
-    """D (M, N) = A (M, K) W [+ bias + C]."""
+    """D (M, N) = A (M, K) W [+ bias + C]. scales: of A and W, which are float8 then, W as (N, K)."""
 
     def __init__(
         self,
@@ -83,8 +90,11 @@ class Product:
         *,
         transposed: bool = False,
         added: bool = False,
+        scales: int | None = None,
+        fast: bool = True,
     ) -> None:
         rows, n, k = shape
+        transposed, kind = transposed or scales is not None, HALF if scales is None else EIGHT
         self.library, lt = library, library.lt
         self.kind = c_void_p()
         ok(lt.cublasLtMatmulDescCreate(byref(self.kind), COMPUTE_FLOAT, FLOAT), "description")
@@ -93,8 +103,16 @@ class Product:
         if added:
             self._set(EPILOGUE, c_int(EPILOGUE_BIAS))
             self._set(BIAS_POINTER, c_void_p(bias.data_ptr()))
-        self.weights = library.layout(k, n, k) if transposed else library.layout(n, k, n)
-        self.a, self.d = library.layout(k, rows, k), library.layout(n, rows, n)
+        if scales is not None:
+            self.scales = torch.rand(n, device="cuda") + 0.5, torch.rand(rows, device="cuda") + 0.5
+            for mode, pointer, values in zip(
+                (A_SCALE_MODE, B_SCALE_MODE), (A_SCALE_POINTER, B_SCALE_POINTER), self.scales, strict=True
+            ):
+                self._set(mode, c_int(scales))
+                self._set(pointer, c_void_p(values.data_ptr()))
+            self._set(FAST_ACCUMULATION, c_int8(int(fast)))
+        self.weights = library.layout(k, n, k, kind) if transposed else library.layout(n, k, n)
+        self.a, self.d = library.layout(k, rows, k, kind), library.layout(n, rows, n)
         self.alpha, self.beta = c_float(1.0), c_float(float(added))
         preference, most, count = c_void_p(), c_size_t(WORKSPACE), c_int()
         ok(lt.cublasLtMatmulPreferenceCreate(byref(preference)), "preference")
@@ -152,36 +170,41 @@ def measure(library: Library, shape: tuple[int, int, int]) -> dict[str, float]:
     a = [torch.randn(rows, k, **options) for _ in range(2)]
     c, d, bias = torch.randn(rows, n, **options), torch.empty(rows, n, **options), torch.randn(n, **options)
     found = {"torch": microseconds(lambda i: torch.mm(a[i % 2], weights[i], out=d), copies)}
+    eight = torch.float8_e4m3fn
+    a8, turned8 = [each.to(eight) for each in a], [each.to(eight) for each in turned]
     for way, how in WAYS.items():
-        product, given = Product(library, shape, bias, **how), turned if "transposed" in how else weights
+        try:
+            product = Product(library, shape, bias, **how)
+        except RuntimeError as error:
+            print(f"    {way}: {error}", flush=True)
+            continue
+        given, given_a = (turned8, a8) if "scales" in how else (turned if "transposed" in how else weights, a)
 
-        def one(choice: int, product: Product = product, given: list[torch.Tensor] = given) -> Callable[[int], object]:
-            return lambda i: product.run(choice, a[i % 2], given[i], c, d)
+        def one(
+            choice: int, product: Product = product, given: list[Any] = given, given_a: list[Any] = given_a
+        ) -> Callable[[int], object]:
+            return lambda i: product.run(choice, given_a[i % 2], given[i], c, d)
 
         times = [microseconds(one(choice), copies, 2) for choice in range(len(product.choices))]
+        if not times:
+            print(f"    {way}: cuBLASLt has no such product", flush=True)
+            continue
         best = times.index(min(times))
         one(best)(0)
         torch.cuda.synchronize()
-        expected = a[0].float() @ weights[0].float() + (bias.float() + c.float() if "added" in how else 0)
+        expected = given_a[0].float() @ (given[0].float().t() if "scales" in how else weights[0].float())
+        if "scales" in how:
+            of_n, of_rows = product.scales
+            each = how["scales"] == OF_ROWS_AND_COLUMNS
+            expected *= of_n * of_rows[:, None] if each else of_n[0] * of_rows[0]
+        expected += bias.float() + c.float() if "added" in how else 0
         error = float((d.float() - expected).norm() / expected.norm())
         found |= {way: times[best], f"{way} first": times[0]}
         print(
-            f"    {way}: first {times[0]:.1f}, best {times[best]:.1f} us of {len(times)}; error {error:.1e}", flush=True
+            f"    {way}: first {times[0]:.1f}, best {times[best]:.1f} us of {len(times)} "
+            f"(workspace {product.choices[0].workspace}); error {error:.1e}",
+            flush=True,
         )
-    eight = torch.float8_e4m3fn
-    a8, w8, one_ = [each.to(eight) for each in a], [each.to(eight) for each in turned], torch.ones((), device="cuda")
-    of_rows, of_columns = torch.ones(rows, 1, device="cuda"), torch.ones(1, n, device="cuda")
-    for way, left, right, out in (
-        ("float8, tensors", one_, one_, torch.float16),
-        ("float8, rows and columns", of_rows, of_columns, torch.bfloat16),
-    ):
-        found[way] = microseconds(
-            lambda i, left=left, right=right, out=out: torch._scaled_mm(
-                a8[i % 2], w8[i].t(), left, right, out_dtype=out
-            ),  # type: ignore[misc]
-            copies,
-        )
-        print(f"    {way}: {found[way]:.1f} us", flush=True)
     return found
 
 

@@ -50,11 +50,11 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
 
     from sdflow.families import FAMILIES
     from sdflow.families.request import Request
+    from sdflow.runtime.bound import Bound
     from sdflow.runtime.device_weights import DeviceWeights
     from sdflow.runtime.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
     from sdflow.runtime.sessions import LoadOptions
-    from sdflow.runtime.submodel import Bound
     from sdflow.runtime.tuning import Tuning
     from sdflow.targets import TARGETS
 

@@ -1,6 +1,7 @@
 """Inputs of strangers, mutated: whatever they hold, sdflow reads them or says in words what is wrong, and does nothing else.
 
-    python benchmarks/fuzz.py [--count 10000] [--only KIND ...] [--seed N] [--first N] [--json FILE]
+    python benchmarks/fuzz.py [--count 10000] [--only KIND ...] [--seed N] [--first N] [--seconds N] [--samples DIR]
+        [--json FILE]
 
     header    safetensors headers and bytes: read, and inspected
     lora      names, shapes, values and metadata of LoRAs in three styles: refused, or merged as PEFT merges it
@@ -12,7 +13,8 @@
 Everything is done in a process of its own for each kind, whose memory and time have limits. A finding is: an exception that is
 none of sdflow's; a message of more than 4,000 characters; more than 5 seconds of the processor; a file that is written outside
 its folder; a process that dies; a merge that is not PEFT's. Case N of a kind is the same every time: `--only KIND --first N
---count 1`. Exit status 1 if there is a finding. Linux.
+--count 1`. --seconds: for each kind, after which no further case is begun. --samples: where what is mutated lies; it is made if
+it is not there. So many of these can run at once. Exit status 1 if there is a finding. Linux.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -154,6 +157,10 @@ def configs(root: Path) -> Case:
     )  # fmt: skip
     before = {name: (root / "checkpoint" / name).read_bytes() for name in names}
     part = {"unet": "unet", "vae": "vae_decoder", "text_encoder": "text_encoder"}
+    whole = open_checkpoint(str(root / "checkpoint"), digests=PlainDigests(), download=False)
+    # The libraries are imported before the clock runs: a case that is cut off leaves half of one.
+    for submodel in part.values():
+        parameter_shapes(submodel, whole.submodels[submodel].load)
 
     def case(chance: random.Random, folder: Path) -> str:
         if not (folder / "unet").exists():
@@ -280,12 +287,13 @@ def _limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _work(kind: str, root: Path, folder: Path, seed: int, first: int, last: int, said: Any) -> None:
-    """The process of one kind: says each case before it, and what became of it."""
+def _work(kind: str, root: Path, folder: Path, seed: int, first: int, last: int, until: float, said: Any) -> None:
+    """The process of one kind: says each case before it, and what became of it. until: by the monotonic clock."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     warnings.simplefilter("ignore")
     case = KINDS[kind](root)
+    tempfile.tempdir = str(folder)  # what is written for a while is seen too
     outside: list[str] = []
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -303,6 +311,8 @@ def _work(kind: str, root: Path, folder: Path, seed: int, first: int, last: int,
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     sys.addaudithook(hook)
     for index in range(first, last):
+        if time.monotonic() > until:
+            break
         said.send(("case", index))
         became, wrong = "refused", None
         try:
@@ -324,16 +334,19 @@ def _work(kind: str, root: Path, folder: Path, seed: int, first: int, last: int,
     said.send(("end",))
 
 
-def fuzz(kind: str, root: Path, seed: int, first: int, count: int) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """`count` cases of a kind: what became of them, and the findings."""
+def fuzz(
+    kind: str, root: Path, seed: int, first: int, count: int, seconds: float = math.inf
+) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """`count` cases of a kind, or as many as are begun in `seconds`: what became of them, and the findings."""
     became: Counter[str] = Counter()
     findings: list[tuple[int, str]] = []
     last = first + count
+    until = time.monotonic() + seconds
     context = multiprocessing.get_context("fork")
     while first < last:
         with tempfile.TemporaryDirectory(prefix="sdflow-fuzz-") as scratch:
             hear, say = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(kind, root, Path(scratch), seed, first, last, say))
+            process = context.Process(target=_work, args=(kind, root, Path(scratch), seed, first, last, until, say))
             process.start()
             say.close()
             at = first
@@ -368,14 +381,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--samples", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     told: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="sdflow-fuzz-samples-") as root:
-        prepare(Path(root))
+    with contextlib.ExitStack() as made:
+        root = options.samples or Path(made.enter_context(tempfile.TemporaryDirectory(prefix="sdflow-fuzz-samples-")))
+        if not (root / "loras").is_dir():
+            prepare(root)
         for kind in options.only:
             begun = time.perf_counter()
-            became, findings = fuzz(kind, Path(root), options.seed, options.first, options.count)
+            became, findings = fuzz(kind, root, options.seed, options.first, options.count, options.seconds)
             seconds = time.perf_counter() - begun
             told[kind] = {"became": dict(became), "findings": findings, "seconds": round(seconds, 1)}
             how = ", ".join(f"{n:,} {what}" for what, n in became.most_common())

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.config.workflow import VerifySpec
-from sdflow.errors import VerificationError
+from sdflow.errors import UsageError, VerificationError
 from sdflow.store import Cache
 from sdflow.verify import Verification, subject_of_folder, verify
 from sdflow.verify.cases import read_cases
 from sdflow.verify.exact import prove
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, hold_folder
+from sdflow.verify.judge import judge
 from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.worker import work
 from sdflow.workers import WorkerResult
@@ -28,37 +30,64 @@ class Found(Exception):
         self.problems = problems
 
 
+class Asked(Exception):
+    """What a verification would have done is known."""
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Where a fault may be: what is not looked at in vain comes first, and the first part that finds something ends the
+    verification. counts: whether what is found counts. submodel: whose folder differs from one that passes. graph: whether its
+    graph or its weights do."""
+
+    counts: Callable[[str], bool]
+    submodel: str | None = None
+    graph: bool = False
+
+
 class Here:
     """Stands for the group of processes: the work is done in this one.
 
-    counts: whether what is found counts. Given, the verification ends with Found at the first part of it that finds
-    something that counts: the folder, then the proof of each submodel, then the whole of it.
+    suspicion: given, the verification ends with Found at the first part that finds something that counts: what lies beside the
+    graphs (last, where a graph differs), the proof of the submodel that differs, all that is said of that submodel alone; then
+    the whole. Each is a part of the whole. ask_only: it ends with Asked before any work is done.
     """
 
-    def __init__(self, counts: Callable[[str], bool] | None = None) -> None:
-        self.counts = counts
+    def __init__(self, suspicion: Suspicion | None = None, *, ask_only: bool = False) -> None:
+        self.suspicion, self.ask_only = suspicion, ask_only
         self.asked: JudgeRequest | None = None
+        """Of the pipeline; of a base with its refiner, the base."""
 
     def check(self) -> None:
         pass
 
     def run(self, module: str, request: Mapping[str, Any], **options: Any) -> WorkerResult:
-        if "judge" not in request:  # the image of a base and its refiner
-            return WorkerResult(work(request, lambda phrase: None), 0.0, 0)
-        self.asked = JudgeRequest.from_json(request["judge"])
-        if self.counts is not None and request["reference"] is None:
-            self._in_parts(request, self.asked)
+        if "judge" in request and self.asked is None:
+            self.asked = JudgeRequest.from_json(request["judge"])
+            if self.ask_only:
+                raise Asked
+            if self.suspicion is not None and request["reference"] is None:
+                self._in_parts(self.suspicion, FolderRequest.from_json(request["folder"]), self.asked)
         return WorkerResult(work(request, lambda phrase: None), 0.0, 0)
 
-    def _in_parts(self, request: Mapping[str, Any], asked: JudgeRequest) -> None:
-        self._end_at(_words(hold_folder(FolderRequest.from_json(request["folder"]), lambda phrase: None).findings))
-        for check in asked.recipes:
+    def _in_parts(self, suspicion: Suspicion, folder: FolderRequest, asked: JudgeRequest) -> None:
+        if not suspicion.graph:
+            self._end_at(suspicion, _words(hold_folder(folder, lambda phrase: None).findings))
+        if (name := suspicion.submodel) not in asked.submodels:
+            return
+        assert name is not None
+        checks = [each for each in asked.recipes if each.submodel == name]
+        for check in checks:
             with suppress(VerificationError):  # as in the whole: it is said where the graph is opened
-                proof = prove(check, read_cases(asked.reference, check.submodel), threads=asked.threads)
-                self._end_at([*_words(proof.findings), *(f"{check.submodel}: {what}" for what, _ in proof.problems)])
+                proof = prove(check, read_cases(asked.reference, name), threads=asked.threads)
+                self._end_at(suspicion, [*_words(proof.findings), *(f"{name}: {what}" for what, _ in proof.problems)])
+        modules = [each for each in asked.modules if each.submodel == name]
+        with suppress(UsageError):  # as in the whole: what lies beside the graphs is then not what it should be
+            found = judge(replace(asked, submodels=[name], recipes=checks, modules=modules), lambda phrase: None)
+            self._end_at(suspicion, [f"{where}: {what}" for where, what, _ in found.problems])
 
-    def _end_at(self, problems: list[str]) -> None:
-        if counted := [each for each in problems if self.counts is None or self.counts(each)]:
+    def _end_at(self, suspicion: Suspicion, problems: list[str]) -> None:
+        if counted := [each for each in problems if suspicion.counts(each)]:
             raise Found(counted)
 
 

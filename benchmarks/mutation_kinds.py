@@ -5,6 +5,7 @@ A kind takes a Folder and a source of chance. It says in words what it did, or g
 
 from __future__ import annotations
 
+import filecmp
 import json
 import random
 import shutil
@@ -37,6 +38,7 @@ class Folder:
             link.symlink_to(target)
         self.submodels = [each.name for each in sorted(path.iterdir()) if (each / MODEL_FILE).is_file()]
         self.touched: str | None = None
+        self.source = source
 
     def own(self, submodel: str) -> Path:
         """The submodel's folder, copied so that it can be changed."""
@@ -55,6 +57,17 @@ class Folder:
         path = self.path / name
         path.chmod(0o644)
         return path
+
+    def graph_differs(self) -> bool:
+        """Whether the touched submodel's graph or weights are others than before."""
+        if self.touched is None:
+            return False
+        pairs = [
+            (self.source / self.touched / name, self.path / self.touched / name) for name in (MODEL_FILE, WEIGHTS_FILE)
+        ]
+        return not all(
+            other.exists() and filecmp.cmp(one, other, shallow=False) for one, other in pairs if one.exists()
+        )
 
     def sign(self) -> None:
         """Write the digests of what is there, as whoever built it so would have: no fault is found by its digest."""
@@ -90,8 +103,10 @@ class Graph:
 
     def type_of(self, value: str) -> int:
         """Of a value, as the graph declares it; 0 where it does not."""
-        known = {item.name: item.type.tensor_type.elem_type for item in (*self.graph.value_info, *self.graph.output)}
-        return int(known.get(value, 0))
+        return self.types().get(value, 0)
+
+    def types(self) -> dict[str, int]:
+        return {item.name: item.type.tensor_type.elem_type for item in (*self.graph.value_info, *self.graph.output)}
 
     def behind(self, value: str, op_type: str, *constants: np.ndarray, **attributes: Any) -> None:
         """Put a node behind a value: whoever read the value reads the node's output."""
@@ -217,8 +232,9 @@ def _floats(graph: Graph) -> list[str]:
     """Values of floating point that are read, by what puts them out: products, convolutions, norms, sums."""
     types = ("MatMul", "Gemm", "Conv", "NhwcConv", "GroupNorm", "SkipGroupNorm", "LayerNormalization", "Add")
     types += ("SkipLayerNormalization", "MultiHeadAttention", "Attention")
+    known, read = graph.types(), {name for node in graph.graph.node for name in node.input}
     values = [node.output[0] for node in graph.nodes(*types)]
-    return [name for name in values if graph.type_of(name) in FLOATS and graph.read(name)]
+    return [name for name in values if known.get(name, 0) in FLOATS and name in read]
 
 
 def _element(graph: Graph, value: str) -> Any:
@@ -278,7 +294,8 @@ def sum_dropped(folder: Folder, chance: Chance) -> str | None:
     """A sum that forgets a part: a bias, or the connection past a block."""
     graph = graph_of(folder, chance)
     assert graph is not None
-    found = [node for node in graph.nodes("Add") if node.output[0] in _floats(graph)]
+    floats = {*_floats(graph)}
+    found = [node for node in graph.nodes("Add") if node.output[0] in floats]
     if not found:
         return None
     node = chance.choice(found)

@@ -1,11 +1,11 @@
 """The proof on a machine that builds nothing: pipelines are filled with their weights, and verified as `sdflow verify --quick`
-does, on their target's own hardware too where it is --run-on; then faults are planted in them.
+does, on their target's own hardware too where it is --run-on.
 
-    python benchmarks/proof_on_gpu.py GRAPHS [--run-on cuda] [--mutations 500] [--jobs 16] [--minutes 8] [--out DIR]
+    python benchmarks/proof_on_gpu.py GRAPHS [--run-on cuda] [--jobs 16]
 
-GRAPHS: what benchmarks/structures.py wrote of pipelines that pass. Weights are bound here, as BindWeights does. --mutations:
-how many faults in all, over the pipelines and over --jobs processes, each with a seed of its own; lines of JSON go to --out, a
-file for each process. What each verification took is printed in processor seconds, the part without roundings by itself.
+GRAPHS: what benchmarks/structures.py wrote of pipelines that pass. Weights are bound here, as BindWeights does. What each
+verification took is printed in processor seconds, the part without roundings by itself. `mutations_of_many.py` plants faults in
+the same pipelines.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +32,6 @@ from sdflow.config.workflow import VerifySpec
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
 from sdflow.verify import judge, subject_of_folder, verify
-
-FIRST_SEED = 100
 
 
 def fill(graphs: Path, out: Path, cache: Path) -> None:
@@ -93,57 +89,23 @@ def verified(folder: Path, cache: Path, run_on: str | None) -> bool:
     return found.passed
 
 
-def mutate(pipelines: list[Path], cache: Path, options: argparse.Namespace) -> None:
-    """Faults, so many processes at a time, and what came of them."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    count = -(-options.mutations // options.jobs)
-    running = []
-    for job in range(options.jobs):
-        out = options.out / f"mutations-{job}.jsonl"
-        own = options.scratch / f"cache-{job}"
-        subprocess.run(["cp", "-r", str(cache), str(own)], check=True)
-        command = [sys.executable, str(Path(__file__).with_name("mutations.py")), str(pipelines[job % len(pipelines)])]
-        command += ["--cache", str(own), "--out", str(out), "--count", str(count), "--seed", str(FIRST_SEED + job)]
-        command += ["--minutes", str(options.minutes), "--first", str(job * count)]
-        log = (options.out / f"mutations-{job}.log").open("w")
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        running.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **threads}))
-    for each in running:
-        each.wait()
-    found = [json.loads(line) for path in options.out.glob("*.jsonl") for line in path.read_text().splitlines()]
-    for each in found:
-        if each["verdict"] in ("missed", "crash"):
-            print(json.dumps(each))
-    for path in sorted(options.out.glob("*.log")):
-        print(path.name, path.read_text().splitlines()[-1:])
-    print(f"{len(found)} of {count * options.jobs} faults: {dict(Counter(each['verdict'] for each in found))}")
-
-
 def main() -> int:
-    """Fill, verify, plant."""
+    """1 when one does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--run-on", help="a target whose provider runs the artifacts too")
-    parser.add_argument("--mutations", type=int, default=0)
-    parser.add_argument("--faults-only", action="store_true", help="leave out the proof of the pipelines as they are")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--minutes", type=float, default=8)
-    parser.add_argument("--out", type=Path, default=Path("mutations"))
     options = parser.parse_args()
     passed = True
     with tempfile.TemporaryDirectory() as scratch:
-        options.scratch = Path(scratch)
-        cache = options.scratch / "cache"
+        cache = Path(scratch) / "cache"
         found = sorted(path.parent for path in options.graphs.glob(f"*/{MANIFEST_FILE}"))
-        filled = [options.scratch / "pipelines" / graphs.name for graphs in found]
+        filled = [Path(scratch) / "pipelines" / graphs.name for graphs in found]
         filled[0].parent.mkdir()
         with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(fill, found, filled, [cache] * len(found)))
-        if not options.faults_only:
-            for each in filled:
-                passed &= verified(each, cache, options.run_on)
-        if options.mutations:
-            mutate(filled, cache, options)
+        for each in filled:
+            passed &= verified(each, cache, options.run_on)
     return int(not passed)
 
 

@@ -1,15 +1,15 @@
 """A served pipeline under load: requests that arrive at random, at parts of what it can take, beside two plainer servers.
 
     python benchmarks/serve_load.py PIPELINE [--seconds 60]
-    python benchmarks/serve_load.py PIPELINE --soak 1800 [--rate 0.5] [--loras DIR --cache DIR]
 
 The plainer ones draw the same pipeline behind the same HTTP: one request after the other, and batches of up to 8 of what
-arrives within 50 ms. All three get the same arrivals: a Poisson process with a seed, which does not wait for answers. That is why
-the client is httpx and none of the known load tools: locust, k6 and wrk have users that each wait for their answer, so a slow
-server gets less to do, and its tail looks better than it is (coordinated omission).
+arrives within 50 ms. They are what one writes first: a call of the pipeline, then the files. --beside also shows them with
+files that other threads write while the next call runs, as a second look would have it. All get the same arrivals: a Poisson
+process with a seed, which does not wait for answers. That is why the client is httpx and none of the known load tools: locust,
+k6 and wrk have users that each wait for their answer, so a slow server gets less to do, and its tail looks better than it is
+(coordinated omission).
 
-The rates are parts of what `sdflow serve` answers to 16 clients that wait. --soak: instead, this many seconds at 80 % or at
---rate, of requests that differ in steps, guidance, size and LoRAs, and what the memory of the process that draws does.
+The rates are parts of what `sdflow serve` answers to 16 clients that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ import httpx
 PARTS = (0.5, 0.8, 1.2)
 CLIENTS = 16
 QUEUE = 32
+OURS = "sdflow serve"
+BESIDE = ", files beside"
 PLAIN = {"one at a time": (1, 0.0), "batches of 8, 50 ms": (8, 0.05)}
 """Images of a batch, and seconds that its first one waits for others."""
 
@@ -43,74 +46,59 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--soak", type=float, metavar="SECONDS")
     parser.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of what it can take")
     parser.add_argument("--capacity", type=float, help="images/s that it can take, where that was measured before")
-    parser.add_argument("--rate", type=float, help="of the soak, in images/s")
-    parser.add_argument("--loras", type=Path, help="of the soak: the folder that they are in")
     parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
     parser.add_argument("--threads", help="of the server's processor")
+    parser.add_argument(
+        "--beside",
+        type=float,
+        nargs="*",
+        default=(),
+        help="those of the parts at which the plain ones write files beside too",
+    )
+    parser.add_argument("--out", type=Path, help="the figures, as JSON")
     parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain:
         serve_plainly(given.pipeline, *PLAIN[given.plain], given.steps)
         return
     body = {"prompt": "a large red circle on a blue background", "steps": given.steps, "seed": 1}
-    if given.soak:
-        with sdflow_server(given) as url:
-            asyncio.run(soak(url, body, given))
-        return
-    with sdflow_server(given) as own:
-        urls = {"sdflow serve": own}
-        with plain_server(given, "one at a time") as one, plain_server(given, "batches of 8, 50 ms") as eight:
-            urls |= {"one at a time": one, "batches of 8, 50 ms": eight}
-            asyncio.run(compare(urls, body, given))
+    more = ["--threads", given.threads] if given.threads else []
+    with sdflow_server(given.pipeline, given.cache, *more) as own, plain_servers(given) as plain:
+        asyncio.run(compare({OURS: own, **plain}, body, given))
 
 
 async def compare(urls: dict[str, str], body: dict[str, Any], given: Any) -> None:
     """Print a table of all servers at all rates."""
-    most = given.capacity
-    for name, url in urls.items():
-        found = await capacity(url, body, max(given.seconds / 4, 5))
-        most = most or found
-        print(f"{name}: {found:.2f} images/s for {CLIENTS} clients that wait; {load()}", flush=True)
+    most, found = given.capacity, list[dict[str, Any]]()
+    beside = {f"{name}{BESIDE}": url for name, url in urls.items() if name != OURS} if given.beside else {}
+    for name, url in (urls | beside).items():
+        taken = await capacity(url, asked(name, body), max(given.seconds / 4, 4))
+        most = most or taken
+        found.append({"server": name, "images/s": round(taken, 2)})
+        print(f"{name}: {taken:.2f} images/s for {CLIENTS} clients that wait; {load()}", flush=True)
     print(
         "| rate | server | images/s | p50 s | p95 s | of its p95 | refused | machine |\n|---|---|---|---|---|---|---|---|"
     )
+    own: dict[float, float] = {}
     for part in given.parts:
-        rate, p95 = part * most, 0.0
-        for name, url in urls.items():
-            took, refused, whole = await arrivals(url, itertools.repeat(body), rate, given.seconds, given.seed)
+        names = urls | beside if part in given.beside else urls
+        rate = part * most
+        for name, url in names.items():
+            bodies = itertools.repeat(asked(name, body))
+            took, refused, whole = await arrivals(url, bodies, rate, given.seconds, given.seed)
             tail = quantile(took, 0.95)
-            p95 = p95 or tail
+            p95 = own.setdefault(part, tail)
             figures = f"{len(took) / whole:.2f} | {quantile(took, 0.5):.2f} | {tail:.2f} | {p95 / tail:.2f} | {refused}"
             print(f"| {part:.0%}, {rate:.2f}/s | {name} | {figures} | {load()} |", flush=True)
+            found.append({"part": part, "rate": rate, "server": name, "refused": refused, "seconds": sorted(took)})
+            if given.out:
+                given.out.write_text(json.dumps(found))
 
 
-async def soak(url: str, body: dict[str, Any], given: Any) -> None:
-    """Print the memory of the process that draws, ten times, and what grew from the second to the last."""
-    names = [path.stem for path in sorted(given.loras.glob("*.safetensors"))] if given.loras else []
-    rate, found = given.rate or 0.8 * await capacity(url, body, 10), []
-    for number in range(10):
-        bodies = varied(body, random.Random(given.seed + number), names)
-        took, refused, _ = await arrivals(url, bodies, rate, given.soak / 10, given.seed + number)
-        async with httpx.AsyncClient(timeout=None) as client:
-            text = (await client.get(f"{url}/metrics")).text
-        (memory,) = (line.split()[1] for line in text.splitlines() if line.startswith("sdflow_worker_resident_bytes "))
-        found.append(float(memory) / 2**20)
-        print(
-            f"{len(took)} images, {refused} refused, p95 {quantile(took, 0.95):.2f} s, {found[-1]:.0f} MB", flush=True
-        )
-    print(f"from {found[1]:.0f} to {found[-1]:.0f} MB behind the first tenth; {load()}")
-
-
-def varied(body: dict[str, Any], chance: random.Random, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Requests that differ in what makes sessions, tables and weights."""
-    while True:
-        loras = [{"name": name, "scale": chance.choice((0.5, 0.7, 1.0))} for name in names if chance.random() < 0.5]
-        size = {"size": f"{chance.choice((96, 128))}x128"} if chance.random() < 0.2 else {}
-        more = {"guidance_scale": chance.choice((1.0, 5.0, 7.5)), "seed": chance.randrange(1000), "loras": loras}
-        yield {**body, **more, **size, "steps": chance.randrange(2, 2 * body["steps"])}
+def asked(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "beside": True} if name.endswith(BESIDE) else body
 
 
 async def capacity(url: str, body: dict[str, Any], seconds: float) -> float:
@@ -170,20 +158,22 @@ def load() -> str:
 
 
 @contextmanager
-def sdflow_server(given: Any) -> Iterator[str]:
-    command = [sys.executable, "-m", "sdflow", "serve", str(given.pipeline), "--port", "0", "--max-queue", str(QUEUE)]
-    command += ["--no-check", "--cache", str(given.cache)]
-    command += ["--loras", str(given.loras)] if given.loras else []
-    command += ["--threads", given.threads] if given.threads else []
-    with started(command) as url:
+def sdflow_server(pipeline: Path, cache: Path, *more: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "sdflow", "serve", str(pipeline), "--port", "0", "--max-queue", str(QUEUE)]
+    with started([*command, "--no-check", "--cache", str(cache), *more]) as url:
         yield url
 
 
 @contextmanager
-def plain_server(given: Any, name: str) -> Iterator[str]:
-    command = [sys.executable, __file__, str(given.pipeline), "--steps", str(given.steps), "--plain", name]
-    with started(command) as url:
-        yield url
+def plain_servers(given: Any) -> Iterator[dict[str, str]]:
+    """Started side by side."""
+
+    def start(name: str) -> str:
+        command = [sys.executable, __file__, str(given.pipeline), "--steps", str(given.steps), "--plain", name]
+        return running.enter_context(started(command))
+
+    with ExitStack() as running, ThreadPoolExecutor(len(PLAIN)) as pool:
+        yield dict(zip(PLAIN, pool.map(start, PLAIN), strict=True))
 
 
 @contextmanager
@@ -227,7 +217,8 @@ def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
     denoisers.KEPT = most  # each number of images keeps its sessions, as in the server that it is compared with
     pipeline = Pipeline.load(folder, read_manifest(folder).origin.target)
     queue: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
-    waiting = 0
+    drawing = ThreadPoolExecutor(1)  # on a GPU each thread makes what the libraries keep for one
+    waiting, writing = 0, set[asyncio.Task[None]]()
     for count in range(1, most + 1):  # the sizes that may come have their sessions
         draw(pipeline, [{"prompt": "a", "seed": 0}] * count, 1)
 
@@ -240,9 +231,17 @@ def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
                     batch.append(await asyncio.wait_for(queue.get(), max(0.0, end - loop.time())))
                 except TimeoutError:
                     break
-            images = await asyncio.to_thread(draw, pipeline, [fields for fields, _ in batch], steps)
-            for (_, answer), image in zip(batch, images, strict=True):
-                answer.set_result(image)
+            images = await loop.run_in_executor(drawing, draw, pipeline, [fields for fields, _ in batch], steps)
+            for (fields, answer), image in zip(batch, images, strict=True):
+                if fields.get("beside"):
+                    task = loop.create_task(answered(answer, image))
+                    writing.add(task)
+                    task.add_done_callback(writing.discard)
+                else:
+                    await answered(answer, image)
+
+    async def answered(answer: asyncio.Future[Any], image: Any) -> None:
+        answer.set_result(await asyncio.to_thread(file_of, image))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -271,18 +270,23 @@ def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 
-def draw(pipeline: Any, wanted: Sequence[dict[str, Any]], steps: int) -> list[str]:
-    import io
-    from base64 import b64encode
-
+def draw(pipeline: Any, wanted: Sequence[dict[str, Any]], steps: int) -> Sequence[Any]:
     import torch
 
     seeds = [torch.Generator().manual_seed(each["seed"]) for each in wanted]
-    drawn = pipeline([each["prompt"] for each in wanted], generator=seeds, num_inference_steps=steps)
-    files = [io.BytesIO() for _ in wanted]
-    for image, file in zip(drawn.images, files, strict=True):
-        image.save(file, "PNG")
-    return [b64encode(file.getvalue()).decode() for file in files]
+    images: Sequence[Any] = pipeline(
+        [each["prompt"] for each in wanted], generator=seeds, num_inference_steps=steps
+    ).images
+    return images
+
+
+def file_of(image: Any) -> str:
+    import io
+    from base64 import b64encode
+
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
 
 
 if __name__ == "__main__":

@@ -82,26 +82,14 @@ def without_weights(plan: Any) -> Any:
     return replace(plan, chains=symbolic, refiner=refiner)
 
 
-def content(plan: Any, steps: Any) -> Any:
-    """What a pipeline's folder is made of."""
-    from sdflow.pipeline_folder import Content
-    from sdflow.run import origin_of
-
-    checkpoint = plan.checkpoint
-    assert checkpoint is not None, "a plan that was made has one"
-    parts = {chain.submodel: steps[chain.submodel][-1].record.artifact for chain in plan.chains}
-    changed = checkpoint.changed_companions()
-    return Content(parts, checkpoint.companions, origin_of(plan, steps), checkpoint.options, changed)
-
-
 def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
     """The pipelines of a workflow without their weights, each a folder in `out`."""
     from sdflow.assemble import assemble
     from sdflow.config import load_workflow
     from sdflow.execute import Executor
+    from sdflow.finished_plan import content_of, of_refiner
     from sdflow.passes.registry import catalog
     from sdflow.plan import make_plan
-    from sdflow.run import of_refiner
     from sdflow.store import Cache
 
     store = Cache(cache)
@@ -111,8 +99,8 @@ def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
                 f"{workflow}: the weights of {', '.join(wrong)} go through every pass: there is no structure"
             )
         steps = Executor(store, Progress(), jobs=1).run(without_weights(plan))
-        refiner = None if plan.refiner is None else content(plan.refiner, of_refiner(steps))
-        assemble(out / plan.pipeline.name, **vars(content(plan, steps)), refiner=refiner, copy=True)
+        refiner = None if plan.refiner is None else content_of(plan.refiner, of_refiner(steps), verified=None)
+        assemble(out / plan.pipeline.name, **vars(content_of(plan, steps, verified=None)), refiner=refiner, copy=True)
 
 
 def main() -> None:

@@ -56,16 +56,10 @@ NARROW: dict[str, Any] = {"passes": {"OrtTransformersOptimization": {"optimizati
 )}}}  # fmt: skip
 """What CUDA's kernels ask of a model that is a few channels wide."""
 
-FUSED_ATTENTION = {"unet": {"passes": {"OrtTransformersOptimization": {"expect": {"MultiHeadAttention": 48}}}}}
-"""Of the small model with an IP-Adapter, where all attention is fused so. Its workflow says what it is for the CPU."""
-
 
 def changed(name: str, target: str) -> dict[str, Any]:
     """What a workflow for the CPU needs besides, to be built for another target."""
-    change = dict(NARROW) if target == "cuda" and not name.startswith("shapes") else {}
-    if name == "tiny_ip_adapter_cpu" and target in ("cuda", "rocm", "directml"):
-        change["submodels"] = FUSED_ATTENTION
-    return change
+    return NARROW if target == "cuda" and not name.startswith("shapes") else {}
 
 
 @dataclass(frozen=True)

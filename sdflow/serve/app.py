@@ -17,6 +17,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from sdflow import __version__
+from sdflow.serve.api_document import describe
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.drawing import Drawing
 from sdflow.serve.guard import Access, Guard, log_line
@@ -99,6 +100,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         version=__version__,
         description="Images from the pipelines that sdflow built: OpenAI's images API, and what clients of A1111's webui call.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
     )
     served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts)
@@ -106,6 +108,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
     app.include_router(lora_routes(settings.loras))
     app.include_router(webui_routes(served))
     _own_routes(app, drawing, metrics)
+    describe(app)
     _errors(app)
     if settings.access.origins:
         app.add_middleware(
@@ -135,6 +138,10 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
         @app.get("/", include_in_schema=False)
         async def page() -> Response:
             return FileResponse(PAGE_FOLDER / "index.html")
+
+        @app.get("/docs", include_in_schema=False)
+        async def docs() -> Response:
+            return FileResponse(PAGE_FOLDER / "docs.html")
 
         app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
 

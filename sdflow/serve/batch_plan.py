@@ -1,4 +1,4 @@
-"""Which batches a number of images is drawn in, given what a run of each batch takes."""
+"""Which of the images that are there are drawn next, given what a run of each size of batch takes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ GAIN = 0.95
 """A larger batch must take at most this part of the time for an image that the best smaller one takes."""
 
 
-def plan_batches(images: int, seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes of the batches that take least time together for so many images; the last may have places left over.
+def next_batch(images: int, seconds: Mapping[int, float]) -> int:
+    """The size of the batch that the oldest of so many images are drawn in next: the one that takes least time for each. It may
+    have places left over; who has none goes along when an older one is done.
+
+    Together all would be done later, and none of them earlier: of 5 images where 4 take 17 ms and 1 takes 6, a turn of 4 and
+    then one more would take 23 for each.
 
     seconds: of one run, by size of the batch.
     """
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for count in range(1, images + 1):
-        ways = []
-        for size, taken in seconds.items():
-            before, sizes = best[max(0, count - size)]
-            ways.append((before + taken, tuple(sorted((*sizes, size), reverse=True))))
-        best.append(min(ways))
-    return best[images][1]
+    return min(seconds, key=lambda size: (seconds[size] / min(size, images), size))
 
 
 def worthwhile_sizes(measure: Callable[[int], float | None]) -> dict[int, float]:

@@ -30,12 +30,26 @@ __all__ = ["Deployment", "deploy", "query", "query_files", "terminate"]
 
 
 def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deployment:
-    """Start a server in the background. options: of `sdflow serve`, `max_queue=8` for `--max-queue 8`.
+    """Start a server in the background. options: of `sdflow serve`, `max_queue=8` for `--max-queue 8`, `no_auth=True` for
+    `--no-auth`, a list for one that is repeatable.
 
     Raises UsageError as `sdflow deploy`.
     """
-    given = [each for key, value in options.items() for each in (f"--{key.replace('_', '-')}", str(value))]
-    return deployments.deploy(name, [Path(each) for each in pipelines], ["--port", "0", *given])
+    key = options.pop("api_key_file", None)
+    given = [each for name, value in {"port": 0, **options}.items() for each in _spelled(name, value)]
+    folders = [Path(each) for each in pipelines]
+    return deployments.deploy(name, folders, given, key_file=None if key is None else Path(key))
+
+
+def _spelled(name: str, value: Any) -> list[str]:
+    """An option as the command takes it."""
+    option = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for one in values for each in (f"--{option}", str(one))]
 
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sdflow import __version__
 from sdflow.atomic_write import replacing
 from sdflow.errors import UsageError
+from sdflow.locked_folder import alone_in
 from sdflow.user_folder import user_folder
 from sdflow.workers import python_command
 
@@ -66,44 +67,50 @@ def deploy(
     ends before it draws: with what it said.
     """
     folder = _folder(name)
-    found = _read(folder)
-    if found is not None and found.running:
-        raise UsageError(
-            f"it runs already, at {found.url}",
-            where=name,
-            remedy=f"End it first: sdflow terminate {name}. Or take another name.",
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, lambda: _refuse_name(name)):
+        found = _read(folder)
+        if found is not None and found.running:
+            raise UsageError(
+                f"it runs already, at {found.url}",
+                where=name,
+                remedy=f"End it first: sdflow terminate {name}. Or take another name.",
+            )
+        for file in (FILE, LOG):
+            (folder / file).unlink(missing_ok=True)
+        key = None if key_file is None else str(key_file.absolute())
+        options = options if key is None else (*options, "--api-key-file", key)
+        return _started(name, folder, [each.absolute() for each in pipelines], options, key)
+
+
+def _refuse_name(name: str) -> NoReturn:
+    raise UsageError(
+        "another command is deploying it right now", where=name, remedy="Wait for it, or take another name."
+    )
+
+
+def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
+    """It is noted as soon as it listens: then it is known of, even if this process is ended while the pipelines are loaded."""
+    import psutil
+
     log = folder / LOG
-    if key_file is not None:
-        options = (*options, "--api-key-file", str(key_file.absolute()))
-    command = [*python_command("sdflow", "serve"), *(str(each.absolute()) for each in pipelines), *options]
+    command = [*python_command("sdflow", "serve"), *map(str, pipelines), *options]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=_environment()
         )
-    import psutil
-
     try:
         created = psutil.Process(process.pid).create_time()
-        url = _wait_until_ready(process, log, name)
+        url = str(_wait_for("serving", process, log, name)["url"])
+        names = tuple(each.resolve().name for each in pipelines)
+        made = Deployment(name, process.pid, created, url, __version__, names, key, str(log))
+        with replacing(folder / FILE) as temporary:
+            temporary.write_text(json.dumps(asdict(made), indent=2) + "\n")
+        _wait_for("ready", process, log, name)
     except BaseException:
+        (folder / FILE).unlink(missing_ok=True)
         process.terminate()
         raise
-    names = tuple(each.resolve().name for each in pipelines)
-    made = Deployment(
-        name,
-        process.pid,
-        created,
-        url,
-        __version__,
-        names,
-        None if key_file is None else str(key_file.absolute()),
-        str(log),
-    )
-    with replacing(folder / FILE) as temporary:
-        temporary.write_text(json.dumps(asdict(made), indent=2) + "\n")
     return made
 
 
@@ -143,7 +150,9 @@ def terminate(name: str) -> Deployment:
                 with suppress(ProcessLookupError):
                     os.kill(found.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             time.sleep(0.05)
-    shutil.rmtree(folder)
+    with alone_in(folder):
+        if _read(folder) == found:  # and not one that was deployed since
+            shutil.rmtree(folder)
     return found
 
 
@@ -172,15 +181,15 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, name: str) -> str:
-    """The URL that the log tells, once it also tells that the server draws."""
+def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str) -> dict[str, Any]:
+    """What the log tells with this event. Raises UsageError where the server ends before, or cannot load its pipelines."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
+        ended = process.poll() is not None
         events = {line["event"]: line for line in _events(log)}
-        if "ready" in events:
-            return str(events["serving"]["url"])
-        lost = events.get("worker lost")
-        if lost is not None or process.poll() is not None:
+        if event in events:
+            return events[event]
+        if ended or "worker lost" in events:
             raise UsageError(
                 f"it could not start:\n{_end_of(log)}",
                 where=name,

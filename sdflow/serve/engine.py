@@ -1,7 +1,9 @@
 """The loop: each image that is being drawn goes a step further in a turn, those that fit together in one run.
 
-A turn: images that wait begin while there is a place; the steps that are asked for are put into batches and run; every
-image goes on from there, to its next step or to its end. So a new image joins at the next step, and a finished one leaves.
+A turn: images that wait begin while there is a place; the oldest that ask for a step get it in one batch, as many as are
+fastest together; each goes on from there, to its next step or to its end. So a new image joins at the next step, and a
+finished one leaves. At its end an image waits for its decoder, for the safety checker and for its file (`elsewhere`): it has no
+place any more, and the others go on.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SdflowError
-from sdflow.serve.batch_plan import plan_batches
+from sdflow.serve.batch_plan import next_batch
+from sdflow.serve.elsewhere import Elsewhere
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
 from sdflow.serve.paused_call import PausedCall
 from sdflow.serve.pausing import Alone, Asked, Shared
@@ -33,11 +36,17 @@ Batch = tuple[int, int, float]
 
 @dataclass
 class _Drawing:
-    """An image on its way. seconds: by stage."""
+    """An image on its way. seconds: by stage. since: when it began to wait for what is done elsewhere."""
 
     job: Job
-    call: PausedCall[Asked, torch.Tensor, Finished]
+    call: PausedCall[Asked, Any, Finished]
     seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
+    since: float = 0.0
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """What it waits for, if it is no step."""
+        return self.call.asked if isinstance(self.call.asked, Elsewhere) else None
 
 
 class Engine:
@@ -63,6 +72,7 @@ class Engine:
         self._drawing: list[_Drawing] = []
         self._overtaken = 0
         self._counts = 0, 0
+        self._resident = Resident()
 
     @property
     def busy(self) -> bool:
@@ -80,18 +90,39 @@ class Engine:
             self._leave(drawing)
 
     def turn(self) -> bool:
-        """One step of every image that has a place; whether there was any."""
-        while len(self._drawing) < self.places and (job := self._waiting.take(self._next)) is not None:
+        """A batch of steps; whether any image is being drawn. Where none asks for a step, it waits a little for the others."""
+        self._resume()
+        while self._stepping < self.places and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
         self._look_ahead()
         any_drawn, batches = bool(self._drawing), list[Batch]()
         for pipeline, group in self._groups():
-            batches += self._run(pipeline, group)
-        counts = len(self._drawing), len(self._waiting)
+            size = next_batch(len(group), self._seconds[pipeline])
+            batches += self._run_batch(group[:size], size)
+        if any_drawn and not batches:
+            self._wait()
+        counts = self._stepping, len(self._waiting)
         if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
             self._counts = counts
-            self._tell(Turned(tuple(batches), *counts, resident_bytes()))
+            self._tell(Turned(tuple(batches), *counts, self._resident.bytes()))
         return any_drawn
+
+    @property
+    def _stepping(self) -> int:
+        return sum(drawing.elsewhere is None for drawing in self._drawing)
+
+    def _resume(self) -> None:
+        """Go on with what is done elsewhere, and wait for nothing."""
+        for drawing in tuple(self._drawing):
+            while (waited := drawing.elsewhere) is not None and waited.done():
+                drawing.seconds["end"] += time.perf_counter() - drawing.since
+                self._go_on(drawing, "end", partial(drawing.call.answer, None))
+
+    def _wait(self) -> None:
+        for drawing in self._drawing:
+            if (waited := drawing.elsewhere) is not None:
+                waited.wait()
+                return
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
         """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is
@@ -133,16 +164,11 @@ class Engine:
         groups: dict[tuple[str, int], list[_Drawing]] = {}
         for drawing in self._drawing:
             asked = drawing.call.asked
+            if isinstance(asked, Elsewhere):
+                continue
             key = id(asked.steps) if isinstance(asked, Shared) else id(drawing)
             groups.setdefault((drawing.job.pipeline, key), []).append(drawing)
         return [(pipeline, group) for (pipeline, _), group in groups.items()]
-
-    def _run(self, pipeline: str, group: Sequence[_Drawing]) -> list[Batch]:
-        batches, left = [], list(group)
-        for size in plan_batches(len(group), self._seconds[pipeline]):
-            together, left = left[:size], left[size:]
-            batches += self._run_batch(together, size)
-        return batches
 
     def _run_batch(self, together: Sequence[_Drawing], size: int) -> list[Batch]:
         """Run one batch. What a batch cannot, as for want of memory, each image tries by itself: only one that fails so fails."""
@@ -164,7 +190,9 @@ class Engine:
     def _go_on(self, drawing: _Drawing, stage: str, go_on: Callable[[], None]) -> None:
         begun = time.perf_counter()
         go_on()
-        drawing.seconds[stage if drawing.call.asked else "end"] += time.perf_counter() - begun
+        drawing.since = time.perf_counter()
+        stays = drawing.call.asked is not None and drawing.elsewhere is None
+        drawing.seconds[stage if stays else "end"] += drawing.since - begun
         if drawing.call.asked is None:
             self._end(drawing)
 
@@ -207,8 +235,19 @@ def _outputs(asked: Sequence[Asked | None], size: int) -> list[torch.Tensor]:
         return shared[0].steps.run([each.step for each in shared], size)
 
 
-def resident_bytes() -> int:
-    """Of this process."""
-    import psutil
+class Resident:
+    """Bytes of this process in memory, looked up now and then: that takes as long as several steps' messages."""
 
-    return int(psutil.Process().memory_info().rss)
+    SECONDS = 0.5
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._known, self._until = 0, 0.0
+
+    def bytes(self) -> int:
+        """As of half a second ago at most."""
+        if time.monotonic() >= self._until:
+            self._known, self._until = int(self._process.memory_info().rss), time.monotonic() + self.SECONDS
+        return self._known

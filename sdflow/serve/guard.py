@@ -24,8 +24,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/healthz", "/readyz", "/")
-"""Paths that need no key: they tell nothing but that the server is there. So is what the page is made of."""
+OPEN = ("/healthz", "/readyz", "/", "/docs")
+"""Paths that need no key: they tell nothing but that the server is there. So is what the pages are made of."""
 
 PAGE = "/page/"
 

@@ -159,7 +159,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Turned:
-    """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. memory: resident bytes."""
+    """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. drawing: images that go through their
+    steps. memory: resident bytes."""
 
     batches: tuple[tuple[int, int, float], ...]
     drawing: int

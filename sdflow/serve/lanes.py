@@ -78,8 +78,7 @@ class Lanes:
         try:
             self._run(lane)
         except BaseException as error:  # noqa: BLE001  (a thread would end alone, and its images never)
-            if not isinstance(error, OSError):  # nobody listens any more
-                traceback.print_exception(error)
+            traceback.print_exception(error)
             os._exit(1)
 
     def _run(self, lane: _Lane) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
+from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.live_weights import LiveWeights, over_single_pixels, own_values
 from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.serve.shared_values import Values
@@ -100,9 +101,7 @@ class Structure:
 
     @cached_property
     def _graph(self) -> Any:
-        import onnx
-
-        return onnx.load(self._where, load_external_data=False).graph
+        return load_graph(self.folder / MODEL_FILE).graph
 
 
 class LiveLoras:

@@ -24,8 +24,14 @@ MOST_LANES = 8
 SMALL_SECONDS = 0.1
 """Several lanes are tried where a run of the denoiser takes less: larger models keep all cores busy, and need their memory."""
 
+MOST_DELAYED = 8
+"""How many times as long other work on the machine may make a run."""
+
 GAIN = 0.95
 """Several lanes must take at most this part of the time that one takes."""
+
+OURS = 0.8
+"""The part of the processor's time that lanes get on a machine that does nothing else."""
 
 ROUNDS = 2
 STEPS = 8
@@ -58,11 +64,11 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
             remedy="Leave it out: batches fill it.",
         )
     count = options.lanes or min(threads, MOST_LANES)
-    small = all(each[1] < SMALL_SECONDS for each in one.seconds.values())
-    if count == 1 or on_device or (options.lanes is None and not small):
+    measured = options.lanes is None
+    if count == 1 or on_device or (measured and not all(_small(one, each, threads) for each in one.seconds)):
         return [one]
     several = [_load(options, max(1, threads // count)) for _ in range(count)]
-    if options.lanes is None and not all(_pays(several, one, name) for name in one.pipelines):
+    if measured and not all(_pays(several, one, name, threads) for name in one.pipelines):
         return [one]
     return several
 
@@ -76,17 +82,49 @@ def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
     return LoadedLane(pipelines, {name: warm(name, each, options) for name, each in pipelines.items()})
 
 
-def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
+def _small(lane: LoadedLane, name: str, threads: int) -> bool:
+    """Whether a run of the denoiser takes so little that its threads wait for each other. Where that may be other work on the
+    machine, the processor's time tells."""
+    taken = lane.seconds[name][1]
+    if not SMALL_SECONDS <= taken < MOST_DELAYED * SMALL_SECONDS:
+        return taken < SMALL_SECONDS
+    return spent([lane], name, 1).processor / (threads * STEPS) < SMALL_SECONDS
+
+
+def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str, threads: int) -> bool:
     """Whether several lanes are done with as many images earlier than one."""
     images = max(one.places, sum(each.places for each in several))
     for lane in several:
-        drawing_seconds([lane], name, 1)  # what the first image makes
-    own = min(drawing_seconds([one], name, images) for _ in range(ROUNDS))
-    return min(drawing_seconds(several, name, images) for _ in range(ROUNDS)) < GAIN * own
+        spent([lane], name, 1)  # what the first image makes
+    side_by_side, alone = list[Spent](), list[Spent]()
+    for _ in range(ROUNDS):
+        side_by_side.append(spent(several, name, images))
+        alone.append(spent([one], name, images))
+    return sooner(side_by_side, alone, cores=len(several) * max(1, threads // len(several)))
 
 
-def drawing_seconds(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
-    """How long these lanes take for so many images, each of few steps."""
+@dataclass(frozen=True)
+class Spent:
+    """Seconds, and seconds of the processor in them."""
+
+    wall: float
+    processor: float
+
+
+def sooner(several: Sequence[Spent], one: Sequence[Spent], cores: int) -> bool:
+    """Whether several lanes are done sooner than one. cores: that they use.
+
+    Where others use the machine too, all lanes get little of it, and what takes longer says nothing of how it would be alone.
+    Then the processor's time decides: alone, several lanes take theirs divided by the cores, and one takes that at least.
+    """
+    best = min(several, key=lambda each: each.wall)
+    if best.processor >= OURS * cores * best.wall:
+        return best.wall < GAIN * min(each.wall for each in one)
+    return GAIN * min(each.processor for each in several) < min(each.processor for each in one)
+
+
+def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
+    """What these lanes take for so many images, each of few steps."""
     from sdflow.serve.engine import Engine
 
     job, waiting = warm_up_job(name, lanes[0].pipelines[name]), Waiting()
@@ -99,10 +137,10 @@ def drawing_seconds(lanes: Sequence[LoadedLane], name: str, images: int) -> floa
         while engine.busy:
             engine.turn()
 
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(draw, lanes))
-    return time.perf_counter() - begun
+    return Spent(time.perf_counter() - begun, time.process_time() - used)
 
 
 def _nobody(message: Message) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sdflow.bake import workflow_of
+from sdflow.chain import BIND_PASS
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.plan import BIND_PASS, PipelinePlan, make_plan
+from sdflow.plan import PipelinePlan, make_plan
 from sdflow.serve.live_loras import Structure
 from sdflow.sources import Checkpoint, require_same_checkpoint
 from sdflow.sources.lora import read_lora, require_made_for

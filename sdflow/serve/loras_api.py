@@ -18,6 +18,7 @@ _FORM = {
         "file": {"type": "string", "format": "binary", "description": "A .safetensors file."},
         "name": {"type": "string", "description": "Default: the file's."},
     },
+    "examples": [{"name": "ink"}],
 }
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
+from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.beside import read_beside
 from sdflow.serve.drawing import Drawing
@@ -26,6 +27,8 @@ from sdflow.serve.openai_fields import Edit, Fields, Generation, as_openai_edit_
 from sdflow.serve.requested import find_model, jobs_of, size_of
 from sdflow.serve.served_model import ServedModel
 from sdflow.serve.uploads import as_mask, as_rgb, read_upload
+
+EXACT_ONLY = "a server draws exact images; `sdflow generate` takes this"
 
 NO_USAGE = {
     "input_tokens": 0,
@@ -121,7 +124,8 @@ def of_problem(problem: Mapping[str, Any]) -> ApiError:
     """One of pydantic's."""
     place = [str(each) for each in problem["loc"] if each != "body"]
     param, kind = ".".join(place) or None, problem["type"]
-    words = "no such field is known" if kind == "extra_forbidden" else problem["msg"]
+    unknown = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "no such field is known"
+    words = unknown if kind == "extra_forbidden" else problem["msg"]
     code = {"missing": "missing", "extra_forbidden": "unknown_parameter"}.get(kind, "invalid_value")
     return ApiError(400, f"{param}: {words}." if param else f"{words}.", param=param, code=code)
 

@@ -131,4 +131,5 @@ def as_openai_edit_form() -> dict[str, Any]:
         "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
     }
     schema["required"] = ["image", "prompt"]
+    schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]
     return schema

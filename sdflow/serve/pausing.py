@@ -16,10 +16,11 @@ from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser
 from sdflow.runtime.denoisers import DenoiserSource
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.place import Place
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.split import TIMESTEP
-from sdflow.runtime.submodel import Place
 from sdflow.serve.cuts import Cuts
+from sdflow.serve.elsewhere import Elsewhere, OneAhead
 from sdflow.serve.shared_steps import SharedSteps, Step, Texts
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class Alone:
     run: Callable[[], torch.Tensor]
 
 
-Asked = Shared | Alone
-Ask = Callable[[Asked], "torch.Tensor"]
+Asked = Shared | Alone | Elsewhere
+Ask = Callable[[Asked], Any]
+"""A step is answered by what the model makes of it."""
 
 
 class StepsOfSizes:
@@ -167,7 +169,7 @@ class PausingDenoisers(DenoiserSource):
         steps = self._steps.of(height, width, conditions, axes)
         if steps is None:
             whole = self._own.get(start, rows, conditions, controls, axes, guess=guess)
-            return _AloneDenoiser(whole, self._ask, self._hold)
+            return _AloneDenoiser(whole, self._ask, self._hold, OneAhead(self._place))
         return _SharedDenoiser(steps, rows, (channels, height, width), start.noise.device, self._ask)
 
     def unload(self) -> None:
@@ -181,6 +183,7 @@ class _SharedDenoiser:
         import torch
 
         self.sample = torch.zeros((1, 1, *shape), device=device)
+        self._latents = self.sample[0, 0]
         self._steps, self._halves, self._ask = steps, halves, ask
 
     def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
@@ -188,17 +191,18 @@ class _SharedDenoiser:
         self._times = self._steps.times(schedule)
 
     def step(self, index: int) -> torch.Tensor:
-        return self._ask(Shared(self._steps, Step(self.sample[0, 0], self._texts, self._times, index)))
+        found: torch.Tensor = self._ask(Shared(self._steps, Step(self._latents, self._texts, self._times, index)))
+        return found
 
 
 class _AloneDenoiser:
     """`runtime.denoiser.Denoiser` that others use in between: everything is put there again before each step."""
 
-    def __init__(self, whole: Denoiser, ask: Ask, hold: Callable[[], None]) -> None:
+    def __init__(self, whole: Denoiser, ask: Ask, hold: Callable[[], None], ahead: OneAhead) -> None:
         import torch
 
         self.sample = torch.zeros_like(whole.sample)
-        self._whole, self._ask, self._hold = whole, ask, hold
+        self._whole, self._ask, self._hold, self._ahead = whole, ask, hold, ahead
 
     def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
         self._conditions, self._schedule = conditions, schedule
@@ -208,6 +212,9 @@ class _AloneDenoiser:
             self._hold()
             self._whole.begin(self._conditions, self._schedule)
             self._whole.sample.copy_(self.sample)
-            return self._whole.step(index).clone()
+            found = self._whole.step(index).clone()
+            self._ahead.queued()
+            return found
 
-        return self._ask(Alone(run))
+        found: torch.Tensor = self._ask(Alone(run))
+        return found

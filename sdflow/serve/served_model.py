@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
+from sdflow.families.approximation import Approximation
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import adapter_count
 from sdflow.families.latents import Latents
@@ -49,6 +50,20 @@ class ServedModel:
         said = self.manifest.origin.verified
         return None if said == NOT_SAID else said
 
+    @property
+    def left_aside(self) -> Approximation:
+        """What the workflow says of drawing with less work. Images are exact here: they share runs, at every step with all of the
+        model."""
+        return Approximation.chosen(self.manifest.origin.said, None, None)
+
+    @property
+    def verdict(self) -> str:
+        """In words: whether it was verified, and by which measure."""
+        if not self.verified:
+            return "not verified"
+        types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
+        return f"verified, {self.verified}" + (f"; {types} within the limits that its workflow states" if types else "")
+
     def to_json(self) -> dict[str, Any]:
         """As OpenAI lists a model, and under `sdflow` what it is."""
         origin, latents = self.manifest.origin, self.latents
@@ -61,7 +76,8 @@ class ServedModel:
                 "family": self.title,
                 "target": origin.target,
                 "verified": self.verified,
-                "verdict": f"verified, {self.verified}" if self.verified else "not verified",
+                "verdict": self.verdict,
+                "quantized": origin.quantized,
                 "task": self.task,
                 "from_images": self.from_images,
                 "checker": self.checker,
@@ -73,6 +89,8 @@ class ServedModel:
                 "schedulers": list(SCHEDULERS),
                 "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],
                 "artifacts": self.manifest.artifacts,
+                "exact": True,
+                "left_aside": self.left_aside.settings(),
             },
         }
 

@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,9 +18,9 @@ from sdflow.runtime.control import Control
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.folder import folder_family, load_submodel
-from sdflow.runtime.images import to_pil
 from sdflow.runtime.live_weights import LiveWeights
-from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.runtime.loaded import Images
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.recorded_tuning import recorded_tuning
 from sdflow.runtime.schedule import named_scheduler
@@ -28,6 +29,7 @@ from sdflow.runtime.split import SAMPLE, TIMESTEP
 from sdflow.runtime.submodel import Submodel
 from sdflow.serve.batch_plan import worthwhile_sizes
 from sdflow.serve.cuts import Cuts
+from sdflow.serve.elsewhere import PausingHost
 from sdflow.serve.jobs import Beside, Image, Job
 from sdflow.serve.pausing import Ask, HeldSteps, PausingDenoisers, StepsOfSizes
 from sdflow.serve.shared_steps import Step
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 MEASURED_RUNS = 5
+QUEUED_RUNS = 4
 
 RESTING = {"session.intra_op.allow_spinning": "0"}
 """The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
@@ -164,7 +167,7 @@ class ServedPipeline:
         call = stages[0] if isinstance(self.pipeline, Pipeline) else Ensemble(*stages)
         given: dict[str, Any] = {} if job.mask is None else {"mask_image": _pil(job.mask)}
         if job.previews:
-            given["callback_on_preview"] = self._previewing(job, told)
+            given["callback_on_preview"] = self._previewing(stages[0], job, told)
         result = call(
             [job.prompt],
             None if job.image is None else _pil(job.image),
@@ -176,7 +179,7 @@ class ServedPipeline:
             **_beside(job.beside),
             **job.arguments,
         )
-        return self.finished(job, result)
+        return stages[0].host.compute(partial(self.finished, job, result))
 
     def finished(self, job: Job, drawn: Images) -> Finished:
         """What is drawn, as a file."""
@@ -189,17 +192,18 @@ class ServedPipeline:
         if job.scheduler is not None:
             made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config)
         made.denoisers = PausingDenoisers(steps, stage.denoisers, ask, stage.place)
+        made.host = PausingHost(ask, stage.place)
         return made
 
-    def _previewing(self, job: Job, told: Told) -> Callable[[Preview], None]:
+    def _previewing(self, pausing: Pipeline, job: Job, told: Told) -> Callable[[Preview], None]:
         """Decodes what a drawing is becoming, as often as the job wants it; the safety checker sees that too."""
         number = 0
 
         def show(preview: Preview) -> None:
             nonlocal number
             if preview.index in preview_steps(job.previews, preview.total):
-                drawn, _ = self.base.check_safety(self.base.decode(preview.latents))
-                told.preview(number, encoded(to_pil(drawn)[0], job))
+                (image,) = pausing.finish(preview.latents).images
+                told.preview(number, pausing.host.compute(lambda: encoded(image, job)))
                 number += 1
 
         return show
@@ -215,6 +219,7 @@ class ServedPipeline:
         halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
         schedule = stage.schedule(own.steps, guidance_scale=None)
         denoiser = stage.submodels[stage.family.denoiser]
+        in_a_row = 1 if stage.place.stream is None else QUEUED_RUNS  # what queues one is done while another is computed
 
         def measured(size: int) -> float | None:
             import torch
@@ -233,8 +238,10 @@ class ServedPipeline:
                 seconds = []
                 for _ in range(MEASURED_RUNS):
                     begun = time.perf_counter()
-                    steps.run(batch, size)[0].cpu()
-                    seconds.append(time.perf_counter() - begun)
+                    for _ in range(in_a_row):
+                        found = steps.run(batch, size)
+                    found[0].cpu()
+                    seconds.append((time.perf_counter() - begun) / in_a_row)
             return min(seconds)
 
         if sizes is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
+from sdflow.input_file import read_input
 from sdflow.serve.guard import LOOPBACK, Access
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def listen(host: str, port: int) -> socket.socket:
 def read_key(path: Path) -> str:
     """The key in a file: its first line. Raises UsageError."""
     try:
-        key = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+        key = read_input(path).decode("utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot be read: {error}", where=str(path), remedy="A file with the key on its first line."

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
 from sdflow.machine.onnx_runtime import numpy_type
+from sdflow.runtime.bound import Bound, data_inputs
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.split import SAMPLE, TIMESTEP
-from sdflow.runtime.submodel import Bound, Submodel, data_inputs
+from sdflow.runtime.submodel import Submodel
 from sdflow.serve.cuts import Cuts
+from sdflow.serve.elsewhere import OneAhead
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,7 @@ class SharedSteps:
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
         self._hold: Callable[[], None] = lambda: None
+        self._ahead = OneAhead(model.place)
 
     def holding(self, hold: Callable[[], None]) -> SharedSteps:
         """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.live_weights`)."""
@@ -99,14 +102,17 @@ class SharedSteps:
         return table
 
     def run(self, steps: Sequence[Step], size: int) -> list[torch.Tensor]:
-        """What the model makes of each: (halves, channels, rows, columns). size: of the batch, at least as many.
+        """What the model makes of each: (halves, channels, rows, columns). size: of the batch, at least as many. On a GPU it is
+        queued, and the run before it is done.
 
         Raises VerificationError when the provider cannot.
         """
         form = self.form(size, max(step.texts.halves for step in steps))
         with self._model.place.current():
             self._hold()
-            return form.run(steps)
+            found = form.run(steps)
+            self._ahead.queued()
+            return found
 
     def form(self, size: int, halves: int) -> _Form:
         """The session for a batch of so many images, made when it is first wanted."""
@@ -145,15 +151,14 @@ class _Form:
         with self._place.current():
             places = self._places([step.texts for step in steps])
             rows: list[torch.Tensor] = [steps[0].times[steps[0].index]] * self._size
+            samples = [steps[0].sample] * self._size
             for place, step in zip(places, steps, strict=True):
-                self._sample[place].copy_(step.sample)
-                rows[place] = step.times[step.index]
+                samples[place], rows[place] = step.sample, step.times[step.index]
+            self._sample.copy_(torch.stack(samples))
             torch.take(torch.stack(rows), self._picked, out=self._times)
-            found = self._bound.run()["out_sample"].unflatten(0, (self._halves, self._size))
-            return [
-                found[-step.texts.halves :, place].to(torch.float32, copy=True)
-                for place, step in zip(places, steps, strict=True)
-            ]
+            found = self._bound.run()["out_sample"].to(torch.float32, copy=True)
+            found = found.unflatten(0, (self._halves, self._size))
+            return [found[-step.texts.halves :, place] for place, step in zip(places, steps, strict=True)]
 
     def _places(self, wanted: Sequence[Texts]) -> list[int]:
         """Where each stands; what is new takes the place of what is not wanted now."""

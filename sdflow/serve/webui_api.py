@@ -65,6 +65,7 @@ def webui_routes(served: Served) -> APIRouter:
 
     async def draw(request: Request, asked: Text, image: Image | None, mask: Image | None) -> dict[str, Any]:
         prompt, wanted = loras_in(asked.prompt)
+        scheduler = _scheduler(asked.sampler_name or asked.sampler_index)
         name = asked.override_settings.get("sd_model_checkpoint") or now.model
         model = find_model(served.models, name)
         side = model.latents.image_size
@@ -79,7 +80,7 @@ def webui_routes(served: Served) -> APIRouter:
                 "seed": None if asked.seed < 0 else asked.seed,
                 "steps": asked.steps,
                 "guidance_scale": asked.cfg_scale,
-                "scheduler": _scheduler(asked.sampler_name or asked.sampler_index),
+                "scheduler": scheduler,
                 "eta": asked.eta,
                 "prompt_syntax": "a1111",
                 "loras": wanted,
@@ -99,7 +100,7 @@ def webui_routes(served: Served) -> APIRouter:
             "all_seeds": seeds,
             "steps": asked.steps,
             "cfg_scale": asked.cfg_scale,
-            "sampler_name": asked.sampler_name or asked.sampler_index,
+            "sampler_name": next((name for name, own in SAMPLERS.items() if own == scheduler), scheduler),
             "sd_model_name": model.name,
         }
         images = [b64encode(found[index].file).decode() for index in sorted(found)]
@@ -184,6 +185,8 @@ async def _watched(served: Served, jobs: list[Job], now: _Now) -> dict[int, Draw
 
 
 def _scheduler(sampler: str | None) -> Any:
+    """The scheduler of a sampler. "Karras" behind its name has no effect: timesteps are the scheduler's own, and the answer names
+    the sampler without it. Raises ApiError."""
     if sampler is None or sampler == "Automatic":
         return None
     own = {name.lower(): scheduler for name, scheduler in SAMPLERS.items()}

@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
+"""A PNG file, for examples."""
+
 
 class Text(BaseModel):
     """A request to draw from text."""
@@ -34,6 +37,13 @@ class Text(BaseModel):
 class FromImage(Text):
     """A request to draw from an image, in base64; with a mask, into its white part."""
 
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "examples": [{"prompt": "a green square", "init_images": [ONE_PIXEL], "denoising_strength": 0.6}]
+        },
+    )
+
     init_images: list[str] = Field(min_length=1, max_length=1)
     mask: str | None = None
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
@@ -43,6 +53,6 @@ class FromImage(Text):
 class Options(BaseModel):
     """Settings: the pipeline that requests take which name none."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
 
     sd_model_checkpoint: str | None = None

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
-from sdflow.serve.jobs import Cancel, End, Job, Lost, Ready
+from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
 from sdflow.serve.worker_options import WorkerOptions
 from sdflow.workers import deny_network
 
@@ -33,17 +34,42 @@ def work(connection: Connection, options: WorkerOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it ends it in order
         signal.signal(number, signal.SIG_IGN)
     deny_network()
+    telling = Telling(connection)
     try:
-        _draw(connection, options)
+        _draw(connection, options, telling.tell)
     except SdflowError as error:
-        connection.send(Lost(type(error).__name__, error.what, error.where, error.remedy))
-    except (EOFError, BrokenPipeError):  # nobody is there any more
-        pass
+        telling.tell(Lost(type(error).__name__, error.what, error.where, error.remedy))
+    telling.end()
     sys.stderr.flush()
     os._exit(0)  # no exit handlers: some libraries send their telemetry there
 
 
-def _draw(connection: Connection, options: WorkerOptions) -> None:
+class Telling:
+    """Tells the server, in a thread of its own: an image is longer than what a pipe takes at once, and who draws does not wait
+    until the server has read it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._pass_on, name="to the server", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: Message) -> None:
+        """In the order in which it is called."""
+        self._messages.put(message)
+
+    def end(self) -> None:
+        """When all is told, or nobody listens any more."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _pass_on(self) -> None:
+        with suppress(OSError):  # nobody is there any more: who reads from the pipe ends the drawing
+            while (message := self._messages.get()) is not None:
+                self._connection.send(message)
+
+
+def _draw(connection: Connection, options: WorkerOptions, tell: Tell) -> None:
     import torch
 
     from sdflow.serve.lanes import Lanes
@@ -54,7 +80,7 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
     torch.set_num_threads(1)
     loaded = load_lanes(options)
-    lanes = Lanes(connection.send)
+    lanes = Lanes(tell)
     values = {name: SharedValues() for name in options.pipelines}
     for lane in loaded:
         found = {
@@ -73,7 +99,7 @@ def _draw(connection: Connection, options: WorkerOptions) -> None:
         name: {"batch_seconds": loaded[0].seconds[name], "alone": pipeline.why_alone, "lanes": len(loaded)}
         for name, pipeline in loaded[0].pipelines.items()
     }
-    connection.send(Ready(told))
+    tell(Ready(told))
     threading.Thread(target=_listen, args=(connection, lanes), name="from the server", daemon=True).start()
     lanes.run()
 

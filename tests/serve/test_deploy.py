@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from sdflow.cli.app import app
 from sdflow.errors import UsageError
+from sdflow.locked_folder import alone_in
 from sdflow.serve import client
 from sdflow.serve.deployments import Deployment, deploy, deployments, find_deployment, terminate
 
@@ -78,8 +79,19 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
 
 
 @pytest.mark.slow  # another server
-def test_one_that_died_is_told_and_may_be_deployed_again(deployed: Path, tiny_pipeline: Path) -> None:
-    made = deploy("frail", [tiny_pipeline], ["--port", "0", "--batch-sizes", "1"])
+def test_one_that_died_is_told_and_may_be_deployed_again(tiny_pipeline: Path, tmp_path: Path) -> None:
+    """Deployed from Python, with a key that is known again, and known of before it is ready."""
+    (tmp_path / "key").write_text("secret\n")
+    options = {"batch_sizes": "1", "api_key_file": tmp_path / "key", "log_prompts": True}
+    deploying = threading.Thread(target=client.deploy, args=("frail", [tiny_pipeline]), kwargs=options)
+    deploying.start()
+    wait_until(lambda: any(each.running for each in deployments()))
+    with pytest.raises(UsageError, match="are being loaded"):
+        client.query("frail", "a")
+    deploying.join(PATIENCE)
+    made = find_deployment("frail")
+    (image,) = client.query("frail", "a", size="64x64", steps=1)
+    assert image.size == (64, 64)
     os.kill(made.pid, signal.SIGKILL)
     wait_until(lambda: not made.running)
     with pytest.raises(UsageError, match=rf"its process {made.pid} has died(.|\n)*ready"):
@@ -99,8 +111,21 @@ def test_a_pid_that_is_another_process_by_now_is_not_taken_for_it() -> None:
 
 def test_a_server_that_cannot_start_says_why(tiny_pipeline: Path) -> None:
     with pytest.raises(UsageError, match="it could not start:\n(.|\n)*are no sizes"):
-        deploy("broken", [tiny_pipeline], ["--port", "0", "--batch-sizes", "0"])
+        client.deploy(
+            "broken",
+            [tiny_pipeline],
+            batch_sizes="0",
+            log_prompts=True,
+            threads=None,
+            cors_origin=["http://a", "http://b"],
+        )
     assert deployments() == []
+
+
+def test_a_name_that_is_being_deployed_is_taken(deployed: Path, tiny_pipeline: Path) -> None:
+    (deployed / "busy").mkdir()
+    with alone_in(deployed / "busy"), pytest.raises(UsageError, match="another command is deploying it"):
+        deploy("busy", [tiny_pipeline])
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a b", ".x"])

@@ -17,6 +17,7 @@ from shell import ROOT, Shell
 
 pytestmark = pytest.mark.slow  # each builds a pipeline, and starts a server of it
 EDGES = "edges.png", "other.png"
+FILES = ("image", "mask")
 WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
     "tiny_controlnet_cpu": [
         ({}, ()),
@@ -50,6 +51,28 @@ WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
         ),
         ({"guidance_scale": 1.0}, ("--guidance-scale", "1")),
     ],
+    "sdxl_refiner_tiny_cpu": [
+        ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
+        ({"image": "other.png", "strength": 1.0}, ("--image", "other.png", "--strength", "1")),
+    ],
+    "sd15_inpainting_tiny_cpu": [
+        ({"image": "edges.png", "mask": "mask.png"}, ("--image", "edges.png", "--mask", "mask.png")),
+        (
+            {"image": "other.png", "mask": "mask.png", "strength": 0.7},
+            ("--image", "other.png", "--mask", "mask.png", "--strength", "0.7"),
+        ),
+    ],
+    "sd21_tiny_cpu": [
+        ({}, ()),
+        ({"scheduler": "ddim", "negative_prompt": "blurred"}, ("--scheduler", "ddim", "--negative-prompt", "blurred")),
+        ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
+    ],
+    "sd15_taesd_tiny_cpu": [({}, ()), ({"negative_prompt": "blurred"}, ("--negative-prompt", "blurred"))],
+    "sd_turbo_tiny_cpu": [
+        ({}, ()),
+        ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
+    ],
+    "lcm_tiny_cpu": [({}, ()), ({"guidance_scale": 3.0}, ("--guidance-scale", "3"))],
 }
 """Pipeline -> fields of a request, with files for their images, and what `sdflow generate` is told."""
 
@@ -60,15 +83,32 @@ def png(turned: int = 0) -> bytes:
     return file.getvalue()
 
 
+def half() -> bytes:
+    """White where it is to be drawn: the right half."""
+    file, made = io.BytesIO(), PIL.Image.new("L", (64, 64))
+    made.paste(255, (32, 0, 64, 64))
+    made.save(file, "PNG")
+    return file.getvalue()
+
+
 def encoded(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With the images themselves in place of the names of their files: in a list as base64, else as they are."""
     return {
-        name: [{**each, "image": b64encode((folder / each["image"]).read_bytes()).decode()} for each in listed]
-        for name, listed in fields.items()
+        name: [{**each, "image": b64encode((folder / each["image"]).read_bytes()).decode()} for each in value]
+        if isinstance(value, list)
+        else (folder / value).read_bytes()
+        if name in FILES
+        else value
+        for name, value in fields.items()
     }
 
 
 def ask(server: RunningServer, **fields: Any) -> httpx.Response:
+    """From text; from an image where there is one."""
     body = {"prompt": "an otter", "steps": 3, "seed": 1, "size": "64x64", **fields}
+    files = {name: (f"{name}.png", body.pop(name), "image/png") for name in FILES if name in body}
+    if files:
+        return httpx.post(f"{server.url}/v1/images/edits", data=body, files=files, timeout=PATIENCE)
     return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
 
 
@@ -97,6 +137,7 @@ def test_it_draws_what_generate_draws(name: str, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     for file, turned in zip(EDGES, (0, 40), strict=True):
         (tmp_path / file).write_bytes(png(turned))
+    (tmp_path / "mask.png").write_bytes(half())
     shell.json("run", str(ROOT / f"workflows/{name}.yaml"), "--no-verify", "--no-evaluate")
     assert_same(shell, f"pipelines/{name}", WANTED[name])
 

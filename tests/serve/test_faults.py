@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +15,9 @@ from serve.conftest import PATIENCE, SIZE, RunningServer, running_server, wait_u
 
 from sdflow.cli.serve import serve
 from sdflow.errors import UsageError
+from sdflow.families.approximation import EXACT
+from sdflow.manifest import MANIFEST_FILE
+from sdflow.serve.served_model import read_served
 from sdflow.serve.server import listen
 
 LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True}
@@ -114,7 +118,6 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"host": "0.0.0.0"}, "whoever reaches this machine could draw"),
         ({"require_verified": True}, "it was not verified when it was built"),
         ({"pipeline": 2}, "another pipeline is named tiny too"),
-        ({"api_key_file": Path(os.devnull)}, "there is no key in it"),
         ({"batch_sizes": "1,x"}, "are no sizes"),
     ],
 )
@@ -122,6 +125,13 @@ def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dic
     folders = [tiny_pipeline] * options.pop("pipeline", 1)
     with pytest.raises(UsageError, match=says):
         serve(folders, port=0, **options)
+
+
+def test_a_file_without_a_key_is_told_at_once(tiny_pipeline: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("\n")
+    with pytest.raises(UsageError, match="there is no key in it"):
+        serve([tiny_pipeline], port=0, api_key_file=key)
 
 
 def test_what_is_no_pipeline_is_told_at_once(tmp_path: Path) -> None:
@@ -134,3 +144,20 @@ def test_a_port_in_use_is_told(tiny_pipeline: Path) -> None:
         port = used.getsockname()[1]
         with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1 port {port}"):
             serve([tiny_pipeline], port=port)
+
+
+def test_what_a_workflow_says_of_less_work_is_left_aside_and_told(
+    tiny_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start, of the pipeline that it is said of; and in `/v1/models`."""
+    folder = shutil.copytree(tiny_pipeline, tmp_path / "hasty", symlinks=True)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    (folder / MANIFEST_FILE).write_text(json.dumps({**manifest, "generate": {"reuse": {"every": 2}}}))
+    with listen("127.0.0.1", 0) as used, pytest.raises(UsageError, match="cannot listen"):
+        serve([tiny_pipeline, folder], port=used.getsockname()[1])
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    (told,) = (line for line in lines if line["event"] == "exact")
+    assert told["pipeline"] == "hasty" and "reuse every=2" in told["what"]
+    found: Any = read_served(folder).to_json()["sdflow"]
+    assert found["left_aside"]["reuse"]["every"] == 2
+    assert read_served(tiny_pipeline).left_aside == EXACT

@@ -13,7 +13,7 @@ import pytest
 from sdflow.serve.engine import Engine
 from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
 from sdflow.serve.lanes import Lanes, Tell
-from sdflow.serve.loading import LoadedLane, load_lanes
+from sdflow.serve.loading import LoadedLane, Spent, load_lanes, sooner
 from sdflow.serve.served_pipeline import ServedPipeline
 from sdflow.serve.shared_values import SharedValues, Values
 from sdflow.serve.waiting import Waiting
@@ -115,6 +115,25 @@ def test_each_lane_has_sessions_of_its_own_with_its_part_of_the_threads(loaded: 
 
 def test_one_core_has_one_lane(tiny_pipeline: Path) -> None:
     assert len(load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("several", "one", "better"),
+    [
+        ([(0.46, 0.9), (0.47, 0.9)], [(0.58, 1.0), (0.59, 1.0)], True),
+        (
+            [(0.58, 1.1), (0.59, 1.1)],
+            [(0.58, 1.1), (0.57, 1.1)],
+            False,
+        ),  # as good, and one is sooner for an image alone
+        ([(4.2, 0.9), (3.8, 0.9)], [(4.5, 1.0), (3.5, 1.0)], True),  # beside much other work
+        ([(4.2, 1.4), (3.8, 1.4)], [(4.5, 1.0), (4.6, 1.0)], False),
+    ],
+)
+def test_other_work_on_the_machine_does_not_choose_the_lanes(
+    several: list[tuple[float, float]], one: list[tuple[float, float]], better: bool
+) -> None:
+    assert sooner([Spent(*each) for each in several], [Spent(*each) for each in one], cores=2) == better
 
 
 def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried_again() -> None:

@@ -17,6 +17,7 @@ import torch
 from serve.conftest import SIZE, RunningServer, wait_until
 
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.serve.api_document import ANSWERS
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,7 @@ def test_only_what_is_transparent_in_the_mask_is_drawn(client: openai.OpenAI, pi
         ({"prompt": "a" * 4001}, 400, "prompt", "has 4001 characters"),
         ({"prompt": None}, 400, "prompt", "valid string"),
         ({"pormpt": "a"}, 400, "pormpt", "no such field is known"),
+        ({"reuse": {"every": 2}}, 400, "reuse", "draws exact images"),
         ({"image": "/etc/passwd"}, 400, "image", "no such field is known"),
         ({"guidance_scale": "high"}, 400, "guidance_scale", "valid number"),
         ({"clip_skip": 20}, 400, "clip_skip", "cannot be left out"),
@@ -262,4 +264,43 @@ def test_the_documentation_names_every_field(server: RunningServer) -> None:
     fields = told["components"]["schemas"]["Generation"]["properties"]
     assert {"prompt", "size", "seed", "loras", "stream"} <= fields.keys()
     assert {"image", "mask", "strength"} <= form["schema"]["properties"].keys()
-    assert told["components"]["schemas"]["Generation"]["examples"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/models", None),
+        ("/v1/models/{name}", None),
+        ("/v1/images/generations", {"prompt": "a", "size": SIZE, "steps": 1}),
+        ("/sdapi/v1/txt2img", {"prompt": "a", "width": 64, "height": 64, "steps": 1}),
+        ("/sdapi/v1/progress", None),
+        ("/sdapi/v1/sd-models", None),
+        ("/sdapi/v1/samplers", None),
+        ("/sdapi/v1/options", None),
+        ("/readyz", None),
+    ],
+)
+def test_answers_are_as_the_documentation_shows_them(
+    server: RunningServer, path: str, body: dict[str, Any] | None
+) -> None:
+    url, method = f"{server.url}{path.format(name='tiny')}", "get" if body is None else "post"
+    answer = httpx.request(method, url, json=body, timeout=240)
+    assert answer.status_code == 200
+    assert_alike(answer.json(), ANSWERS[method, path])
+
+
+OF_PIPELINES = ("defaults", "artifacts", "parameters", "batch_seconds", "pipelines", "quantized", "left_aside")
+"""Maps whose keys are of a pipeline or a request."""
+
+
+def assert_alike(found: Any, shown: Any) -> None:
+    """The same keys, and values of the same types."""
+    if isinstance(found, dict) and isinstance(shown, dict):
+        assert found.keys() == shown.keys()
+        for name in found.keys() - set(OF_PIPELINES):
+            assert_alike(found[name], shown[name])
+    elif isinstance(found, list) and isinstance(shown, list):
+        for one, other in zip(found, shown, strict=False):
+            assert_alike(one, other)
+    else:
+        assert found is None or shown is None or type(found) is type(shown)

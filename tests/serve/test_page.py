@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Any, server: RunningServer) -> Iterator[Any]:
-    """The page as it is after loading; what goes wrong in its scripts fails the test."""
+@contextmanager
+def opened(browser: Any, server: RunningServer) -> Iterator[Any]:
+    """The page as it is after loading; what goes wrong in its scripts fails the test, and so does what it asks of others."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
+    own = (server.url, "data:", "blob:")
+    page.on("request", lambda request: request.url.startswith(own) or wrong.append(request.url))
     page.goto(server.url)
     page.wait_for_function(
         "document.querySelector('#model').options.length > 0 && document.querySelector('#width').value"
@@ -44,6 +47,12 @@ def page(browser: Any, server: RunningServer) -> Iterator[Any]:
     yield page
     context.close()
     assert wrong == []
+
+
+@pytest.fixture
+def page(browser: Any, server: RunningServer) -> Iterator[Any]:
+    with opened(browser, server) as page:
+        yield page
 
 
 def fill(page: Any, prompt: str = "a red circle", **values: object) -> None:
@@ -118,6 +127,21 @@ def test_an_image_goes_on_from_another_and_into_a_mask(page: Any, tmp_path: Path
     page.wait_for_function(another, arg=whole)  # what is behind the mask stays
     page.click("text=Start from it")
     page.wait_for_function("document.querySelector('#start_image').naturalWidth === 64")
+
+
+def test_the_api_can_be_read_and_tried(page: Any) -> None:
+    page.click("text=API")
+    page.click("summary:has(code:text-is('/v1/images/generations'))")
+    form = page.locator("form[aria-label='Try POST /v1/images/generations']")
+    assert "negative_prompt" in form.locator("table").inner_text()
+    form.locator("textarea").fill(f'{{"prompt": "a", "size": "{SIZE}", "steps": 1}}')
+    form.locator("text=Try it").click()
+    form.locator("img").wait_for()
+    assert '"seed"' in form.locator("pre").inner_text()
+    form.locator("textarea").fill('{"prompt": "a", "steps": 1000}')
+    form.locator("text=Try it").click()
+    form.locator(".problem").wait_for()
+    assert "at most 150" in form.locator(".problem").inner_text()
 
 
 def test_what_the_server_refuses_is_told_in_its_words(page: Any) -> None:

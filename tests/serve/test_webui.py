@@ -33,6 +33,12 @@ def pixels(encoded: str) -> np.ndarray:
     return np.asarray(PIL.Image.open(io.BytesIO(b64decode(encoded))), np.int16)
 
 
+def png(image: PIL.Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: Path) -> None:
     answer = ask(server, "txt2img", {**SMALL, "batch_size": 2, "restore_faces": False, "script_args": []}).json()
     assert json.loads(answer["info"])["all_seeds"] == [5, 6]
@@ -43,11 +49,32 @@ def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: 
     for image, seed in zip(drawn, (5, 6), strict=True):
         expected = pipeline(SMALL["prompt"], generator=[torch.Generator().manual_seed(seed)], **options).images[0]
         np.testing.assert_allclose(image, np.asarray(expected, np.int16), atol=1)
-    file = io.BytesIO()
-    PIL.Image.fromarray(drawn[0].astype(np.uint8)).save(file, "PNG")
-    start = b64encode(file.getvalue()).decode()
+    start = b64encode(png(PIL.Image.fromarray(drawn[0].astype(np.uint8)))).decode()
     again = ask(server, "img2img", {**SMALL, "init_images": [f"data:image/png;base64,{start}"]}).json()
     assert pixels(again["images"][0]).shape == (64, 64, 3)
+
+
+def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
+    webuiapi = pytest.importorskip("webuiapi")
+    client = webuiapi.WebUIApi(baseurl=f"{server.url}/sdapi/v1", sampler="DPM++ 2M Karras", steps=2)
+    client.util_set_model("tiny")
+    assert (client.util_get_model_names(), client.util_get_current_model()) == (["tiny"], "tiny")
+    assert client.get_progress()["state"]["job_count"] == 0
+    small = {"prompt": "a (red:1.2) circle", "width": 64, "height": 64, "seed": 5}
+    drawn = client.txt2img(**small, batch_size=2)
+    assert [image.size for image in drawn.images] == [(64, 64)] * 2
+    assert (drawn.info["all_seeds"], drawn.info["sampler_name"]) == ([5, 6], "DPM++ 2M")
+    same = ask(server, "txt2img", {**small, "steps": 2, "sampler_name": "DPM++ 2M"}).json()["images"][0]
+    np.testing.assert_allclose(np.asarray(drawn.image, np.int16), pixels(same), atol=1)
+    mask = PIL.Image.new("L", (64, 64))
+    mask.paste(255, (32, 0, 64, 64))
+    again = client.img2img(images=[drawn.image], mask_image=mask, **small, denoising_strength=0.8)
+    fields = {"prompt": small["prompt"], "seed": 5, "steps": 2, "guidance_scale": 7, "scheduler": "dpm++_2m"}
+    files = {"image": ("image.png", png(drawn.image)), "mask": ("mask.png", png(mask))}
+    data = {**fields, "strength": 0.8, "prompt_syntax": "a1111"}
+    edited = httpx.post(f"{server.url}/v1/images/edits", data=data, files=files, timeout=PATIENCE).json()
+    np.testing.assert_allclose(np.asarray(again.image, np.int16), pixels(edited["data"][0]["b64_json"]), atol=1)
+    client.interrupt()
 
 
 def test_the_lists(server: RunningServer) -> None:

@@ -20,7 +20,8 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-async function ask(path, options = {}) {
+/** An answer that is good; raises Problem. */
+export async function ask(path, options = {}) {
   let answer;
   try {
     answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });

@@ -28,7 +28,7 @@ export class Start {
   }
 
   get given() {
-    return !this.parts.start_tools.hidden;
+    return !this.parts.start.hidden && !this.parts.start_tools.hidden; // another pipeline may have no use for it
   }
 
   async take(file) {

@@ -112,7 +112,7 @@ function settings(index, seed) {
   return JSON.parse(JSON.stringify(told)); // without what is undefined
 }
 
-/** The images that the fields ask for: {settings, note}. */
+/** The images that the fields ask for, as a tile takes them. */
 function wanted() {
   const seed = parts.seed.value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(parts.seed.value);
   const made = [];
@@ -123,7 +123,7 @@ function wanted() {
       const name = parts.compare_lora.value, others = one.loras.filter((lora) => lora.name !== name);
       for (const field of ["compare_first", "compare_second"]) {
         const scale = Number(parts[field].value);
-        made.push({ settings: { ...one, loras: [...others, { name, scale }] }, note: `${name} at ${scale}` });
+        made.push({ settings: { ...one, loras: [...others, { name, scale }] }, note: `${name} at ${scale}`, compared: name });
       }
     }
   }
@@ -135,14 +135,26 @@ function wanted() {
 async function drawAll(event) {
   event?.preventDefault();
   if (!parts.settings.reportValidity()) return;
-  problem(null);
+  problem(lacking());
+  if (lacking()) return;
   localStorage.setItem(KEPT, JSON.stringify({ prompt: parts.prompt.value, negative_prompt: parts.negative_prompt.value }));
   const files = await start.files();
-  const tiles = wanted().map(({ settings, note }) => new Tile(settings, note));
+  const tiles = wanted().map(({ settings, note, compared }) => new Tile(settings, note, compared));
   parts.images.replaceChildren(...tiles.map((tile) => tile.item));
   parts.images.classList.toggle("pairs", tiles.some((tile) => tile.note));
   for (const tile of running) tile.stop.abort();
+  if (parts.images.getBoundingClientRect().top > innerHeight) parts.images_title.scrollIntoView(); // below the form, on a phone
   await Promise.all(tiles.map((tile) => drawOne(tile, files)));
+}
+
+/** What a pipeline that only goes on from images, or only draws into them, still needs; null where nothing is. */
+function lacking() {
+  const task = model()?.task;
+  if (task === "image" && !start.given) return "This pipeline goes on from an image: choose one to start from.";
+  if (task === "inpaint" && !(start.given && start.painted)) {
+    return "This pipeline draws into an image: choose one to start from, and paint on it what is to be drawn.";
+  }
+  return null;
 }
 
 async function drawOne(tile, files) {
@@ -167,7 +179,7 @@ async function drawOne(tile, files) {
 }
 
 function replace(tile, files) {
-  const anew = new Tile(tile.settings, tile.note);
+  const anew = new Tile(tile.settings, tile.note, tile.compared);
   tile.item.replaceWith(anew.item);
   return drawOne(anew, files);
 }

@@ -3,9 +3,10 @@
 import { tell } from "/page/history.js";
 
 export class Tile {
-  /** settings: as the API names them. note: what stands before them. */
-  constructor(settings, note) {
+  /** settings: as the API names them. note: what stands before them; compared: of which LoRA that tells, if of any. */
+  constructor(settings, note, compared) {
     this.settings = settings;
+    this.compared = compared;
     this.stop = new AbortController();
     this.item = document.createElement("li");
     this.figure = add(this.item, "figure", "tile");
@@ -30,7 +31,9 @@ export class Tile {
   }
 
   say(text, wrong = false) {
-    this.caption.textContent = this.note ? `${this.note}. ${text}` : text;
+    this.caption.replaceChildren();
+    if (this.note) add(this.caption, "strong").textContent = this.note;
+    this.caption.append(text);
     this.caption.classList.toggle("wrong", wrong);
   }
 
@@ -56,7 +59,7 @@ export class Tile {
     this.url = url;
     this.show(url, "finished", this.settings.prompt);
     const passed = { true: " The safety checker holds it back.", false: " The safety checker passed it." }[flagged] ?? "";
-    this.say(`${tell(this.settings)}.${passed}${attempts > 1 ? ` Drawn ${attempts} times.` : ""}`, flagged === true);
+    this.say(`${tell({ ...this.settings, loras: this.settings.loras.filter((lora) => lora.name !== this.compared) })}.${passed}${attempts > 1 ? ` Drawn ${attempts} times.` : ""}`, flagged === true);
     this.end();
     const save = add(this.buttons, "a");
     save.href = url;

@@ -1,0 +1,88 @@
+"""Takes the images of the page that the manual shows: three widths, light and dark.
+
+    python docs/page_images.py http://127.0.0.1:8000
+
+of a server of the sample pipeline with its LoRAs (`sdflow serve pipelines/shapes_cpu --loras samples/loras`). Needs Playwright
+and a Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+from playwright.sync_api import sync_playwright
+
+SIZES = {"wide": (1280, 860), "middle": (820, 1000), "phone": (390, 844)}
+SCHEMES = ("light", "dark")
+PATIENCE = 600_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    given = parser.parse_args()
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.goto(given.url)
+        page.wait_for_function("document.querySelector('#width').value && document.querySelector('.lora')")
+        draw(page)
+        for name, (width, height) in SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            arrange(page, name)
+            shoot(page, given.out / f"page_{name}")
+        page.goto(f"{given.url}/docs")
+        page.set_viewport_size({"width": 1280, "height": 860})
+        page.click('summary:has(code:text-is("/v1/images/generations"))')
+        shoot(page, given.out / "page_docs")
+        browser.close()
+
+
+def draw(page: Any) -> None:
+    """Two images, each at two scales of a LoRA."""
+    fields = {"prompt": "a large red circle on a blue background", "steps": 20, "count": 2, "seed": 3}
+    for name, value in fields.items():
+        page.fill(f"#{name}", str(value))
+    page.click("#compare summary")
+    page.select_option("#compare_lora", "stripes")
+    page.fill("#compare_first", "0")
+    page.fill("#compare_second", "1")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function("document.querySelectorAll('img.finished').length === 4")
+    page.wait_for_function("document.querySelectorAll('#history li').length === 4")
+
+
+def arrange(page: Any, name: str) -> None:
+    """What is to be seen: the whole page, a mask on an image, the images."""
+    if name == "middle":
+        page.click("#images li:first-child >> text=Start from it")
+        page.wait_for_selector("#mask")
+        page.evaluate("document.querySelector('#start').scrollIntoView({block: 'center'})")
+        box = page.query_selector("#mask").bounding_box()
+        place = [(0.3, 0.35), (0.7, 0.35), (0.3, 0.55), (0.7, 0.55)]
+        page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.3)
+        page.mouse.down()
+        for x, y in place:
+            page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] * y)
+        page.mouse.up()
+    else:
+        focus = "#images_title" if name == "phone" else "header"
+        page.evaluate(f"document.querySelector('{focus}').scrollIntoView()")
+
+
+def shoot(page: Any, path: Path) -> None:
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        shot = PIL.Image.open(io.BytesIO(page.screenshot()))
+        shot.convert("RGB").quantize(256).save(f"{path}_{scheme}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What `/openapi.json` says: of every request and every answer an example, and errors as they come. Nothing is drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from serve.test_guard import ask
+
+import sdflow.serve
+from sdflow.serve.guard import Access
+from sdflow.serve.limits import Limits
+from sdflow.serve.uploads import read_base64
+from sdflow.serve.webui_fields import ONE_PIXEL
+
+PAGE = Path(sdflow.serve.__file__).parent / "page"
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    return ask(Access(), "/openapi.json").json()
+
+
+def operations(told: Any) -> Iterator[tuple[str, Any]]:
+    for path, methods in told["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method} {path}", operation
+
+
+def test_every_answer_has_an_example_and_errors_have_openais_form(told: Any) -> None:
+    for name, operation in operations(told):
+        assert operation["summary"] and operation["tags"], name
+        for status, answer in operation["responses"].items():
+            (example, *_) = (each["example"] for each in answer["content"].values())
+            assert status.startswith("2") or example["error"].keys() == {"message", "type", "param", "code"}, name
+        assert "422" not in operation["responses"], f"{name}: that status is never sent"
+
+
+def test_every_body_has_an_example_that_its_own_schema_takes(told: Any) -> None:
+    for name, operation in operations(told):
+        for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+            schema = content["schema"]
+            schema = told["components"]["schemas"][schema["$ref"].split("/")[-1]] if "$ref" in schema else schema
+            for example in schema["examples"]:
+                files = {each for each, field in schema["properties"].items() if field.get("format") == "binary"}
+                given = {**example, **(dict.fromkeys(files, "a file") if kind.startswith("multipart") else {})}
+                whole = {**schema, "components": told["components"]}
+                assert not list(Draft202012Validator(whole).iter_errors(given)), name
+                assert given.keys() <= schema["properties"].keys(), f"{name}: it shows fields that are none"
+
+
+def test_the_image_of_the_examples_is_one() -> None:
+    assert read_base64(ONE_PIXEL, "image", Limits()).size == (1, 1)
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_needs_no_key_and_nothing_from_elsewhere(path: str) -> None:
+    """Neither it nor what it names; what it asks for then needs the key."""
+    access = Access(key="secret")
+    wanted, seen = [path], set[str]()
+    while wanted:
+        place = wanted.pop()
+        seen.add(place)
+        answer = ask(access, place)
+        assert answer.status_code == 200, place
+        assert not re.findall(r"""(?:src|href|from|import|url\()\s*=?\s*["'(]?(?:https?:)?//""", answer.text), place
+        named = set(re.findall(r"/page/[a-z_]+\.[a-z]+", answer.text))
+        wanted += named - seen - set(wanted)
+    assert {f"/page/{each.name}" for each in PAGE.iterdir() if each.suffix == ".css"} <= seen
+    assert ask(access, "/openapi.json").status_code == 401
