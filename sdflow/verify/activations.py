@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.artifact import MODEL_FILE
+from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.cases import Cases
 from sdflow.verify.finding import Finding
 from sdflow.verify.overflow import LARGEST_FLOAT16, NodeRange, ranges
@@ -36,7 +37,7 @@ def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> 
     import onnx
 
     path = (folder / MODEL_FILE).resolve()
-    graph = onnx.load(str(path), load_external_data=False).graph
+    graph = load_graph(path).graph
     types = {port.name: onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type) for port in graph.input}
     chosen = [index for index, case in cases if case.group in ("trajectory", "prompt")]
     feeds = [

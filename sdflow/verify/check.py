@@ -69,8 +69,8 @@ class Verified:
 class How(TypedDict, total=False):
     """How a verification goes about it. fresh: once more, though it passed before. threads: of ONNX Runtime; all cores by
     itself. progress: is told each phrase. group: whose worker the process is; when that is ended, so is this. run_on: a target
-    whose provider runs the artifacts too; then nothing comes from the cache or is kept in it, which does not know one device
-    from another."""
+    whose provider runs the artifacts too. That is done anew each time, and never kept: the cache does not know one device from
+    another."""
 
     fresh: bool
     threads: int | None
@@ -101,10 +101,18 @@ def verify_alone(
         action = verification_action(subject, spec, built, exact, cache) if exact is not None else None
         if worker is None:
             assert exact is not None and action is not None
-            known = None if how.get("fresh") or run_on is not None else cache.lookup(action)
-            if known is not None:
-                return _as_kept(known, subject)
-            worker = _work(None, replace(request, reference=exact.artifact.path.absolute()), subject, progress, group)
+            request = replace(request, reference=exact.artifact.path.absolute())
+            record = None if how.get("fresh") else cache.lookup(action)
+            if record is not None:
+                known = _as_kept(record, subject)
+                if run_on is None:
+                    return known
+                worker = _work(None, request, subject, progress, group, known.result)
+                check_stamps(folder_stamps, "its verification began")
+                beside = Verification.from_json(worker.value["verification"])
+                seconds = round(time.perf_counter() - started, 1)
+                return Verified(replace(beside, seconds=seconds, cached=False), known.images)
+            worker = _work(None, request, subject, progress, group)
         check_stamps(folder_stamps, "its verification began")
         result = replace(
             Verification.from_json(worker.value["verification"]),
@@ -142,6 +150,7 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
         digests={name: tree_digest(subject.folder / name, cache) for name in present},
         structures={name: path for name, path in made_by.items() if path is not None},
         unproved={name: GONE if is_bound(chains[name]) else CARRIED for name, path in made_by.items() if path is None},
+        quantized={name: chain.quantized for name, chain in chains.items() if chain is not None and chain.quantized},
     )
 
 
@@ -215,11 +224,13 @@ def _work(
     subject: Subject,
     progress: Progress,
     group: WorkerGroup | None,
+    known: Verification | None = None,
 ) -> WorkerResult:
     whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
     content = {
         "reference": wanted.to_json() if wanted else None,
         "judge": request.to_json(),
+        "known": known.to_json() if known else None,
         "folder": FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole).to_json(),
     }
     return run_worker_on(content, subject.stamps, progress, group)

@@ -17,7 +17,7 @@ from sdflow.families import FAMILIES
 from sdflow.verify.forwards import Network
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.half import quick_halves
-from sdflow.verify.images import judge_image, text_to_image
+from sdflow.verify.images import judge_image, precision_of, text_to_image
 from sdflow.verify.inputs import control_images, first_latents
 from sdflow.verify.reference import ReferenceRun
 from sdflow.verify.reference_request import ReferenceRequest
@@ -142,7 +142,7 @@ def _halved(networks: Mapping[str, Network]) -> Iterator[None]:
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
     """The image, float32 (rows, columns, 3) in [0, 1], and the precision of what drew it."""
     selection, place = request.base.selection, request.hand_over
-    reached, halves = noise, set()
+    reached, found = noise, set()
     for part, folder, span in zip(
         (request.base, request.refiner), request.folders, ({"end": place}, {"begin": place}), strict=True
     ):
@@ -151,9 +151,9 @@ def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progres
         reached = text_to_image(
             desk.run, family, folder, selection.prompts[:1], reached, selection.steps, selection, **span
         )
-        halves |= desk.precisions
+        found |= desk.precisions
         desk.close()
-    return reached[0], "float16" if "float16" in halves else "float32"
+    return reached[0], precision_of(found)
 
 
 class _OneGraph:

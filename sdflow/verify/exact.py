@@ -1,9 +1,10 @@
-"""The first part of the proof of a float16 artifact: without its roundings it computes what PyTorch computes.
+"""The first part of the proof of a float16 or quantized artifact: without its roundings it computes what PyTorch computes.
 
 Its graph runs with every operator lowered and everything in float32, inputs and outputs too, on weights as their recipes
 give them before they are rounded. Casts to float16 do nothing; the graph's own numbers are taken as they were before they
-were rounded too (`sdflow.verify.constants`). Nothing is left that rounds, so there is no allowance for it: see
-`sdflow.tolerances`. One thing stays as it is in the artifact: what sines, cosines and indices are computed from
+were rounded too (`sdflow.verify.constants`), and quantized products are products again (`sdflow.verify.quantized`). Nothing is
+left that rounds, so there is no allowance for it: see `sdflow.tolerances`. One thing stays as it is in the artifact: what
+sines, cosines and indices are computed from
 (`sdflow.verify.lowering`).
 
 The second part, that the weights are what the recipes round to, and that float16 arithmetic loses no more than plain fp16
@@ -23,6 +24,7 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, EXACT_SHARE
 from sdflow.verify.blocks import first_block, watch
 from sdflow.verify.cases import Cases
@@ -31,13 +33,15 @@ from sdflow.verify.finding import Finding
 from sdflow.verify.graph import RunnableGraph, read_graph, run_graph, scores_of, takes
 from sdflow.verify.lowering import lower, session_of
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16
-from sdflow.verify.recipes import RecipeCheck, check_recipes
+from sdflow.verify.quantized import take_out
+from sdflow.verify.recipes import REMEDY, RecipeCheck, check_recipes
 from sdflow.verify.result import BlockVerdict, ExactOutput
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+STILL_QUANTIZED = "its quantization could not be taken out: it has operators or recipes that are not known here"
 DAMAGED = "its recipes are damaged, so that it could not be run without rounding"
 OTHER_GRAPH = (
     "The graph computes something else than the model, rounding aside. Build it again with --clean_cache; if that does "
@@ -71,14 +75,21 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None) -> Pr
     """Compute every weight again, and hold the graph without roundings to PyTorch. Memory: the weights in float32, once or
     twice. Raises VerificationError when there is no graph, or one that cannot be lowered."""
     model = read_graph(check.bound.folder / MODEL_FILE)
-    float16 = {tensor.name for tensor in model.graph.initializer if tensor.data_type == FLOAT16}
-    weights = check_recipes(check.structure, check.submodel, check.bound, keep=bool(float16))
-    if not float16:
+    rounded = {tensor.name for tensor in model.graph.initializer if tensor.data_type == FLOAT16}
+    quantized = quantized_graph(model) is not None
+    weights = check_recipes(check.structure, check.submodel, check.bound, keep=bool(rounded) or quantized)
+    if not rounded and not quantized:
         return Proof(weights.findings, weights.count)
     if weights.exact is None:
         return Proof(weights.findings, weights.count, missing=DAMAGED)
-    exact = {name: values for name, values in weights.exact.items() if name in float16}
-    findings, count = weights.findings, weights.count
+    findings, count = list(weights.findings), weights.count
+    if quantized:
+        taken, wrong = take_out(model, weights.recipes)
+        findings += [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
+        if wrong or quantized_graph(model) is not None:
+            return Proof(findings, count, missing=STILL_QUANTIZED)
+        rounded.update(taken)
+    exact = {name: values for name, values in weights.exact.items() if name in rounded}
     del weights  # or it would hold what _first_block lets go
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads)

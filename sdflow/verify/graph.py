@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.onnx_model.quantized import quantized_graph
+from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.lowering import Lowered, lower, session_of
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None) -> Runn
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
     return RunnableGraph(
         session=session,
-        precision="float16" if half else "float32",
+        precision=quantized_graph(model) or ("float16" if half else "float32"),
         ran="as it is" if target == "cpu" else "lowered",
         operators=dict(Counter(node.op_type for node in model.graph.node)),
         lowered=dict(lowered.operators),
@@ -73,7 +75,7 @@ def read_graph(path: Path) -> Any:
 
     path = path.resolve()
     try:
-        return onnx.load(str(path), load_external_data=False)
+        return load_graph(path)
     except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
         raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
     except decode_errors() as error:

@@ -17,7 +17,7 @@ from sdflow.verify.finding import LEVELS
 from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.plot import plot_steps
-from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification
+from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
@@ -61,7 +61,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     sections = [
         f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
         f"<p>Level {escape(result.level)}, {result.seconds:g} s. Each output's distance (relative L2) to the fp32 PyTorch "
-        f"model, against that of plain fp16 PyTorch, root mean square over the cases: at most {FLOAT16_RATIO} times as far "
+        f"model, against that of plain fp16 PyTorch; ratio: root mean square of the cases' own: at most {FLOAT16_RATIO} "
         f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones. Unrounded: a float16 artifact in float32, with "
         f"its weights before they were rounded, at the case where it is worst; at most {EXACT_LIMIT:.0e}, "
         f"and {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>",
@@ -86,8 +86,8 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     )
 
 
-def _verdict(passed: bool) -> str:
-    return '<span class="passed">passed</span>' if passed else '<span class="failed">FAILED</span>'
+def _verdict(passed: bool, words: str = "passed") -> str:
+    return f'<span class="passed">{words}</span>' if passed else '<span class="failed">FAILED</span>'
 
 
 def _list(items: Iterable[str]) -> str:
@@ -129,11 +129,13 @@ def _verdicts(result: Verification) -> str:
     for part in result.submodels.values():
         exact = {each.name: each for each in part.exact}
         for output in part.outputs:
-            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
             unrounded = f"{exact[output.name].distance:.1e}" if output.name in exact else ""
-            cells = (unrounded, f"{output.distance:.2e}", f"{output.yardstick:.2e}", ratio, f"{output.limit:.2e}")
+            plain = "" if part.quantized else f"{output.yardstick:.2e}"
+            cells = (unrounded, f"{output.distance:.2e}", plain, ratio, spell_limit(part, output))
             passed = output.passed and (output.name not in exact or exact[output.name].passed)
-            rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), _verdict(passed)))
+            verdict = _verdict(passed, f"within the limit for {part.precision}" if part.quantized else "passed")
+            rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), verdict))
         if not part.outputs:
             rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
     return "<h2>Submodels</h2>" + _table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
@@ -146,17 +148,17 @@ def _devices(result: Verification) -> str:
         if (device := part.device) is None:
             continue
         for output in device.outputs:
-            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
-            cells = (f"{output.distance:.2e}", ratio, f"{output.limit:.2e}", _verdict(output.passed))
+            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
+            cells = (f"{output.distance:.2e}", ratio, spell_limit(part, output), _verdict(output.passed))
             rows.append((part.name, output.name, device.target, *cells))
         if not device.outputs:
             rows.append((part.name, "", device.target, "", "", "", _verdict(False)))
     if not rows:
         return ""
     numbers = ("distance", "ratio", "at most")
-    return "<h2>With the provider's own kernels</h2>" + _table(
-        ("submodel", "output", "on", *numbers, "verdict"), rows, numbers
-    )
+    tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
+    title = f"With the provider's own kernels{f', tuned: {escape(tuned)}' if tuned else ''}"
+    return f"<h2>{title}</h2>" + _table(("submodel", "output", "on", *numbers, "verdict"), rows, numbers)
 
 
 def _steps(part: SubmodelVerdict) -> str:
@@ -200,7 +202,8 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
     ]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
     table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
-    return f"<h2>{title}: {_verdict(not verdict.problems)}</h2>{text}{figures}{table}"
+    words = f"{verdict.quantized}, held to no limit" if verdict.quantized else "passed"
+    return f"<h2>{title}: {_verdict(not verdict.problems, words)}</h2>{text}{figures}{table}"
 
 
 def _findings(result: Verification) -> str:

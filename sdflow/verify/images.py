@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from sdflow.runtime.folder import (
 from sdflow.samples.canvas import canvas
 from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 from sdflow.verify.inputs import IMAGE_SCALE, control_images, shown_images
-from sdflow.verify.result import ImageVerdict, MeaningVerdict
+from sdflow.verify.result import PLAIN, ImageVerdict, MeaningVerdict
 from sdflow.verify.selection import Selection
 from sdflow.verify.torch_images import IMAGE_FILE, SAMPLE_FILE
 
@@ -182,10 +182,19 @@ def _to_pil(images: np.ndarray) -> list[Image]:
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype("uint8")]
 
 
+def precision_of(precisions: Iterable[str]) -> str:
+    """Of an image, by those of the submodels that draw it: what one is quantized to, else float16 if one is, else float32."""
+    found = set(precisions)
+    return next(iter(sorted(found - {*PLAIN})), "float16" if "float16" in found else "float32")
+
+
 def judge_image(
     image: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path, *, of: str = ""
 ) -> ImageVerdict:
-    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`, their names begun with `of`."""
+    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`, their names begun with `of`.
+
+    Of a quantized pipeline's image it is said how near it is, and asked for that it is one.
+    """
     import numpy as np
 
     with np.load(reference / IMAGE_FILE) as stored:
@@ -196,7 +205,8 @@ def judge_image(
     for name, each in zip(names, _to_pil(np.stack([exact, shown, difference])), strict=True):
         each.save(out / f"{of}{name}.png")
     ours, plain = psnr(image, exact), psnr(half, exact)
-    enough = IMAGE_DECIBELS[precision]
+    quantized = "" if precision in PLAIN else precision
+    enough = -math.inf if quantized else IMAGE_DECIBELS[precision]
     if precision == "float16" and not np.isfinite(half).all():
         enough = DECIBELS_ASTRAY
     elif precision == "float16":
@@ -222,6 +232,7 @@ def judge_image(
         height=image.shape[0],
         width=image.shape[1],
         problems=problems,
+        quantized=quantized,
     )
 
 

@@ -16,12 +16,14 @@ from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.input_file import read_json
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify import images
 from sdflow.verify.activations import Overflow, overflow
 from sdflow.verify.cases import Cases, read_cases, read_description
 from sdflow.verify.exact import Proof, exact_distance, locate, prove
-from sdflow.verify.finding import Finding
+from sdflow.verify.finding import Finding, errors
 from sdflow.verify.graph import RunnableGraph, open_graph, run_graph, takes
 from sdflow.verify.judge_output import judge_outputs
 from sdflow.verify.judge_request import JudgeRequest
@@ -35,7 +37,7 @@ from sdflow.verify.unsupported_nodes import fits
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 9
+VERSION = 10
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime", "peft", "torch", "transformers")
 Progress = Callable[[str], None]
@@ -54,8 +56,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         except _Unusable:
             pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
         else:
-            precisions = {desk.verdicts[name].precision for name in needed}
-            precision = "float16" if "float16" in precisions else "float32"
+            precision = images.precision_of(desk.verdicts[name].precision for name in needed)
             image = images.judge_image(drawn.image, selection, request.reference, precision, request.out)
             meaning = images.judge_meaning(drawn.sample, selection, request.reference)
     for name in request.submodels:
@@ -63,7 +64,10 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
             desk.open(name)
     desk.close()
     roundings = {each.submodel: Roundings(each, request.reference) for each in request.modules}
-    _round_otherwise(request, desk.verdicts, roundings, progress)
+    wrong = {name for name, proof in proofs.items() if errors([*proof.findings])}
+    _round_otherwise(
+        request, desk.verdicts, {name: each for name, each in roundings.items() if name not in wrong}, progress
+    )
     _locate(request, desk.verdicts, progress)
     if request.run_on is not None:
         _run_on_device(request, family, desk.verdicts, request.run_on, roundings, progress)
@@ -84,10 +88,19 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     )
 
 
+def judge_on_device(request: JudgeRequest, known: Verification, progress: Progress) -> Verification:
+    """What is known of the artifacts, with what they give on `run_on` beside it."""
+    assert request.run_on is not None, "there is nothing else to do"
+    verdicts = dict(known.submodels)
+    roundings = {each.submodel: Roundings(each, request.reference) for each in request.modules}
+    _run_on_device(request, FAMILIES[request.family], verdicts, request.run_on, roundings, progress)
+    return replace(known, submodels=verdicts)
+
+
 def _round_otherwise(
     request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], roundings: Mapping[str, Roundings], progress: Progress
 ) -> None:
-    """Judge those again that are too far in float16, and nothing else, by many ways to round."""
+    """Judge those again that are too far in float16, and nothing else, by many ways to round. roundings: of those that may be."""
     for name, verdict in verdicts.items():
         failed = [each for each in verdict.outputs if not each.passed]
         rounding = roundings.get(name)
@@ -146,7 +159,9 @@ def _run_on_device(
         if verdict.outputs:
             progress(f"{name}: on {target}")
             cases = read_cases(request.reference, name)
-            device = run_on_device(verdict, request.folder, family, target, cases, roundings.get(name))
+            stated = request.quantized.get(name, {}).get("limit")
+            tuning = Tuning(**request.tuning)
+            device = run_on_device(verdict, request.folder, family, target, cases, roundings.get(name), stated, tuning)
             verdicts[name] = replace(verdict, device=device, problems=(*verdict.problems, *device.problems))
             gc.collect()
 
@@ -168,7 +183,6 @@ def _findings(
     request: JudgeRequest, family: Family, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
 ) -> list[Finding]:
     """What the target has no kernel for, and what the folder promises and does not keep."""
-    import onnx
 
     target = TARGETS[request.target]
     found: list[Finding] = []
@@ -177,7 +191,7 @@ def _findings(
             path, read = (request.folder / submodel / MODEL_FILE).resolve(), family.part(submodel).read
             config = read_json(request.folder / submodel / CONFIG_FILE)
             outputs = None if read is None else read(config)
-            found += fits(onnx.load(str(path), load_external_data=False), target, submodel, read=outputs)
+            found += fits(load_graph(path), target, submodel, read=outputs)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
     whole = {*family.needed(read_configs(request.folder, request.submodels))} <= {*request.submodels}
@@ -247,7 +261,9 @@ class Desk:
             return None
         if submodel not in self.verdicts:
             self.progress(f"{submodel}: comparing with PyTorch")
-            verdict = judge_submodel(submodel, graph, read_cases(self.request.reference, submodel))
+            cases, quantized = read_cases(self.request.reference, submodel), self.request.quantized.get(submodel, {})
+            verdict = judge_submodel(submodel, graph, cases, quantized.get("limit"))
+            verdict = replace(verdict, problems=(*verdict.problems, *_said_otherwise(verdict, quantized.get("to"))))
             self.verdicts[submodel] = self._with_proof(verdict)
         self._open[submodel] = graph
         return graph
@@ -267,8 +283,17 @@ class Desk:
         )
 
 
-def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> SubmodelVerdict:
-    """Run every case that the graph's shapes allow, and hold each output to the yardstick."""
+def _said_otherwise(verdict: SubmodelVerdict, said: str | None) -> list[tuple[str, str]]:
+    """What is wrong where sdflow.json says that a submodel is quantized and its graph is not, or the other way round."""
+    if (found := verdict.precision if verdict.quantized else None) == said:
+        return []
+    spelled = [f"quantized to {each}" if each else "not quantized" for each in (found, said)]
+    return [(f"its graph is {spelled[0]}, and sdflow.json says that it is {spelled[1]}", "Build it again: sdflow run.")]
+
+
+def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases, stated: float | None = None) -> SubmodelVerdict:
+    """Run every case that the graph's shapes allow, and hold each output to the yardstick. stated: the workflow's limit, for a
+    graph that is quantized."""
     ort = import_onnxruntime()
     found: list[CaseDistance] = []
     problems: list[tuple[str, str]] = []
@@ -297,7 +322,7 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases) -> Submode
             break
     if not problems and not found:
         problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
-    verdicts, too_far_away = judge_outputs(graph.precision, found)
+    verdicts, too_far_away = judge_outputs(graph.precision, found, stated)
     return SubmodelVerdict(
         name=submodel,
         precision=graph.precision,

@@ -8,30 +8,50 @@ from statistics import stdev
 
 from sdflow.distance import root_mean_square
 from sdflow.tolerances import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
-from sdflow.verify.result import CaseDistance, OutputVerdict
+from sdflow.verify.result import PLAIN, CaseDistance, OutputVerdict
 
 
-def judge_output(name: str, precision: str, cases: Sequence[CaseDistance]) -> OutputVerdict:
-    """Root mean squares over the cases, held to the limit; each float16 case also by itself, with a wider margin. Of a float32
-    artifact each case is held to the limit.
+def judge_output(
+    name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None
+) -> OutputVerdict:
+    """A float16 artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
+    they leave uncertain, and each by itself to a wider margin. Of a float32 artifact each case is held to the limit.
 
-    The limit of a float16 artifact is FLOAT16_RATIO times the yardstick, and what the cases leave uncertain.
+    In units of its own, as one case may be fifty times as far as the others, for PyTorch too (`sdflow.verify.roundings`): it
+    would decide alone, and the others would be held to nothing.
 
     Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
+
+    A quantized artifact is held to the limit that its workflow states, each case also by itself with the wider margin, and passes
+    no other.
     """
+    if precision not in PLAIN:
+        distance = root_mean_square(case.distance for case in cases)
+        each = stated is not None and all(case.distance <= ONE_CASE_RATIO * stated for case in cases)
+        return OutputVerdict(name, distance, 0.0, 0.0, stated, stated is not None and distance <= stated and each)
     measured = [case for case in cases if case.yardstick != inf]
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
     yardstick = root_mean_square(case.yardstick for case in measured)
     if precision == "float32":
         each = all(case.distance <= FLOAT32_LIMIT for case in cases)
-        return OutputVerdict(name, distance, yardstick, FLOAT32_LIMIT, each)
-    limit = FLOAT16_RATIO * _uncertainty(measured) * yardstick
-    each = all(case.distance <= ONE_CASE_RATIO * case.yardstick for case in measured)
+        ratio = distance / yardstick if yardstick else 0.0
+        return OutputVerdict(name, distance, yardstick, ratio, FLOAT32_LIMIT, each)
     if not measured:
         distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
-    else:
-        each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
-    return OutputVerdict(name, distance, yardstick, limit, distance <= limit and each)
+        return OutputVerdict(name, distance, yardstick, 0.0, limit, distance <= limit)
+    ratio = root_mean_square(times_as_far(case) for case in measured)
+    allowed = FLOAT16_RATIO * _uncertainty(measured)
+    limit = allowed * (distance / ratio if 0 < ratio < inf else yardstick)
+    each = all(times_as_far(case) <= ONE_CASE_RATIO for case in measured)
+    each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
+    return OutputVerdict(name, distance, yardstick, ratio, limit, ratio <= allowed and each)
+
+
+def times_as_far(case: CaseDistance) -> float:
+    """A case in units of its yardstick. Where PyTorch loses nothing, infinite for anything else than that."""
+    if case.yardstick == 0:
+        return inf if case.distance else 0.0
+    return case.distance / case.yardstick
 
 
 def _uncertainty(cases: Sequence[CaseDistance]) -> float:
@@ -45,19 +65,21 @@ def _uncertainty(cases: Sequence[CaseDistance]) -> float:
     return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
 
 
-def judge_outputs(precision: str, cases: Sequence[CaseDistance]) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
-    """A verdict on each output, and why those that fail do."""
+def judge_outputs(
+    precision: str, cases: Sequence[CaseDistance], stated: float | None = None
+) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
+    """A verdict on each output, and why those that fail do. stated: the workflow's limit of one that is quantized."""
     verdicts, problems = [], []
     for name in dict.fromkeys(each.output for each in cases):
         of_output = [each for each in cases if each.output == name]
-        verdicts.append(judge_output(name, precision, of_output))
+        verdicts.append(judge_output(name, precision, of_output, stated))
         if not verdicts[-1].passed:
             problems.append(_problem(verdicts[-1], precision, of_output))
     return verdicts, problems
 
 
 def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
-    worst = max(cases, key=lambda case: case.distance / case.yardstick if case.yardstick else case.distance)
+    worst = max(cases, key=times_as_far if precision == "float16" else lambda case: case.distance)
     if any(case.distance == inf for case in cases):
         first = next(case for case in cases if case.distance == inf)
         return (
@@ -65,20 +87,34 @@ def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistanc
             "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
             "or take weights made for fp16.",
         )
+    if precision not in PLAIN:
+        return _beyond_stated(verdict, precision, max(cases, key=lambda case: case.distance))
     remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
     remedy += "help, take passes and fusions out one by one (--set) until it passes."
     if precision == "float32":
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
-        return f"{what}{verdict.limit:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
-    what = (
-        f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch "
-    )
-    what += (
-        f"is {verdict.yardstick:.2g}: {_times(verdict.distance, verdict.yardstick)} as far, at most {FLOAT16_RATIO} "
-    )
-    what += f"is allowed; worst at {worst.case}: {_times(worst.distance, worst.yardstick)}"
-    return what, remedy
+        return f"{what}{FLOAT32_LIMIT:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+    if all(case.yardstick == inf for case in cases):
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where plain fp16 PyTorch gives no finite numbers", remedy
+    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch is "
+    what += f"{verdict.yardstick:.2g}: over its cases {verdict.ratio:.3g} times as far, at most {FLOAT16_RATIO} is allowed; "
+    if worst.yardstick:
+        return f"{what}worst at {worst.case}: {times_as_far(worst):.3g} times", remedy
+    return f"{what}worst at {worst.case}: {worst.distance:.2g} against nothing", remedy
 
 
-def _times(distance: float, yardstick: float) -> str:
-    return f"{distance / yardstick:.3g} times" if yardstick else f"{distance:.2g} against nothing"
+def _beyond_stated(verdict: OutputVerdict, precision: str, worst: CaseDistance) -> tuple[str, str]:
+    what = f"{verdict.name}, of weights in {precision}, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
+    what += f", worst at {worst.case}: {worst.distance:.2g}; "
+    if verdict.limit is None:
+        remedy = f"If that is near enough, write it down: limit: {_above(verdict.distance)} among the options of the pass that "
+        return f"{what}the workflow states no limit for it", f"{remedy}quantizes."
+    what += f"the workflow's limit is {verdict.limit:g}"
+    what += f", for one case {ONE_CASE_RATIO:g} times that" if verdict.distance <= verdict.limit else ""
+    return what, "`sdflow verify --fix` finds the layers to keep as they are (keep:); or state another limit."
+
+
+def _above(distance: float) -> str:
+    """A limit a little above, of one digit or two."""
+    return f"{1.25 * distance:.1e}"

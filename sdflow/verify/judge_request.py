@@ -16,7 +16,8 @@ class JudgeRequest:
     """What to verify. folder: an assembled pipeline of the family of this name. reference: what `sdflow.verify.reference`
     wrote. out: for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the
     weights were bound to. unproved: why there is none, of the submodels without. allow_fallback: what the target has no kernel
-    for is a warning.
+    for is a warning. quantized: `to` and `limit` of each submodel that sdflow.json says is quantized. tuning: what
+    `sdflow tune` chose for run_on; the process that verifies has a home of its own, and would not find it.
     """
 
     family: str
@@ -33,6 +34,8 @@ class JudgeRequest:
     allow_fallback: bool = False
     threads: int | None = None
     run_on: str | None = None
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}

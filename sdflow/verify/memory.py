@@ -13,6 +13,7 @@ from typing import Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import VerificationError
 from sdflow.families.base import Family
+from sdflow.onnx_model.reading import load_graph
 from sdflow.units import spell_bytes
 from sdflow.verify.half import KEPT
 from sdflow.verify.lowering.session import LARGE
@@ -36,11 +37,12 @@ def reference_bytes(family: Family, parameters: Mapping[str, int], activations: 
 
 
 def graph_bytes(file: int, *, float16: bool) -> int:
-    """What a graph takes in a session. file: bytes of its weights. Up to LARGE there is a converted and a packed copy; beyond,
-    what converts one weight after the other leaves holes in the memory, as much as the exact weights of the run before."""
+    """What a graph takes in a session. file: bytes of its weights. Up to LARGE there is a converted and a packed copy, and of
+    float16 the file beside them, which the exact weights are held to as they are made; beyond, what converts one weight after
+    the other leaves holes in the memory, as much as the exact weights of the run before."""
     if (2 * file if float16 else file) > LARGE:
         return LIBRARIES + (2 * file if float16 else file + file // 4)
-    return LIBRARIES + (4 * file if float16 else 2 * file)
+    return LIBRARIES + (5 * file if float16 else 2 * file)
 
 
 def activation_bytes(selection: Selection, scale: int, width: int) -> int:
@@ -97,9 +99,9 @@ def _graph_in(folder: Path) -> int:
     from sdflow.onnx_model.files import decode_errors
 
     weights = folder / WEIGHTS_FILE
-    unreadable: tuple[type[Exception], ...] = (OSError, ValueError, *decode_errors())
+    unreadable: tuple[type[Exception], ...] = (OSError, ValueError, VerificationError, *decode_errors())
     try:
-        graph = onnx.load(str(folder / MODEL_FILE), load_external_data=False).graph
+        graph = load_graph(folder / MODEL_FILE).graph
         file = weights.stat().st_size if weights.is_file() else 0
     except unreadable:
         return LIBRARIES  # it will not be loaded either, and that will be said

@@ -1,8 +1,8 @@
 """The artifacts on hardware that is here, with the kernels of its own provider, and with ours: held to the same yardstick as
 the run on this machine's CPU beside it.
 
-A submodel is loaded as a pipeline loads it (`sdflow.runtime.folder`). Nothing of this is kept in the cache: no digest tells
-one device or driver from another.
+A submodel is loaded as a pipeline loads it (`sdflow.runtime.folder`), with what `sdflow tune` chose for this machine. Nothing of
+this is kept in the cache: no digest tells one device or driver from another.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from sdflow.errors import SdflowError
 from sdflow.families.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.folder import load_submodel
+from sdflow.runtime.sessions import LoadOptions
+from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify.cases import Cases
 from sdflow.verify.exact import exact_distance
@@ -30,10 +32,17 @@ if TYPE_CHECKING:
 
 
 def run_on_device(
-    verdict: SubmodelVerdict, folder: Path, family: Family, target: str, cases: Cases, roundings: Roundings | None
+    verdict: SubmodelVerdict,
+    folder: Path,
+    family: Family,
+    target: str,
+    cases: Cases,
+    roundings: Roundings | None,
+    stated: float | None = None,
+    tuning: Tuning = UNTUNED,
 ) -> DeviceVerdict:
     """Run the cases of a submodel on a target that is here. folder: the pipeline's. verdict: of the run on the CPU. roundings:
-    for cases that are too far."""
+    for cases that are too far. stated: the workflow's limit, of one that is quantized. tuning: how it is loaded."""
     failures: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(TARGETS[target])))
     found: list[CaseDistance] = []
     at = "its loading"
@@ -41,7 +50,9 @@ def run_on_device(
         ports = {port.name for port in read_graph(folder / verdict.name / MODEL_FILE).graph.input}
         wanted = TARGETS[target]
         lazy = wanted.session.static_shapes  # it wants a session for each shape, and has none before
-        submodel = load_submodel(folder, verdict.name, wanted, family=family, lazy=lazy)
+        submodel = load_submodel(
+            folder, verdict.name, wanted, family=family, lazy=lazy, options=LoadOptions(tuning=tuning)
+        )
 
         def run(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
             outputs: Mapping[str, np.ndarray] = submodel(**{name: given[name] for name in ports if name in given})
@@ -60,7 +71,7 @@ def run_on_device(
                     found.append(
                         CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
                     )
-        judged, problems = judge_outputs(verdict.precision, found)
+        judged, problems = judge_outputs(verdict.precision, found, stated)
         far = too_far(found, judged) if verdict.precision == "float16" else []
         distances = roundings.distances(roundings.indices(far), run) if roundings is not None else {}
         submodel.unload()
@@ -70,4 +81,5 @@ def run_on_device(
         return DeviceVerdict(target, (), ((f"on {target} it fails at {at}: {' '.join(what.split())}", remedy),))
     if distances and roundings is not None:
         judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances))
-    return DeviceVerdict(target, tuple(judged), tuple((f"on {target}, {what}", remedy) for what, remedy in problems))
+    told = tuple((f"on {target}, {what}", remedy) for what, remedy in problems)
+    return DeviceVerdict(target, tuple(judged), told, "" if tuning == UNTUNED else str(tuning))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.lowering import Lowered, lower, session_of
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16
 
@@ -55,9 +56,8 @@ def ranges(
     Raises VerificationError for an operator that cannot be lowered.
     """
     import numpy as np
-    import onnx
 
-    model = onnx.load(str(model_path), load_external_data=False)
+    model = load_graph(model_path)
     operators = {name: node.op_type for node in model.graph.node for name in node.output}
     scores = _read_by_softmax_alone(model.graph)
     stored = {name: kind == FLOAT16 for name, kind in lower(model).values.items()} if not round_fp16 else None

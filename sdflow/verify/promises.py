@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.digest import digest_file, digest_tree
-from sdflow.errors import PassError
+from sdflow.digest import digest_file, digest_tree, inside
+from sdflow.errors import PassError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.families.part import Part
@@ -20,6 +20,8 @@ from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import EXACT, Port
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime.folder import submodel_config
 from sdflow.targets import Target, find_target
 from sdflow.verify.element_types import STANDARD
 from sdflow.verify.finding import Finding, Level
@@ -73,8 +75,10 @@ def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Fi
         if name not in components:
             yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)
     for name in components:
-        if not (folder / name).is_dir():
-            yield Finding("", "component", "error", name, f"{INDEX_FILE} names it and there is no such folder", REBUILD)
+        if not inside(name) or not (folder / name).is_dir():
+            yield Finding(
+                "", "component", "error", name[:100], f"{INDEX_FILE} names it and there is no such folder", REBUILD
+            )
     for path in manifest.files:
         name = path.split("/")[0]
         if name == REFINER and (folder / path).exists():  # its submodels are links, as ours are
@@ -87,8 +91,8 @@ def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
     """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `check_graph`."""
     found = {}
     for name in submodels:
-        with suppress(OSError, ValueError):
-            found[name] = read_json(folder / name / CONFIG_FILE)
+        with suppress(UsageError):
+            found[name] = submodel_config(folder, name)
     return found
 
 
@@ -138,22 +142,22 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
 
     port_types: takes the types of inputs and outputs.
     """
-    import onnx
-
     from sdflow.onnx_model.files import decode_errors
 
     submodel = part.name
     try:
-        model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
+        model = load_graph(folder / MODEL_FILE)
     except FileNotFoundError:
         return [Finding(submodel, "missing", "error", MODEL_FILE, "is missing", REBUILD)]
+    except OSError as error:
+        return [Finding(submodel, "digest", "error", MODEL_FILE, f"cannot be read ({error.strerror})", REBUILD)]
     except decode_errors() as error:
         return [Finding(submodel, "digest", "error", MODEL_FILE, f"is no ONNX model ({error})", REBUILD)]
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
         config = read_json(folder / CONFIG_FILE)
         io = part.of(config).model.ports(config)
-    except (OSError, ValueError, KeyError, PassError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PassError) as error:
         return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]
     initializers = {tensor.name for tensor in model.graph.initializer}
     inputs = [info for info in model.graph.input if info.name not in initializers]

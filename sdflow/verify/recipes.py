@@ -10,13 +10,14 @@ the comparison with PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
 from sdflow.manifest import Chain
+from sdflow.onnx_model.reading import load_graph
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action
@@ -82,12 +83,14 @@ class Weights:
     """What the recipes of a structure make of a bound model.
 
     findings: what is wrong with the recipes, and with the weights that are stored. count: how many were computed again.
-    exact: the values of those that are stored in float16, before they were rounded; None where a recipe is damaged.
+    exact: the values of those that are stored in float16 or quantized, before they were rounded; None where a recipe is damaged.
+    recipes: those of the structure, by the weights' names.
     """
 
     findings: list[Finding]
     count: int = 0
     exact: Mapping[str, NDArray[Any]] | None = None
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
 
 def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
@@ -96,14 +99,12 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
     structure: a directory that passes wrote without weights. keep: the exact values too. Memory: the largest tensor, or
     all of them in float32.
     """
-    import onnx
-
     from sdflow.weights.structure import read_parameters, read_recipe
 
     where = str(structure / MODEL_FILE)
     try:
         parameters = read_parameters(structure)
-        model = onnx.load(where, load_external_data=False)
+        model = load_graph(structure / MODEL_FILE)
     except PassError as error:
         return Weights([Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)])
     except FileNotFoundError:
@@ -135,16 +136,18 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
     except (CheckpointError, PassError, OSError, ValueError) as error:
         found.append(Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY))
         return Weights(found, count)
-    return Weights(found, count, exact)
+    return Weights(found, count, exact, recipes)
 
 
 def _assignment(
     submodel: str, parameters: Mapping[str, tuple[int, ...]], recipes: Mapping[str, Recipe]
 ) -> Iterator[Finding]:
     """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
-    from sdflow.weights.recipe import params
+    from sdflow.weights.recipe import Scales, params
 
-    keys = {name: {param.key for param in params(recipe)} for name, recipe in recipes.items()}
+    # Scales are read beside their values, which count.
+    counted = {name: recipe for name, recipe in recipes.items() if not isinstance(recipe, Scales)}
+    keys = {name: {param.key for param in params(recipe)} for name, recipe in counted.items()}
     readers: dict[str, list[str]] = {}
     for name, read in keys.items():
         if name in parameters and read != {name}:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sdflow.config.workflow import VerifySpec
+from sdflow.manifest import MANIFEST_FILE, REFINER, Quantization
+from sdflow.runtime.recorded_tuning import recorded_tuning
+from sdflow.targets import TARGETS
 from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.recipes import RecipeCheck
 from sdflow.verify.reference_request import ReferenceRequest
@@ -21,12 +24,14 @@ from sdflow.weights.lora import LoraInput
 @dataclass(frozen=True)
 class Built:
     """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
-    its weights were bound to, where the cache still has it. unproved: why there is none."""
+    its weights were bound to, where the cache still has it. unproved: why there is none. quantized: what the manifest says of
+    those that are."""
 
     submodels: Sequence[str]
     digests: Mapping[str, str]
     structures: Mapping[str, Path]
     unproved: Mapping[str, str]
+    quantized: Mapping[str, Quantization] = field(default_factory=dict)
 
 
 def judge_request(
@@ -48,7 +53,16 @@ def judge_request(
         allow_fallback=subject.allow_fallback,
         threads=threads,
         run_on=run_on,
+        tuning={}
+        if run_on is None
+        else recorded_tuning(_tuned_folder(subject.folder), TARGETS[run_on]).tuning.to_json(),
+        quantized={name: {"to": each.to, "limit": each.limit} for name, each in built.quantized.items()},
     )
+
+
+def _tuned_folder(folder: Path) -> Path:
+    """What was tuned: a refiner is so together with its base, whose folder it lies in."""
+    return folder.parent if folder.name == REFINER and (folder.parent / MANIFEST_FILE).is_file() else folder
 
 
 def submodels_of_reference(selection: Selection, subject: Subject) -> list[str]:

@@ -12,6 +12,9 @@ from sdflow.verify.kinds import kinds
 
 FORMAT_VERSION = 2
 
+PLAIN = ("float32", "float16", "unknown")
+"""Precisions of artifacts that are not quantized; unknown: of one that cannot be loaded."""
+
 
 @dataclass(frozen=True)
 class CaseDistance:
@@ -30,19 +33,22 @@ class CaseDistance:
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """One output over all cases: root mean squares of the distances, and the limit that holds for it."""
+    """One output over all cases: root mean squares of the distances, of fp16 PyTorch's, and of how many times as far each case
+    is. limit: the distance at which it would just pass, were all its cases farther or nearer alike; None for one that is
+    quantized where the workflow states none."""
 
     name: str
     distance: float
     yardstick: float
-    limit: float
+    ratio: float
+    limit: float | None
     passed: bool
 
 
 @dataclass(frozen=True)
 class ExactOutput:
-    """One output of a float16 artifact without its roundings, at the case where it comes nearest to its limit, or goes farthest
-    beyond: the distance to fp32 PyTorch."""
+    """One output of a float16 or quantized artifact without its roundings, at the case where it comes nearest to its limit, or
+    goes farthest beyond: the distance to fp32 PyTorch."""
 
     name: str
     distance: float
@@ -77,16 +83,19 @@ class BlockVerdict:
 
 @dataclass(frozen=True)
 class DeviceVerdict:
-    """One submodel on hardware that was there. problems: those of its outputs, or why it does not run."""
+    """One submodel on hardware that was there. problems: those of its outputs, or why it does not run. tuned: the options that
+    `sdflow tune` chose for it; "" for the target's own."""
 
     target: str
     outputs: tuple[OutputVerdict, ...]
     problems: tuple[tuple[str, str], ...]
+    tuned: str = ""
 
 
 @dataclass(frozen=True)
 class SubmodelVerdict:
-    """One submodel. precision: "float16" or "float32". ran: "as it is" or "lowered". operators: fused ones.
+    """One submodel. precision: "float16", "float32", or what it is quantized to ("int8"): then the limit is the workflow's own,
+    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones.
 
     problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
     exact: the first part of the proof (`sdflow.verify.exact`). weights: how many were computed again from the checkpoint.
@@ -113,12 +122,32 @@ class SubmodelVerdict:
     def passed(self) -> bool:
         return not self.problems
 
+    @property
+    def quantized(self) -> bool:
+        """Whether it is held to the workflow's own limit, and to nothing of float16's."""
+        return self.precision not in PLAIN
+
+    @property
+    def beyond_stated(self) -> bool:
+        """Whether it is quantized, and farther than the workflow states, and nothing else is wrong."""
+        failed = [output for output in self.outputs if not output.passed]
+        stated = all(output.limit is not None for output in failed)
+        return self.quantized and bool(failed) and stated and len(self.problems) == len(failed)
+
+
+def spell_limit(part: SubmodelVerdict, output: OutputVerdict) -> str:
+    """What an output may be at most, and for one that is quantized, whose word that is."""
+    if output.limit is None:
+        return "not stated"
+    return f"{output.limit:.2e}{', the workflow says' if part.quantized else ''}"
+
 
 @dataclass(frozen=True)
 class ImageVerdict:
     """The image from the same latents, against fp32 PyTorch's. psnr in decibels; None stands for infinity.
 
-    float16_*: what plain fp16 PyTorch's image has. Files: PNG, in the folder of the verification.
+    float16_*: what plain fp16 PyTorch's image has. quantized: what submodels that draw are quantized to; then it is told how near
+    the image is, and nothing asked for but that it is one. Files: PNG, in the folder of the verification.
     """
 
     psnr: float | None
@@ -132,6 +161,7 @@ class ImageVerdict:
     height: int
     width: int
     problems: tuple[tuple[str, str], ...]
+    quantized: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,6 +210,11 @@ class Verification:
         errors = [each for each in self.findings if each["level"] == "error"]
         found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
         return found
+
+    @property
+    def beyond_stated(self) -> list[str]:
+        """The quantized submodels that are farther than the workflow states, and with which nothing else is wrong."""
+        return [name for name, part in self.submodels.items() if part.beyond_stated]
 
     @property
     def passed(self) -> bool:
@@ -237,7 +272,7 @@ def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
 
 def _device(value: Mapping[str, Any]) -> DeviceVerdict:
     outputs = tuple(OutputVerdict(**each) for each in value["outputs"])
-    return DeviceVerdict(value["target"], outputs, _pairs(value["problems"]))
+    return DeviceVerdict(value["target"], outputs, _pairs(value["problems"]), value["tuned"])
 
 
 def _pairs(value: Any) -> tuple[tuple[str, str], ...]:

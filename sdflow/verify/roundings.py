@@ -7,6 +7,11 @@ with the number of threads. So before an artifact is called wrong for that, the 
 the artifact and by fp16 PyTorch, with DRAWS ways to round their inputs: a number between two halves becomes either, the nearer
 the likelier. What a quarter of them stay below takes the place of the single draw, on both sides: how often a threshold is
 passed is chance, and two good artifacts do so in 2 and in 12 of 48; a fault is there in every draw.
+
+Nearer to its threshold, a case is passed by one in nearly every draw, and by the other in few: a ControlNet of the small
+Stable Diffusion 1.5 loses 0.0013 or 0.080 at one step, the artifact 0.080 in half of its draws, PyTorch in one of six. There
+the draws of PyTorch alone lie far apart. Such a case is held to what three quarters of them stay below: no more than PyTorch's
+own roundings do to it.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from sdflow.tolerances import FLOAT16_RATIO
 from sdflow.verify.cases import Case, Cases, read_cases
 from sdflow.verify.forwards import run_cases
 from sdflow.verify.half import quick_halves
+from sdflow.verify.judge_output import times_as_far
 from sdflow.verify.result import CaseDistance, OutputVerdict
 from sdflow.verify.torch_module import TorchModule
 
@@ -30,27 +36,34 @@ if TYPE_CHECKING:
     import numpy as np
 
 FAR = 10.0
-"""Times the yardstick. What is farther is wrong, however it is rounded: nothing is drawn for it."""
+"""Times the yardstick. Where half of an output's cases are farther, it is wrong however it is rounded: nothing is drawn for it.
+A threshold makes single cases so."""
 
 DRAWS = 16
 LEAST = 4
 """Of them are below what counts. Where every second run passes a threshold, that is what the others lose, 24 times in 25."""
 
+APART = 2.0
+"""How many times the lower quartile of PyTorch's draws the upper one is where a case hangs on a threshold. Elsewhere it is 1.1
+to 1.4 times."""
+
 Run = Callable[["Mapping[str, np.ndarray]"], "Mapping[str, np.ndarray]"]
-Distances = Mapping[tuple[int, str], float]
-"""By case and output."""
+Distances = Mapping[tuple[int, str], Sequence[float]]
+"""Of all draws, the least first, by case and output."""
 
 
 def too_far(found: Sequence[CaseDistance], outputs: Sequence[OutputVerdict]) -> list[str]:
-    """The cases that make outputs of a float16 artifact fail, where that may be a matter of rounding: all is finite, and none
-    is farther than FAR."""
+    """The cases that make outputs of a float16 artifact fail, where that may be a matter of rounding: all is finite, and of no
+    output half the cases are farther than FAR."""
     failed = {each.name for each in outputs if not each.passed}
     of_failed = [each for each in found if each.output in failed]
     if any(each.distance == inf or each.yardstick == inf for each in of_failed):
         return []
-    if any(each.distance > FAR * each.yardstick > 0 for each in of_failed):
-        return []
-    return list(dict.fromkeys(each.case for each in of_failed if each.distance > FLOAT16_RATIO * each.yardstick > 0))
+    for name in failed:
+        ratios = [times_as_far(each) for each in of_failed if each.output == name]
+        if 2 * sum(ratio > FAR for ratio in ratios) >= len(ratios):
+            return []
+    return list(dict.fromkeys(each.case for each in of_failed if FLOAT16_RATIO < times_as_far(each) < inf))
 
 
 class Roundings:
@@ -59,7 +72,7 @@ class Roundings:
     def __init__(self, torch_module: TorchModule, reference: Path) -> None:
         self.torch_module = torch_module
         self.reference = reference
-        self._yardsticks: dict[tuple[int, str], float] = {}
+        self._yardsticks: dict[tuple[int, str], Sequence[float]] = {}
 
     @cached_property
     def cases(self) -> Cases:
@@ -82,7 +95,7 @@ class Roundings:
         ]
 
     def distances(self, indices: Sequence[int], run: Run) -> Distances:
-        """What `run` loses: infinite where one draw is no number."""
+        """What `run` loses."""
         return self._lost({index: (run(inputs) for inputs in self.inputs(index)) for index in indices})
 
     def yardsticks(self, indices: Sequence[int]) -> Distances:
@@ -101,14 +114,16 @@ class Roundings:
             )
         return self._yardsticks
 
-    def _lost(self, outputs: Mapping[int, Iterable[Mapping[str, np.ndarray]]]) -> dict[tuple[int, str], float]:
+    def _lost(
+        self, outputs: Mapping[int, Iterable[Mapping[str, np.ndarray]]]
+    ) -> dict[tuple[int, str], Sequence[float]]:
         lost: dict[tuple[int, str], list[float]] = {}
         for index, draws in outputs.items():
             exact = self.cases.get(index, "float32")
             for draw in draws:
                 for name in (name for name in exact if name in draw):
                     lost.setdefault((index, name), []).append(relative_l2(draw[name], exact[name]))
-        return {key: inf if inf in each else sorted(each)[LEAST] for key, each in lost.items()}
+        return {key: sorted(each) for key, each in lost.items()}
 
     def _real(self, index: int) -> set[str]:
         """The inputs that a float16 graph may round: many real numbers."""
@@ -119,17 +134,26 @@ class Roundings:
 
 
 def drawn_again(found: Sequence[CaseDistance], roundings: Roundings, distances: Distances) -> tuple[CaseDistance, ...]:
-    """The cases, with many draws in place of one where there are `distances` of many. Where PyTorch overflows in one of its
-    draws, and did not at first, the first stays: without a yardstick the case would be held to less."""
+    """The cases, with many draws in place of one where there are `distances` of many; infinite where one of them is. Where
+    PyTorch overflows in one of its draws, and did not at first, the first stays: without a yardstick the case would be held
+    to less."""
     yardsticks = roundings.yardsticks([*dict.fromkeys(index for index, _ in distances)])
     indices = {case.name: index for index, case in roundings.cases}
     changed = []
     for each in found:
         key = (indices[each.case], each.output)
-        if key in distances and each.yardstick > 0 and yardsticks[key] < inf:
-            each = replace(each, distance=distances[key], yardstick=yardsticks[key], draws=DRAWS)
+        if key in distances and each.yardstick > 0 and yardsticks[key][-1] < inf:
+            draws = distances[key]
+            distance = draws[LEAST] if draws[-1] < inf else inf
+            each = replace(each, distance=distance, yardstick=yardstick_of(yardsticks[key]), draws=DRAWS)
         changed.append(each)
     return tuple(changed)
+
+
+def yardstick_of(draws: Sequence[float]) -> float:
+    """What many draws of PyTorch, the least first, hold an artifact to."""
+    low, high = draws[LEAST], draws[-1 - LEAST]
+    return high if high > APART * low else low
 
 
 def _either_half(value: np.ndarray, random: np.random.Generator) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.families import DEFAULT
+from sdflow.verify.quantized import again
 from sdflow.weights.lora import LoraInput
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class BoundModel:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a bound model. exact: its values before they were rounded to float16; None where nothing was rounded, or
-    where it has no recipe. problem: what is wrong with what is stored, or ""."""
+    """A tensor of a bound model. exact: its values before they were rounded to float16 or quantized; None where neither was
+    done, or where it has no recipe. problem: what is wrong with what is stored, or ""."""
 
     name: str
     exact: NDArray[Any] | None
@@ -91,8 +92,14 @@ def stored_weights(
 def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Any) -> Stored:
     import numpy as np
 
-    from sdflow.weights.recipe import evaluate
+    from sdflow.weights.recipe import Quantized, Scales, evaluate
 
+    if isinstance(recipe, Quantized | Scales):
+        exact = np.ascontiguousarray(evaluate(unrounded(recipe.of), read))
+        values, scales = again(recipe.kind, exact, recipe.axis)
+        wanted = values if isinstance(recipe, Quantized) else scales
+        known = exact if isinstance(recipe, Quantized) else None
+        return Stored(name, known, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
     limits = _limits(recipe)
     exact = np.ascontiguousarray(evaluate(unrounded(recipe), read))
     if limits == {None}:

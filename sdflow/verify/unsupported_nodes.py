@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sdflow.onnx_model.float8 import reads_float8
 from sdflow.runtime.placement import shape_nodes
-from sdflow.targets import CPU_PROVIDER, Target
+from sdflow.targets import CPU_PROVIDER, CUDA_PROVIDER, Target
 from sdflow.verify.element_types import STANDARD, element_types, formals, schema_of
 from sdflow.verify.finding import Finding
 from sdflow.verify.kernels import Condition, Kernel, KernelTable, kernel_table
@@ -163,6 +164,10 @@ def _not_read(finding: Finding) -> Finding:
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
     """The findings of one node that has to run on the table's provider."""
+    if reads_float8(node.proto):
+        if table.provider != CUDA_PROVIDER:
+            yield _error(node, f"{node.title} runs on CUDA alone, in sdflow's own kernels", "leave QuantizeFp8 out")
+        return
     kernels = table.kernels.get(node.operator, ())
     if not kernels and node.operator in table.unknown:
         yield Finding(

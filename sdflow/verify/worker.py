@@ -14,7 +14,7 @@ from sdflow.verify.cases import read_description
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
-from sdflow.verify.judge import judge
+from sdflow.verify.judge import judge, judge_on_device
 from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.memory import require_memory
 from sdflow.verify.reference import compute
@@ -25,7 +25,8 @@ from sdflow.workers import serve_request
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, Any]:
-    """Compute the reference, where the request has one, then hold the artifacts to it; or what a base and its refiner draw.
+    """Compute the reference, where the request has one, then hold the artifacts to it, of which `known` only lacks the device; or
+    what a base and its refiner draw.
 
     Raises VerificationError where the memory does not suffice.
     """
@@ -33,6 +34,9 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
         return {"image": asdict(judge_ensemble(EnsembleRequest.from_json(request["ensemble"]), phase))}
     wanted = ReferenceRequest.from_json(request["reference"]) if request["reference"] is not None else None
     judged = JudgeRequest.from_json(request["judge"])
+    if request["known"] is not None:
+        known = Verification.from_json(request["known"])
+        return {"verification": judge_on_device(judged, known, phase).to_json()}
     _require_memory(wanted, judged, phase)
     computed = None
     if wanted is not None:

@@ -20,7 +20,8 @@ import sdflow.weights
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
-from sdflow.execute import Executor, FinishedStep
+from sdflow.execute import Executor
+from sdflow.listener import FinishedStep
 from sdflow.passes import registry
 from sdflow.plan import make_plan
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint

@@ -13,8 +13,9 @@ from small_workflows import Events
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
 from sdflow.config import load_workflow
-from sdflow.execute import Executor, Steps
+from sdflow.execute import Executor
 from sdflow.families import family_of_architecture
+from sdflow.listener import Steps
 from sdflow.passes.registry import catalog
 from sdflow.plan import PipelinePlan, make_plan
 from sdflow.step import Step

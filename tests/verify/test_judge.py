@@ -22,9 +22,30 @@ def test_a_float16_artifact_passes_up_to_1_2_times_fp16_pytorch() -> None:
     assert not judge_output("sample", "float16", cases([1.21 * each for each in yardsticks], yardsticks)).passed
 
 
-def test_the_cases_are_weighed_by_their_root_mean_square() -> None:
-    found = judge_output("sample", "float16", cases([3e-3, 4e-3], [3e-3, 4e-3]))
+def test_distances_are_told_as_root_mean_squares_of_the_cases() -> None:
+    found = judge_output("sample", "float16", cases([3e-3, 4e-3], [3e-3, 8e-3]))
     assert found.distance == pytest.approx(math.sqrt((9e-6 + 16e-6) / 2))
+    assert found.yardstick == pytest.approx(math.sqrt((9e-6 + 64e-6) / 2))
+    assert found.ratio == pytest.approx(math.sqrt((1 + 0.25) / 2)), "and what is judged: each case in units of its own"
+
+
+def test_one_case_that_is_far_for_pytorch_too_does_not_hide_the_others() -> None:
+    yardsticks = [1e-3] * 7 + [9e-2]  # as at a normalization over two numbers that are nearly equal
+    assert judge_output("sample", "float16", cases(yardsticks, yardsticks)).passed
+    assert not judge_output("sample", "float16", cases([1.6e-3] * 7 + [9e-2], yardsticks)).passed
+
+
+def test_the_limit_is_where_an_artifact_would_just_pass() -> None:
+    yardsticks, distances = [1e-3, 2e-3, 3e-2], [0.9e-3, 2.1e-3, 2.8e-2]
+    found = judge_output("sample", "float16", cases(distances, yardsticks))
+    for share, passes in ((0.999, True), (1.001, False)):
+        scaled = [each * share * found.limit / found.distance for each in distances]
+        assert judge_output("sample", "float16", cases(scaled, yardsticks)).passed is passes
+
+
+def test_where_pytorch_loses_nothing_nothing_may_be_lost() -> None:
+    assert judge_output("sample", "float16", cases([1e-3, 0.0], [1e-3, 0.0])).passed
+    assert not judge_output("sample", "float16", cases([1e-3, 1e-6], [1e-3, 0.0])).passed
 
 
 def test_scatter_widens_the_limit_by_two_standard_errors_and_no_further_than_a_quarter() -> None:

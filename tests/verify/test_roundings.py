@@ -89,11 +89,66 @@ def test_what_is_no_number_is_no_matter_of_rounding() -> None:
     assert too_far(found, judge_outputs("float16", found)[0]) == []
 
 
-def test_what_is_far_beyond_any_rounding_is_not_drawn_again() -> None:
+def test_what_is_far_beyond_any_rounding_in_half_the_cases_is_not_drawn_again() -> None:
     found = [CaseDistance(name, "shape", "sample", None, None, far, 1e-3) for name, far in (("a", 0.5), ("b", 2e-3))]
     assert too_far(found, judge_outputs("float16", found)[0]) == []
     found = found[1:]
     assert too_far(found, judge_outputs("float16", found)[0]) == ["b"]
+
+
+# What a ControlNet of the small Stable Diffusion 1.5 for cuda loses at one step, in 16 ways to round, and plain fp16 PyTorch.
+ARTIFACT = [1.3e-3, 1.4e-3, 1.5e-3, 1.6e-3, 1.7e-3, 1.7e-3, 1.7e-3, 1.7e-3, 1.6e-2, 7.9e-2, *[8.0e-2] * 6]
+PYTORCH = [
+    1.4e-3,
+    1.4e-3,
+    1.5e-3,
+    1.5e-3,
+    1.6e-3,
+    1.6e-3,
+    1.6e-3,
+    1.8e-3,
+    2.0e-3,
+    2.5e-3,
+    3.1e-3,
+    5e-3,
+    8.4e-3,
+    *[8e-2] * 3,
+]
+USUAL = 1.5e-3
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, roundings: Roundings, others: float, artifact: list[float]) -> bool:
+    """Of seven cases like all, and one that hangs on a threshold, which the first run of the artifact passed and PyTorch's did
+    not. others: what the artifact loses there. artifact: its draws at the one."""
+    found = [CaseDistance(f"case {index}", "shape", "out_sample", None, None, others, USUAL) for index in range(7)]
+    found.append(CaseDistance(AT, "edge timestep", "out_sample", None, 0.5, 54 * USUAL, USUAL))
+    before, _ = judge_outputs("float16", found)
+    far = too_far(found, before)
+    assert AT in far and not before[0].passed
+    drawn = {(0, "out_sample"): sorted(artifact)}
+    monkeypatch.setattr(roundings, "yardsticks", lambda indices: {(0, "out_sample"): PYTORCH})
+    again = [*found[:-1], *drawn_again(found[-1:], roundings, drawn)]
+    return judge_outputs("float16", again)[0][0].passed
+
+
+def test_a_case_that_hangs_on_a_threshold_is_no_alarm(monkeypatch: pytest.MonkeyPatch, roundings: Roundings) -> None:
+    assert judged(monkeypatch, roundings, USUAL, ARTIFACT)
+    nearly_always = [1.7e-3, 2e-3, 5e-3, 8e-3, 1e-2, *[8e-2] * 11]
+    assert judged(monkeypatch, roundings, USUAL, nearly_always), "how often it is passed is chance"
+
+
+@pytest.mark.parametrize(
+    ("others", "artifact"),
+    [
+        (USUAL, [8e-2] * 16),  # as far in every draw as PyTorch is in three of sixteen
+        (1.6 * USUAL, ARTIFACT),  # more than rounding in the cases that do not hang
+        (USUAL, [each + 3e-2 for each in ARTIFACT]),
+    ],
+)
+def test_a_fault_beside_such_a_case_is_found(
+    monkeypatch: pytest.MonkeyPatch, roundings: Roundings, others: float, artifact: list[float]
+) -> None:
+    assert not judged(monkeypatch, roundings, others, artifact)
 
 
 def test_a_draw_of_pytorch_that_overflows_takes_no_yardstick_away(
@@ -101,6 +156,6 @@ def test_a_draw_of_pytorch_that_overflows_takes_no_yardstick_away(
 ) -> None:
     found = [CaseDistance(AT, "edge timestep", "out_sample", None, 0.5, 3e-3, 2e-3)]
     key = (0, "out_sample")
-    monkeypatch.setattr(roundings, "yardsticks", lambda indices: {key: float("inf")})
-    assert drawn_again(found, roundings, {key: 3e-3}) == tuple(found)
+    monkeypatch.setattr(roundings, "yardsticks", lambda indices: {key: [2e-3] * (DRAWS - 1) + [float("inf")]})
+    assert drawn_again(found, roundings, {key: [3e-3] * DRAWS}) == tuple(found)
     assert not judge_outputs("float16", found)[0][0].passed

@@ -22,6 +22,8 @@ from sdflow.errors import SdflowError, TargetUnavailableError, UsageError, Verif
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
+from sdflow.runtime.recorded_tuning import record_tuning
+from sdflow.runtime.tuning import Tuning
 from sdflow.sources import Checkpoint
 from sdflow.step import LoraFile
 from sdflow.store import Cache
@@ -31,6 +33,7 @@ from sdflow.verify.cases import read_cases
 from sdflow.verify.html import page
 from sdflow.verify.on_device import run_on_device
 from sdflow.verify.recipes import structure_of
+from sdflow.verify.result import DeviceVerdict
 from sdflow.worker_server import WorkerServer
 from tests.forked_workers import forking
 from tests.small_workflows import Events
@@ -207,8 +210,39 @@ def test_the_artifacts_run_with_a_provider_that_is_here(subject: Subject, cache:
         assert all(each.passed and each.distance > 0 for each in device.outputs)
     assert "With the provider's own kernels" in page(found.result, found.images)
     assert Verification.from_json(found.result.to_json()) == found.result
-    again = verify(subject, SPEC, cache, submodels=names, threads=1, run_on="cpu")
-    assert not again.result.cached, "the cache does not know one device from another"
+    kept = verify(subject, SPEC, cache, submodels=names, threads=1).result
+    assert kept.cached is False, "the cache does not know one device from another: what ran there is not kept"
+    phases.clear()
+    again = verify(subject, SPEC, cache, submodels=names, threads=1, run_on="cpu", progress=phases.append)
+    assert phases == [f"{name}: on cpu" for name in names], "the rest is known"
+    assert not again.result.cached and again.images.keys() == found.images.keys()
+    assert {
+        name: dataclasses.replace(each, device=None) for name, each in again.result.submodels.items()
+    } == kept.submodels
+    assert all(each.device is not None and not each.device.problems for each in again.result.submodels.values())
+
+
+def test_the_provider_runs_with_what_was_tuned_as_a_pipeline_does(
+    subject: Subject, cache: Cache, first: Verified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDFLOW_TUNING", str(tmp_path))
+    result, cases = first.result.submodels["text_encoder"], read_cases(reference_of(cache), "text_encoder")
+
+    def device(tuning: Tuning) -> DeviceVerdict:
+        return run_on_device(result, subject.folder, subject.checkpoint.family, "cpu", cases, None, None, tuning)
+
+    chosen = Tuning(threads=1, optimization="ORT_ENABLE_BASIC")
+    tuned = device(chosen)
+    assert (tuned.tuned, tuned.problems) == ("threads=1, optimization=ORT_ENABLE_BASIC", ())
+    submodels = {"text_encoder": dataclasses.replace(result, device=tuned)}
+    told = page(dataclasses.replace(first.result, submodels=submodels), first.images)
+    assert "own kernels, tuned: threads=1, optimization=ORT_ENABLE_BASIC" in told
+    wrong = Tuning(session={"session.intra_op_thread_affinities": "nonsense"})
+    assert "on cpu it fails at its loading" in device(wrong).problems[0][0], "what was chosen reaches the session"
+    record_tuning(subject.folder, TARGETS["cpu"], chosen, {})
+    found = verify(subject, SPEC, cache, submodels=["text_encoder"], threads=1, run_on="cpu").result
+    there = found.submodels["text_encoder"].device
+    assert there is not None and there.tuned == tuned.tuned, "though the process that verifies has another home"
 
 
 def test_an_artifact_that_the_provider_computes_otherwise_fails_there_alone(

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sdflow.errors import VerificationError
-from sdflow.verify.lowering import activation, attention, convolution, normalization
+from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
+from sdflow.verify.lowering import activation, attention, convolution, float8, normalization
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16, Builder, Node
 from sdflow.verify.lowering.types import Types
 
@@ -28,6 +29,7 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         "BiasGelu": activation.bias_gelu,
         "BiasSplitGelu": activation.bias_split_gelu,
         "FastGelu": activation.fast_gelu,
+        FLOAT8_MATMUL: float8.float8_matmul,
         "Gelu": activation.gelu,
         "GroupNorm": normalization.group_norm,
         "MultiHeadAttention": attention.multi_head_attention,
@@ -37,7 +39,7 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         "SkipLayerNormalization": normalization.skip_layer_normalization,
     }
 )
-"""The operators of domain com.microsoft that can be lowered: each gives its outputs, in float32."""
+"""The operators of com.microsoft and of sdflow that can be lowered: each gives its outputs, in float32."""
 
 MOVES = frozenset({
     "Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather",
@@ -107,7 +109,7 @@ def lower(
         node = Node(builder, proto, proto.name or next(name for name in proto.output if name))
         builder.begin(node.name)
         builder.round_fp16 = round_fp16 or proto.output[0] in rounded
-        if proto.domain == CONTRIB and proto.op_type in OPERATORS:
+        if proto.domain == (DOMAIN if proto.op_type == FLOAT8_MATMUL else CONTRIB) and proto.op_type in OPERATORS:
             _replace(builder, node, types)
             lowered[proto.op_type] += 1
         elif proto.domain in ("", "ai.onnx"):
@@ -135,6 +137,8 @@ def lower(
     for tensor in graph.initializer:
         if tensor.name in exact:
             tensor.CopyFrom(_to_be_given(tensor))
+        elif tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN:
+            tensor.data_type = onnx.TensorProto.UINT8  # the lowering reads it as bytes
     graph.initializer.extend(builder.constants)
     graph.input.extend(model.graph.input)
     for item in graph.input:
