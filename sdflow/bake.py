@@ -14,9 +14,9 @@ from pathlib import Path
 from sdflow.config.catalog import PassNotFound
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
-from sdflow.execute import Listener
 from sdflow.families import FAMILIES, WITH_LORAS
 from sdflow.input_file import is_there
+from sdflow.listener import Listener
 from sdflow.machine.packages import REFERENCE, require_packages
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from sdflow import stop
@@ -17,7 +17,8 @@ from sdflow.input_file import open_input
 
 _BLOCK = 1 << 20
 
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+LONGEST_NAME, LONGEST_PATH = 255, 1024
+"""Bytes of a file's name, characters of its path: no system takes longer ones everywhere."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -51,6 +52,16 @@ class FileEntry:
     path: str
     size: int
     sha256: str
+
+
+def inside(path: str) -> bool:
+    """Whether a POSIX path is that of a file within a tree, on any system."""
+    posix, windows = PurePosixPath(path), PureWindowsPath(path)
+    plain = bool(path) and "\0" not in path and "\\" not in path and str(posix) == path
+    short = (
+        all(len(part.encode(errors="replace")) <= LONGEST_NAME for part in posix.parts) and len(path) <= LONGEST_PATH
+    )
+    return plain and short and not posix.is_absolute() and not windows.drive and ".." not in posix.parts and path != "."
 
 
 def digest_tree(entries: Iterable[FileEntry]) -> str:

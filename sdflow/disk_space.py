@@ -9,10 +9,12 @@ from math import prod
 from pathlib import Path
 
 from sdflow.artifact import Record
+from sdflow.chain import BIND_PASS
 from sdflow.errors import CacheError, SdflowError
 from sdflow.families import FAMILIES, part_of
 from sdflow.manifest import REFINER, read_manifest
-from sdflow.plan import BIND_PASS, PipelinePlan, Plan, PlannedStep
+from sdflow.plan import PipelinePlan, Plan
+from sdflow.planned_step import PlannedStep
 from sdflow.sources.safetensors_file import read_header
 from sdflow.step import Step
 from sdflow.store import Cache

@@ -5,20 +5,34 @@ Every message answers three questions: where it happened, what was wrong, what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+MOST_PLACE = 1000
+"""Characters of a place or a remedy: a path of any length may be in it."""
+MOST_PROBLEMS = 50
+"""Of a workflow, that are told one by one."""
+
+
+def _told(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class SdflowError(Exception):
-    """A failure that sdflow foresaw. `str()` gives the whole message; no traceback is owed to the user."""
+    """A failure that sdflow foresaw. `str()` gives the whole message; no traceback is owed to the user.
+
+    What it quotes of an input may be of any length: a message is cut off at `longest`."""
 
     exit_code = 1
+    longest = 2000
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.remedy = remedy
+        self.what = _told(what, self.longest)
+        self.where = None if where is None else _told(where, MOST_PLACE)
+        self.remedy = None if remedy is None else _told(remedy, MOST_PLACE)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         located = f"{self.where}: {self.what}" if self.where else self.what
@@ -29,6 +43,17 @@ class UsageError(SdflowError):
     """The command line asks for something that does not exist or does not fit together."""
 
     exit_code = 2
+
+
+@contextmanager
+def telling(
+    what: str, where: Path | str, remedy: str | None = None, kind: type[SdflowError] = UsageError
+) -> Iterator[None]:
+    """An OSError in here is raised as one of ours: what could not be done ("cannot be written"), and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}", where=str(where), remedy=remedy) from error
 
 
 @dataclass(frozen=True, order=True)
@@ -47,13 +72,17 @@ class Problem:
 
 
 class WorkflowError(SdflowError):
-    """A workflow is not valid. Carries every problem that was found, not just the first."""
+    """A workflow is not valid. Carries every problem that was found, not just the first, and tells MOST_PROBLEMS."""
 
     exit_code = 2
+    longest = MOST_PROBLEMS * 2000
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(sorted(set(problems)))
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        told = [str(problem) for problem in self.problems[:MOST_PROBLEMS]]
+        if more := len(self.problems) - len(told):
+            told.append(f"and {more:,} more")
+        super().__init__("\n".join(told))
 
 
 class CheckpointError(SdflowError):
@@ -67,9 +96,11 @@ class InputChanged(CheckpointError):
 
 
 class PassError(SdflowError):
-    """A pass failed, or its result does not keep what the pass or the workflow promises."""
+    """A pass failed, or its result does not keep what the pass or the workflow promises. It may end in a traceback of the
+    user's own script."""
 
     exit_code = 3
+    longest = 10_000
 
 
 class WeightValueRead(PassError):

@@ -1,11 +1,14 @@
-"""`sdflow verify --fix`: the nodes that must stay in fp32 so that a float16 artifact that overflows passes.
+"""`sdflow verify --fix`: the nodes that must stay in fp32 so that a float16 artifact that overflows passes, and the layers that
+must stay as they are so that a quantized one keeps to the workflow's limit.
 
-Suspects are the nodes whose values leave float16's range along the trajectory, and those that read them: a value that
-does not fit must not be stored between the two. What is kept of them is minimal: without any one it does not pass.
+Of float16, suspects are the nodes whose values leave its range along the trajectory, and those that read them: a value that
+does not fit must not be stored between the two. Of a quantized artifact, all layers that are. What is kept of them is minimal:
+without any one it does not pass.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,45 +16,59 @@ from sdflow.assemble import assemble
 from sdflow.bake import workflow_of
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.errors import VerificationError
-from sdflow.execute import Executor, Listener
+from sdflow.execute import Executor
+from sdflow.finished_plan import origin_of
+from sdflow.listener import Listener
 from sdflow.locked_folder import scratch_folder
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.plan import make_plan
-from sdflow.run import origin_of
 from sdflow.store import Cache
 from sdflow.verify.check import verify_alone
 from sdflow.verify.result import Verification
 from sdflow.verify.subject import Subject
 
-CONVERSION = "OnnxFloatToFloat16"
+CONVERSION, BLOCKED = "OnnxFloatToFloat16", "node_block_list"
+KEPT = "keep"
+"""The option of every pass that quantizes."""
 ROUNDS = 4
 """How often nodes that overflow only once others no longer do become suspects too."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Nodes of a submodel that stay in fp32, and how many builds were tried to find them."""
+    """Nodes of a submodel that stay as they are, and how many builds were tried to find them. by, option: the pass that is told,
+    and how. beside: what its option says already."""
 
     submodel: str
     nodes: tuple[str, ...]
     tried: int
+    by: str = CONVERSION
+    option: str = BLOCKED
+    beside: tuple[str, ...] = ()
 
     def yaml(self) -> str:
         """The lines for the workflow."""
-        listed = "".join(f"\n          - {name}" for name in self.nodes)
-        return f"submodels:\n  {self.submodel}:\n    passes:\n      {CONVERSION}:\n        node_block_list:{listed}"
+        listed = "".join(
+            f"\n          - {json.dumps(name) if '*' in name else name}" for name in (*self.beside, *self.nodes)
+        )
+        return f"submodels:\n  {self.submodel}:\n    passes:\n      {self.by}:\n        {self.option}:{listed}"
 
 
 def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: Cache, listener: Listener) -> list[Fix]:
-    """A fix for each submodel that overflows in `verification`, which is of this subject.
+    """A fix for each submodel that overflows in `verification`, which is of this subject, or is beyond its limit.
 
     Builds and verifies that submodel some 2 * k * log2(n) times for n suspects of which k are kept, see `smallest`.
     Raises VerificationError for a submodel that does not pass with all suspects in fp32 either.
     """
-    own = [name for name in verification.overflowing if not name.startswith(f"{REFINER}/")]
-    if subject.refiner is not None and len(own) < len(verification.overflowing):
+    both = [*verification.overflowing, *verification.beyond_stated]
+    own = [name for name in both if not name.startswith(f"{REFINER}/")]
+    if subject.refiner is not None and len(own) < len(both):
         listener.note(f"{REFINER}: by itself, sdflow verify {subject.refiner.folder} --fix")
-    return [_fix(subject, spec, verification, name, cache, listener) for name in own]
+    found = [
+        _fix(subject, spec, verification, name, cache, listener) for name in own if name in verification.overflowing
+    ]
+    quantized = [name for name in own if name in verification.beyond_stated]
+    return found + [_fix_quantized(subject, spec, verification, name, cache, listener) for name in quantized]
 
 
 def _fix(
@@ -83,6 +100,30 @@ def _fix(
     return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried) - 1)
 
 
+def _fix_quantized(
+    subject: Subject, spec: VerifySpec, before: Verification, submodel: str, cache: Cache, listener: Listener
+) -> Fix:
+    origin = read_manifest(subject.folder).origin
+    workflow = workflow_of(subject.folder / MANIFEST_FILE, origin, [], subject.name)
+    quantization = origin.chains[submodel].quantized
+    assert quantization is not None, "it is beyond a limit that its manifest states"
+    step = next(each for each in origin.chains[submodel].steps if each.name == quantization.by)
+    tried = {frozenset[str](): before.submodels[submodel].passed}
+    layers = tuple(step.facts["quantized"]["layers"])
+
+    def passes(kept: Sequence[str]) -> bool:
+        if len(kept) == len(layers):
+            return True  # as it is without quantization, the first part of the proof has shown
+        if frozenset(kept) not in tried:
+            listener.note(f"{subject.name} {submodel}: {len(kept)} of {len(layers)} layers as they are")
+            how = step.name, KEPT
+            tried[frozenset(kept)] = _rebuilt(subject, spec, workflow, submodel, kept, cache, listener, how).passed
+        return tried[frozenset(kept)]
+
+    found = smallest((), layers, passes)
+    return Fix(submodel, tuple(found), len(tried) - 1, step.name, KEPT, tuple(step.config[KEPT]))
+
+
 def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
     """A minimal choice of suspects that passes together with `needed`; all of them together do.
 
@@ -106,15 +147,15 @@ def _rebuilt(
     nodes: Sequence[str],
     cache: Cache,
     listener: Listener,
+    how: tuple[str, str] = (CONVERSION, BLOCKED),
 ) -> Verification:
-    """The verification of one submodel, built with these nodes in fp32 besides those that it has there already."""
+    """The verification of one submodel, built with these nodes in fp32 besides those that it has there already. how: the pass
+    that is told, and its option."""
     (pipeline,) = workflow.pipelines
-    chain = pipeline.submodels[submodel]
-    if not any(step.pass_name == CONVERSION for step in chain):
-        raise VerificationError(
-            f"{submodel} is not made float16 by {CONVERSION}", remedy="Only its node_block_list can be proposed."
-        )
-    changed = tuple(_keeping(step, nodes) if step.pass_name == CONVERSION else step for step in chain)
+    chain, (by, option) = pipeline.submodels[submodel], how
+    if not any(step.pass_name == by for step in chain):
+        raise VerificationError(f"{submodel} is not made by {by}", remedy=f"Only its {option} can be proposed.")
+    changed = tuple(_keeping(step, option, nodes) if step.pass_name == by else step for step in chain)
     only = replace(workflow, pipelines=(replace(pipeline, submodels={submodel: changed}),))
     (plan,) = make_plan(only, cache).pipelines
     with scratch_folder("fix") as scratch, cache.lease():
@@ -136,6 +177,6 @@ def _rebuilt(
         ).result
 
 
-def _keeping(step: StepSpec, nodes: Sequence[str]) -> StepSpec:
-    kept = [*(step.options.get("node_block_list") or ()), *nodes]
-    return replace(step, options={**step.options, "node_block_list": list(dict.fromkeys(kept))})
+def _keeping(step: StepSpec, option: str, nodes: Sequence[str]) -> StepSpec:
+    kept = [*(step.options.get(option) or ()), *nodes]
+    return replace(step, options={**step.options, option: list(dict.fromkeys(kept))})

@@ -17,6 +17,7 @@ from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families import EXCHANGEABLE
+from sdflow.input_file import is_regular, read_input
 from sdflow.inspection import Finding, inspect
 from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, PIPELINE
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
@@ -67,6 +68,10 @@ def write_workflow(request: InitRequest) -> Path:
         raise UsageError(
             "is there already", where=str(request.out), remedy="Name another with --out, or write over it: --force."
         )
+    if request.out.exists() and not is_regular(request.out):
+        raise UsageError(
+            "is no file that could be written over", where=str(request.out), remedy="Name another with --out."
+        )
     if not request.out.parent.is_dir():
         raise UsageError("there is no such folder", where=str(request.out.parent), remedy="Name another with --out.")
     loras = [parse_lora(text) for text in request.loras]
@@ -80,7 +85,7 @@ def write_workflow(request: InitRequest) -> Path:
                 remedy="Name a model that it was made for, with --model.",
             )
     text = _text(request, model, list(zip(loras, found, strict=True)))
-    before = request.out.read_bytes() if request.out.exists() else None
+    before = read_input(request.out) if request.out.exists() else None
     write_whole(request.out, text.encode())
     try:
         load_workflow(request.out, catalog=catalog())

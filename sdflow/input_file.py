@@ -19,6 +19,10 @@ TEXT_LIMIT = 16 << 20
 """Bytes of the largest config, index or script that is read. A tokenizer's vocabulary has one or two million."""
 
 
+DEEPEST = 100
+"""Levels of JSON. A tokenizer's have a dozen."""
+
+
 def is_regular(path: Path) -> bool:
     """Whether there is a regular file, or a link to one. A name that no file can have is none."""
     with suppress(OSError, ValueError):
@@ -78,6 +82,7 @@ def parse_json(content: bytes | str) -> Any:
     """As `read_json`. Raises ValueError."""
     try:
         value = json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+        require_shallow(value)
         if (b"\\u" if isinstance(content, bytes) else "\\u") in content:  # type: ignore[operator]
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
@@ -85,6 +90,23 @@ def parse_json(content: bytes | str) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError("it holds half a character") from error
     return value
+
+
+def require_shallow(value: Any) -> None:
+    """Raises ValueError for JSON that is nested more than DEEPEST levels: not every release of Python's reader refuses it, and
+    whoever walks through it would be out of levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in _within(each)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _within(value: Any) -> list[Any]:
+    """What of a list or a map holds something itself."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [each for each in held if isinstance(each, dict | list)]
 
 
 def _finite(text: str) -> float:

@@ -6,62 +6,28 @@ imports neither torch nor onnx nor olive, and nothing leaves the machine.
 A step's key holds the digest of its *input's content*. So the key of a step is known only once the step before has been
 built; until then the plan says so. It also means that a step which gives the same bytes as last time ends the rebuild
 there.
-
-Where a chain's passes only move weights, they run without any: the first step's key holds the architecture in place of
-the checkpoint, so that all checkpoints and LoRAs share the graph, and BindWeights, the last step, fills it. Other
-chains carry their weights through every pass, and the plan's notes say why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from sdflow import sources
-from sdflow.artifact import Action, Record
-from sdflow.config.workflow import LoraSpec, PipelineSpec, StepSpec, Workflow
+from sdflow.chain import Chain, make_chain
+from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
 from sdflow.families import DRAWING, OPTIONAL
 from sdflow.families.few_steps import spelled
 from sdflow.file_stamp import file_stamp
-from sdflow.imported import as_imported, told, why_not_here
-from sdflow.machine.packages import found_version, missing
+from sdflow.imported import told
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
-from sdflow.passes.chain import ChainStep, why_weights_are_carried
-from sdflow.passes.user_pass import is_user_pass, user_script_files
-from sdflow.step import LoraFile, Step
-from sdflow.store import Cache, explain
-from sdflow.weights.structure import NEEDS
-
-BIND_PASS = "BindWeights"
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step with what is known of it now. `action` is None while its input has yet to be built. "remote": it comes from the
-    remote cache."""
-
-    step: Step
-    state: Literal["cached", "remote", "to run"]
-    action: Action | None
-    record: Record | None
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Chain:
-    """The steps of one submodel. `ready`: its checkpoint and its LoRAs are on this machine.
-
-    carried: the same passes with the weights carried, for when one looks at a weight; empty if `steps` carry them.
-    """
-
-    submodel: str
-    ready: bool
-    steps: tuple[Step, ...]
-    carried: tuple[Step, ...] = ()
+from sdflow.planned_step import PlannedStep, look_up
+from sdflow.step import LoraFile
+from sdflow.store import Cache
 
 
 @dataclass(frozen=True)
@@ -100,10 +66,7 @@ class PipelinePlan:
     def steps(self, cache: Cache) -> Iterator[PlannedStep]:
         """Each step as cached or to run, looked up in `cache` now."""
         for chain in self.chains:
-            planned = list(_look_up(chain.steps, chain.ready, cache))
-            if any(each.action and each.state == "to run" and reads_weights(each.action, cache) for each in planned):
-                planned = list(_look_up(chain.carried, chain.ready, cache))
-            yield from planned
+            yield from look_up(chain, cache)
 
 
 @dataclass(frozen=True)
@@ -209,7 +172,7 @@ def _plan_pipeline(
                 )
             notes.append(f"the checkpoint has no {submodel}: it is left out")
             continue
-        chain, why = _chain(pipeline, submodel, specs, source, loras, cache)
+        chain, why = make_chain(pipeline, submodel, specs, source, loras, cache)
         if missing_loras and any(step.implementation.takes_loras for step in (*chain.steps, *chain.carried)):
             chain = replace(chain, ready=False)
         chains.append(chain)
@@ -231,42 +194,6 @@ def _plan_pipeline(
         if few_steps:
             notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
-
-
-def _chain(
-    pipeline: PipelineSpec,
-    submodel: str,
-    specs: Sequence[StepSpec],
-    source: sources.SubmodelCheckpoint | None,
-    loras: Sequence[LoraFile],
-    cache: Cache,
-) -> tuple[Chain, str | None]:
-    """The chain, and why it carries its weights, if it does."""
-
-    def make(index: int, spec: StepSpec) -> Step:
-        return _step(pipeline, submodel, index, spec, source, loras, cache)
-
-    carried = tuple(make(index, spec) for index, spec in enumerate(specs))
-    ready = source is not None
-    why = why_weights_are_carried([ChainStep(step.implementation, step.config) for step in carried])
-    if pipeline.carry_weights:
-        why = "the workflow says carry_weights: true"
-    if why is not None:
-        return Chain(submodel, ready, carried), why
-    kept = [step for step in carried if not step.implementation.takes_loras]
-    symbolic = [_without_weights(replace(step, index=index)) for index, step in enumerate(kept)]
-    if ready:
-        symbolic = list(as_imported(symbolic, cache))
-    last = specs[-1]
-    bind = make(len(symbolic), StepSpec(BIND_PASS, options={}, expect={}, mark=last.mark, folder=last.folder))
-    merges = len(kept) < len(carried)
-    steps = (*symbolic, replace(bind, weights="bound", loras=bind.loras if merges else ()))
-    return Chain(submodel, ready, steps, carried), None
-
-
-def _without_weights(step: Step) -> Step:
-    needed = missing(*step.implementation.uses, *step.implementation.needs, *NEEDS)
-    return replace(step, weights="symbolic", lacks=needed)
 
 
 def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
@@ -324,74 +251,3 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
     except CheckpointError as error:
         raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
     return LoraFile(spec.reference, path, digest, spec.scale, submodels, stamp)
-
-
-def _step(
-    pipeline: PipelineSpec,
-    submodel: str,
-    index: int,
-    spec: StepSpec,
-    source: sources.SubmodelCheckpoint | None,
-    loras: Sequence[LoraFile],
-    cache: Cache,
-) -> Step:
-    scripts = user_script_files(spec.pass_name, spec.folder) if is_user_pass(spec.pass_name) else ()
-    script_stamps = tuple(file_stamp(path) for path in scripts)  # before the pass is loaded and the digests are taken
-    implementation = registry.tried_pass(spec.pass_name, spec.folder)
-    return Step(
-        pipeline=pipeline.name,
-        submodel=submodel,
-        index=index,
-        spec=spec,
-        implementation=implementation,
-        config=implementation.Config(**spec.options).model_dump(mode="json"),
-        uses={name: version for name in implementation.uses if (version := found_version(name)) is not None},
-        user_scripts=tuple(sorted(cache.stat.digest(path) for path in scripts)),
-        loras=tuple(lora for lora in loras if implementation.takes_loras and submodel in lora.submodels),
-        source=source,
-        script_stamps=script_stamps,
-        lacks=missing(*implementation.uses, *implementation.needs),
-    )
-
-
-def remember_reading(action: Action, cache: Cache) -> None:
-    """Note that a pass that ran without weights looked at one: the next run goes on with the weights at once."""
-    cache.remember_step(f"reads weights/{action.digest}", action)
-
-
-def reads_weights(action: Action, cache: Cache) -> bool:
-    """Whether that is noted of this action."""
-    return cache.last_action(f"reads weights/{action.digest}") == action
-
-
-def _look_up(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedStep]:
-    before: str | None = None
-    waiting = None if ready else "its checkpoint or a LoRA is not downloaded yet"
-    for step in steps:
-        if waiting is not None:
-            yield PlannedStep(step, "to run", None, None, (waiting,))
-            continue
-        if not step.has_key:
-            yield PlannedStep(step, "to run", None, None, (why_not_here(step),))
-            waiting = "its input is not here"
-            continue
-        action = step.action(before, cache.salt)
-        record = cache.lookup(action)
-        if record is not None:
-            yield PlannedStep(step, "cached", action, record, ())
-            before = record.artifact.digest
-        elif cache.remote is not None and (entry := cache.remote.look(action)) is not None:
-            yield PlannedStep(step, "remote", action, None, (f"fetched from {cache.remote.spec.shown}",))
-            before = entry.object
-        else:
-            reasons = (why_not_here(step),) if step.lacks else why_not_cached(step, action, cache)
-            yield PlannedStep(step, "to run", action, None, reasons)
-            waiting = "its input is built by the step before"
-
-
-def why_not_cached(step: Step, action: Action, cache: Cache) -> tuple[str, ...]:
-    """In words: what differs from the last build of the same step."""
-    last = cache.last_action(step.id)
-    if last is not None and last.digest == action.digest:
-        return ("its cached result is gone from the cache",)
-    return explain(last, action)

@@ -18,18 +18,18 @@ from typing import Any
 from sdflow.assemble import assemble
 from sdflow.atomic_write import require_makable
 from sdflow.buildable import require_buildable
-from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
+from sdflow.config.workflow import VerifySpec, Workflow
 from sdflow.disk_space import require_space
-from sdflow.errors import UsageError, VerificationError
+from sdflow.errors import UsageError, VerificationError, telling
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.execute import Executor, FinishedStep, Listener, Steps
+from sdflow.execute import Executor
 from sdflow.file_stamp import check_stamps
+from sdflow.finished_plan import content_of, of_refiner
+from sdflow.listener import Listener, Steps
 from sdflow.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.machine.packages import DRAWS, REFERENCE, how_to_install, missing, require_packages
 from sdflow.machine.providers import require_package
-from sdflow.manifest import REFINER, Chain, FinishedPass, MergedLora, Origin, WrittenPass
-from sdflow.passes.user_pass import is_user_pass
-from sdflow.pipeline_folder import Content
+from sdflow.manifest import REFINER
 from sdflow.plan import PipelinePlan, Plan, make_plan
 from sdflow.store import Cache
 from sdflow.store.remote import Claim
@@ -100,12 +100,8 @@ def run_workflow(
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
-        try:
+        with telling(f"{folder} cannot be made", option, "name another folder"):
             require_makable(folder)
-        except OSError as error:
-            raise UsageError(
-                f"{folder} cannot be made: {error.strerror or error}", where=option, remedy="name another folder"
-            ) from error
     workers = _workers(options.on)
     if options.require_target and options.evaluate:
         require_packages("what --require-target asks for, measuring on the target,", *DRAWS)
@@ -170,8 +166,8 @@ def _assemble(
         )
         checked = None
     level = checked.level if checked else None
-    content = _content(plan, steps, level)
-    inside = None if refiner is None else _content(refiner, of_refiner(steps), level)
+    content = content_of(plan, steps, verified=level)
+    inside = None if refiner is None else content_of(refiner, of_refiner(steps), verified=level)
     what: dict[str, Any] = {**vars(content), "refiner": inside, "check": check}
     verification = None
     if checked is not None:
@@ -199,23 +195,6 @@ def _assemble(
     return result
 
 
-def of_refiner(steps: Steps) -> Steps:
-    """The steps of a pipeline's refiner, by its own submodels."""
-    begins = f"{REFINER}/"
-    return {name.removeprefix(begins): chain for name, chain in steps.items() if name.startswith(begins)}
-
-
-def _content(plan: PipelinePlan, steps: Steps, verified: str | None) -> Content:
-    assert plan.checkpoint is not None, "planned with download=True"
-    return Content(
-        {chain.submodel: steps[chain.submodel][-1].record.artifact for chain in plan.chains},
-        plan.checkpoint.companions,
-        replace(origin_of(plan, steps), verified=verified),
-        plan.checkpoint.options,
-        plan.checkpoint.changed_companions(),
-    )
-
-
 def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> PipelineResult:
     planned = pipeline.plan.pipeline
     spec = planned.evaluate
@@ -237,7 +216,32 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
         progress=executor.listener.note,
     )
     evaluation.raise_for_failure()
-    return replace(pipeline, evaluation=evaluation)
+    pipeline = replace(pipeline, evaluation=evaluation)
+    verification = pipeline.verification
+    if verification is None or verification.cached or not evaluation.measured or planned.target == "cpu":
+        return pipeline  # the CPU has run it already
+    return replace(pipeline, verification=_on_device(pipeline, executor, options))
+
+
+def _on_device(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> Verification:
+    """Hold a pipeline that was just verified on the CPU to PyTorch where it was measured. Raises VerificationError."""
+    plan, spec = pipeline.plan, pipeline.plan.pipeline.verify
+    assert spec is not None, "it was verified"
+    verified = verify(
+        _subject(plan, pipeline.folder),
+        spec,
+        executor.cache,
+        run_on=plan.pipeline.target,
+        progress=lambda phrase: executor.listener.note(f"{plan.pipeline.name} verify: {phrase}"),
+    )
+    report = write_reports(verified, options.results)
+    if not verified.result.passed:
+        raise VerificationError(
+            verified.result.failure(),
+            where=plan.pipeline.name,
+            remedy=f"It was assembled and measured, and is right on the CPU: this device computes otherwise. Report: {report}.",
+        )
+    return verified.result
 
 
 def _verify(
@@ -292,47 +296,3 @@ def _alone(group: WorkerGroup) -> Iterator[None]:
         yield
     finally:
         _ONE_AT_A_TIME.release()
-
-
-def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
-    """Where every file of a pipeline came from, and what was measured on it."""
-    pipeline = plan.pipeline
-    loras = (
-        MergedLora(lora.reference, spec.weight_name, lora.sha256, lora.scale)
-        for spec, lora in zip(pipeline.loras, plan.loras, strict=True)
-    )
-    return Origin(
-        name=pipeline.name,
-        target=pipeline.target,
-        model=pipeline.model,
-        checkpoint=plan.checkpoint.provenance if plan.checkpoint else None,
-        allow_pickle=pipeline.allow_pickle,
-        carry_weights=pipeline.carry_weights,
-        loras=tuple(loras),
-        chains={
-            submodel: Chain(
-                tuple(_as_written(spec) for spec in pipeline.submodels[submodel]), tuple(map(_as_run, chain))
-            )
-            for submodel, chain in steps.items()
-            if submodel in pipeline.submodels
-        },
-        components=pipeline.components,
-        controlnets=pipeline.controlnets,
-        ip_adapters=tuple(adapter.to_json() for adapter in pipeline.ip_adapters),
-        generate=pipeline.generate,
-        few_steps=plan.few_steps,
-        refiner=None if pipeline.refiner is None else REFINER,
-        left_out=tuple(sorted({*plan.checkpoint.submodels} - {*steps})) if plan.checkpoint else None,
-        **({"family": plan.checkpoint.family.name} if plan.checkpoint else {}),
-    )
-
-
-def _as_written(spec: StepSpec) -> WrittenPass:
-    """A step as the workflow has it, for `sdflow.bake`; the path of a user's pass made absolute."""
-    name = str((spec.folder / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
-    return WrittenPass(name, dict(spec.options))
-
-
-def _as_run(result: FinishedStep) -> FinishedPass:
-    step = result.step
-    return FinishedPass(step.name, result.record.action.digest, step.config, step.uses, result.record.facts)

@@ -19,9 +19,10 @@ from sdflow.buildable import require_buildable
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
 from sdflow.errors import UsageError
-from sdflow.execute import Executor, Listener, Steps
+from sdflow.execute import Executor
 from sdflow.families import ARCHITECTURES
 from sdflow.inspection.lines import base_of
+from sdflow.listener import Listener, Steps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import REFERENCE, require_packages, versions
 from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass

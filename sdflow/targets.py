@@ -149,5 +149,5 @@ TARGETS: Mapping[str, Target] = {
 def find_target(name: str, where: str) -> Target:
     """The target of this name, which stands at `where`. Raises UsageError when there is none."""
     if name not in TARGETS:
-        raise UsageError(f"no target is named {name}", where=where, remedy=f"Known: {', '.join(TARGETS)}.")
+        raise UsageError(f"no target is named {name:.100}", where=where, remedy=f"Known: {', '.join(TARGETS)}.")
     return TARGETS[name]

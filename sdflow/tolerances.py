@@ -57,9 +57,16 @@ BENCH_FLOAT32 = 1e-3
 
 # Of what should be the same
 
-SESSIONS_APART = {"float16": 6e-3, "float32": 1e-4}
+SESSIONS_APART = {"float16": 6e-3, "float32": 1e-4, "quantized": 6e-3}
 """Between two sessions that compute the same. float16: each is some 1.7e-3 from float32 on an H200, in kernels of its own; a
-wrong one was 0.07."""
+wrong one was 0.07. quantized: which of two numbers a value is rounded to may differ, as in float16."""
 
 KERNEL_LIMIT = 5e-4
 """That our own kernels may be from their definition: rounding to float16 once makes 2e-4 of a result."""
+
+FLOAT8_ROWS_LIMIT = 2e-3
+"""That rows of float8 may be from their definition: where another way to sum up tips a value over to its neighbour, it is 1/16
+off."""
+FLOAT8_PRODUCT_LIMIT = 4e-3
+"""That a product of float8 may be from that of the same numbers in float64: Hopper sums up in less than float32, 1.5e-3
+off for 5120 summands."""

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from sdflow.config import load_workflow
-from sdflow.execute import Executor, FinishedStep
+from sdflow.execute import Executor
+from sdflow.listener import FinishedStep
 from sdflow.passes import registry
 from sdflow.plan import Plan, make_plan
 from sdflow.step import Step

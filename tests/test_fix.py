@@ -89,3 +89,9 @@ def test_a_pipeline_that_overflows_is_fixed_by_the_lines_that_are_printed(tmp_pa
     (result,) = run_workflow(load_workflow(path, catalog=registry.catalog()), cache, fixed, Events()).pipelines
     assert result.verification is not None
     assert result.verification.passed
+
+
+def test_the_lines_for_a_quantized_submodel_have_what_is_kept_already() -> None:
+    lines = Fix("unet", ("/ff/MatMul",), 3, "QuantizeInt8", "keep", ("*/to_k/*",)).yaml()
+    passes = yaml.safe_load(lines)["submodels"]["unet"]["passes"]
+    assert passes == {"QuantizeInt8": {"keep": ["*/to_k/*", "/ff/MatMul"]}}

@@ -22,7 +22,8 @@ FLOORS = {
             "replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step imported buildable plan inspection compared_base execute assemble pipeline_folder disk_space",
+            "step imported chain planned_step buildable plan inspection compared_base listener chain_run execute assemble "
+            "pipeline_folder finished_plan disk_space",
             "runtime",
             "evaluate verify bench export doctor",
             "run bake init fix structures serve",

@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sdflow.atomic_write import require_makable
 from sdflow.config import load_workflow
-from sdflow.errors import CheckpointError, UsageError, WorkflowError
+from sdflow.errors import MOST_PROBLEMS, CheckpointError, SdflowError, UsageError, WorkflowError
+from sdflow.init import InitRequest, write_workflow
 from sdflow.inspection.contents import read_contents
 from sdflow.passes.registry import catalog
+from sdflow.runtime.draw_request import open_image, read_prompts
 from sdflow.runtime.start import MOST_PIXELS, require_size
+from sdflow.serve.server import read_key
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
+from sdflow.store.archive import read_archive
 from tests.small_lora import write_lora
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +119,48 @@ def test_a_list_of_names_is_read_at_a_glance() -> None:
     assert len(listing(names)) < 6 * LONGEST_NAME
     assert listing(names).endswith("and 995 more")
     assert listing(["a", "b"]) == "a, b"
+
+
+@pytest.mark.parametrize("kind", [SdflowError, UsageError, CheckpointError])
+def test_a_message_is_of_bounded_length_whatever_it_quotes(kind: type[SdflowError]) -> None:
+    told = str(kind("what " + "y" * 10_000, where="w" * 10_000, remedy="r" * 10_000))
+    assert "what yyy" in told
+    assert len(told) < 4100
+    assert str(kind("what", where="here", remedy="Do it.")) == "here: what\n  Do it."
+
+
+def test_of_many_problems_some_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    keys = "".join(f"key_{index}: 1\n" for index in range(MOST_PROBLEMS + 100))
+    (tmp_path / "a.yaml").write_text(f"model: synthetic:sd15-tiny\ntarget: cpu\n{keys}")
+    found = problems(tmp_path / "a.yaml")
+    assert len(found.problems) >= MOST_PROBLEMS + 100
+    assert f"and {len(found.problems) - MOST_PROBLEMS} more" in str(found)
+    assert str(found).count("a.yaml:") == MOST_PROBLEMS
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are none")
+def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
+    """A pipe that nobody writes into, in place of an image, a key, an archive."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    taken: tuple[Callable[[], object], ...] = (
+        lambda: open_image(pipe),
+        lambda: read_key(pipe),
+        lambda: read_archive(pipe, tmp_path),
+        lambda: read_prompts(pipe),
+        lambda: write_workflow(InitRequest(out=pipe, force=True, model="synthetic:sd15-tiny")),
+    )
+    for read in taken:
+        with pytest.raises(UsageError, match="a pipe, a socket or a device|is no file"):
+            read()
+
+
+def test_of_an_image_only_pixels_are_read(tmp_path: Path) -> None:
+    """Pillow would run Ghostscript for the one; of the other it would raise what no image raises."""
+    (tmp_path / "a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dIHDR" + b"\xff" * 30)
+    for name in ("a.png", "b.png"):
+        with pytest.raises(UsageError, match=f"{name}: cannot be read as an image"):
+            open_image(tmp_path / name)

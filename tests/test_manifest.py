@@ -15,7 +15,7 @@ from sdflow import __version__
 from sdflow.config import load_workflow
 from sdflow.digest import digest_tree
 from sdflow.errors import UsageError
-from sdflow.manifest import MANIFEST_FILE, NOT_SAID, as_bytes, as_json, from_json, read_manifest
+from sdflow.manifest import MANIFEST_FILE, NOT_SAID, Quantization, as_bytes, as_json, from_json, read_manifest
 from sdflow.passes import registry
 from sdflow.run import RunOptions, run_workflow
 
@@ -228,3 +228,47 @@ def test_the_checkpoint_of_a_hub_is_pinned_to_the_commit_that_was_used(folder: P
     assert hub.pinned_model("here") == f"hf:a/b@{'c' * 40}"
     with pytest.raises(UsageError, match="here: does not say what the pipeline was built from: 'model' is missing"):
         replace(origin, model=None).pinned_model("here")
+
+
+QUANTIZED = {"to": "int8", "by": "QuantizeInt8", "limit": 0.02, "layers": 3, "kept": ["a", "b"]}
+
+
+def quantized(folder: Path, **changed: Any) -> dict[str, Any]:
+    """What sdflow.json says, its UNet quantized."""
+    value = as_json(read_manifest(folder))
+    value["submodels"]["unet"]["quantized"] = {**QUANTIZED, **changed}
+    return value
+
+
+def test_what_is_quantized_is_written_and_read_again(folder: Path) -> None:
+    assert read_manifest(folder).origin.quantized == {}
+    read = from_json(quantized(folder), "here")
+    assert read.origin.quantized == {"unet": "int8"}
+    assert read.origin.chains["unet"].quantized == Quantization("int8", "QuantizeInt8", 0.02, 3, ("a", "b"))
+    assert as_json(read)["submodels"]["unet"]["quantized"] == {**QUANTIZED, "kept": ("a", "b")}
+    assert "quantized" not in as_json(read)["submodels"]["vae_decoder"]
+    assert from_json(json.loads(as_bytes(read)), "here") == read
+    free = from_json(quantized(folder, limit=None), "here").origin.chains["unet"].quantized
+    assert free is not None and free.limit is None
+
+
+@pytest.mark.parametrize("changed", [{"limit": -1}, {"limit": "near"}, {"to": None}, {"layers": "all"}, {"kept": [1]}])
+def test_what_is_said_of_quantization_and_makes_no_sense_is_refused(folder: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="does not say how the pipeline was built"):
+        from_json(quantized(folder, **changed), "here")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "a/" * 600 + "b", "/dev/zero", "../../x", "a\\b", "C:/x", "", "."])
+def test_every_file_that_it_names_is_in_its_folder(folder: Path, path: str) -> None:
+    """A path that nothing has would end in a traceback, one that leads elsewhere would be read."""
+    for change in (
+        lambda content: content["submodels"]["unet"]["files"][0].update(path=path),
+        lambda content: content["files"].append(path),
+        lambda content: content["submodels"].update({path: content["submodels"]["unet"]}),
+    ):
+        before = (folder / MANIFEST_FILE).read_bytes()
+        edit(folder, change)
+        with pytest.raises(UsageError, match="is no file in its folder|is no folder's name") as raised:
+            read_manifest(folder)
+        assert len(str(raised.value)) < 500
+        (folder / MANIFEST_FILE).write_bytes(before)

@@ -21,7 +21,8 @@ from small_workflows import SMALL_PASSES, TESTS, Bench, Events
 from sdflow.artifact import Record
 from sdflow.compared_base import compared_base
 from sdflow.errors import InputChanged, PassError, WorkflowError
-from sdflow.execute import Executor, FinishedStep
+from sdflow.execute import Executor
+from sdflow.listener import FinishedStep
 from sdflow.step import Step
 from sdflow.store import Cache
 from sdflow.store.stat_cache import SHA256, Known, identity

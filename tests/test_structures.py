@@ -344,8 +344,8 @@ def test_of_several_imported_structures_the_one_most_like_this_machine_is_taken(
     assert cache.imported(first.action(None, cache.salt)) == [own, older]
     absent = {"torch", "diffusers", "transformers", "olive-ai"}
     found = packages.found_version
-    monkeypatch.setattr("sdflow.plan.missing", lambda *names: tuple(each for each in names if each in absent))
-    monkeypatch.setattr("sdflow.plan.found_version", lambda name: None if name in absent else found(name))
+    monkeypatch.setattr("sdflow.chain.missing", lambda *names: tuple(each for each in names if each in absent))
+    monkeypatch.setattr("sdflow.chain.found_version", lambda name: None if name in absent else found(name))
     (light,) = make_plan(load_workflow(machines.workflow("several"), catalog=catalog()), cache).pipelines
     step = light.chains[0].steps[0]
     assert step.lacks and step.uses == own.content["uses"], (

@@ -13,7 +13,7 @@ from sdflow.bench.html import page
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
-from sdflow.errors import UsageError
+from sdflow.errors import telling
 
 # Those of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and its units: seconds, MB.
 THEIR_COLUMNS = (
@@ -41,13 +41,9 @@ def write_files(result: BenchResult, out: Path) -> list[Path]:
         "bench.md": to_markdown(result),
         "bench.html": page(result),
     }
-    try:
-        for name, text in contents.items():
+    for name, text in contents.items():
+        with telling("cannot be written", out / name, "Name --out DIR."):
             write_whole(out / name, text.encode())
-    except OSError as error:
-        raise UsageError(
-            f"cannot be written: {error.strerror or error}", where=str(error.filename or out), remedy="Name --out DIR."
-        ) from error
     return [out / name for name in contents]
 
 

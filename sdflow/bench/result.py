@@ -46,7 +46,8 @@ class Measurement:
     host. On a GPU these are of runs of their own, which wait for the device at every mark. images_per_second: batch over the
     median. memory, memory_second: the highest in the first and the second call. energy: joules an image.
     check: None when no reference was wanted. approximates: the engine whose image it was compared with, in place of PyTorch's;
-    empty: it is exact, or should be.
+    empty: it is exact, or should be. quantized: what weights are quantized to ("int8 in unet"); the image is compared with
+    PyTorch's, and neither right nor wrong.
     """
 
     first_ms: float
@@ -59,11 +60,14 @@ class Measurement:
     energy: float | None
     check: Check | None
     approximates: str = ""
+    quantized: str = ""
 
     @property
-    def verdict(self) -> Literal["right", "WRONG", "not checked", "approximation"]:
+    def verdict(self) -> Literal["right", "WRONG", "not checked", "approximation", "quantized"]:
         if self.approximates:
             return "approximation"
+        if self.quantized:
+            return "quantized"
         if self.check is None:
             return "not checked"
         return "WRONG" if self.check.wrong else "right"

@@ -33,6 +33,7 @@ from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.beside_refiner import require_exact
 from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
 from sdflow.runtime.soundness import require_sound_pipeline
 from sdflow.targets import TARGETS, find_target
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT32_TOLERANCE = BENCH_FLOAT32, "fixed, for float32"
+NEAR = "none: what is quantized says how far it is from PyTorch's image in float32"
 APART = "none: an approximation says how far it is from the exact engine's image"
 REFERENCE = Engine("reference", "PyTorch, float32")
 OPTIONAL_PACKAGES = ("torchao", "xformers", "triton")
@@ -71,13 +73,14 @@ class BenchRequest:
 
 @dataclass
 class _Running:
-    """An engine in the run; `result` is replaced as more is known."""
+    """An engine in the run; `result` is replaced as more is known. quantized: as `quantized_of` has it."""
 
     engine: Engine
     result: EngineResult
     draw: Draw | None = None
     before: tuple[int | None, int | None] = (None, None)
     cases: list[Measurement | None] = field(default_factory=list)
+    quantized: str = ""
 
 
 def bench(request: BenchRequest, say: Say) -> BenchResult:
@@ -88,11 +91,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     built_for = find_target(origin.target, str(request.folder / MANIFEST_FILE))
     device = here(built_for.name, request.engines)
     if request.fewer and refiner_of(request.folder) is not None:
-        raise UsageError(
-            "it is not known how much of that a refiner bears",
-            where=", ".join(request.fewer.settings()),
-            remedy="Measure the base alone.",
-        )
+        require_exact(request.fewer, "Measure the base alone.")
     chosen = beside_exact(choose(request.engines, built_for.name, device.kind), request.fewer)
     running = [_Running(each.engine, _skipped(each)) for each in chosen]
     active = [each for each in running if each.result.status != "skipped"]
@@ -102,8 +101,9 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if request.check and any(each.engine.target or each.engine.library for each in active):
         require_sound_pipeline(request.folder, checker=False)
     for each in active:
-        dtype = dtype_of(request.folder, each.engine, device)
-        each.result = replace(each.result, dtype=dtype, provider=_provider(each.engine, device))
+        dtype, each.quantized = dtype_of(request.folder, each.engine, device), quantized_of(request.folder, each.engine)
+        spelled = f"{each.quantized}, {dtype}" if each.quantized else dtype
+        each.result = replace(each.result, dtype=spelled, provider=_provider(each.engine, device))
     with _threads(request.settings.threads):
         runner = _Runner(request, device, say)
         runner.load_references(active)
@@ -149,6 +149,14 @@ def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
     graph = onnx.load(folder / folder_family(folder).denoiser / MODEL_FILE, load_external_data=False).graph
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
     return "float16" if half else "float32"
+
+
+def quantized_of(folder: Path, engine: Engine) -> str:
+    """What weights are quantized to and in which submodels, "int8 in unet"; "" where none is. PyTorch's are as they were."""
+    found: dict[str, list[str]] = {}
+    for name, to in read_manifest(folder).origin.quantized.items() if engine.target else ():
+        found.setdefault(to, []).append(name)
+    return ", ".join(f"{to} in {' and '.join(names)}" for to, names in found.items())
 
 
 class _Runner:
@@ -261,8 +269,11 @@ class _Runner:
         self, running: _Running, draw: Draw, case: SweepPoint, before: Sequence[tuple[_Running, Turns]]
     ) -> Turns:
         """before: those that have drawn their first images of this case. An approximation is held to the engine that it is one
-        of, which is among them unless it failed."""
+        of, which is among them unless it failed. A quantized one is compared with PyTorch's, and held to nothing."""
         engine = running.engine
+        if running.quantized and not engine.exact:
+            reference, free = self.references.get(case), (math.inf, NEAR)
+            return Turns(draw, case, self.device, reference, free, quantized=running.quantized)
         if not engine.exact:
             tolerance = self.tolerances.get((running.result.dtype, case), FLOAT32_TOLERANCE)
             return Turns(draw, case, self.device, self.references.get(case), tolerance)

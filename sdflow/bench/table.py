@@ -49,7 +49,7 @@ def about(result: BenchResult) -> Iterator[tuple[str, str]]:
         (engine.dtype, str(case)): found.check
         for engine in result.measured
         for case, found in zip(result.cases, engine.cases, strict=True)
-        if found is not None and found.check is not None and not found.approximates
+        if found is not None and found.check is not None and not found.approximates and not found.quantized
     }
     for (dtype, case), check in tolerances.items():
         yield f"tolerance of {dtype}, {case}", f"{check.tolerance:.2e}: {check.source}"

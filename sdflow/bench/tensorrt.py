@@ -29,8 +29,9 @@ from sdflow.runtime.folder import (
     submodel_config,
 )
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.place import Place, place
 from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.submodel import Place, Submodel, place
+from sdflow.runtime.submodel import Submodel
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:

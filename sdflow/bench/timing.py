@@ -44,11 +44,12 @@ class Turns:
         reference: np.ndarray | None,
         tolerance: tuple[float, str],
         approximates: str = "",
+        quantized: str = "",
     ) -> None:
-        """tolerance: and where it comes from. reference: the right image, None: check nothing. approximates: as of
+        """tolerance: and where it comes from. reference: the right image, None: check nothing. approximates, quantized: as of
         `Measurement`."""
         self.drawn: np.ndarray | None = None
-        self._approximates = approximates
+        self._approximates, self._quantized = approximates, quantized
         self._draw, self._case, self._device = draw, case, device
         self._reference, self._tolerance = reference, tolerance
         self._worst: tuple[float, float | None] | None = None
@@ -100,6 +101,7 @@ class Turns:
             energy=self._energy / images if known and self._energy is not None else None,
             check=None if self._worst is None else Check(*self._worst, *self._tolerance),
             approximates=self._approximates,
+            quantized=self._quantized,
         )
 
     def _timed(self, draw: Callable[[], np.ndarray]) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
-from sdflow.bench.run import dtype_of
+from sdflow.bench.run import dtype_of, quantized_of
 from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.distance import relative_l2
@@ -206,7 +206,9 @@ class _Tuner:
     def __init__(self, folder: Path, target: Target, case: SweepPoint | None, rounds: int) -> None:
         self.folder, self.target, self.rounds = folder, target, rounds
         self.device = Device("cuda" if target.session.needs_cuda else "cpu")
-        self.tolerance = SESSIONS_APART[dtype_of(folder, Engine("", "", target=target.name), self.device)]
+        engine = Engine("", "", target=target.name)
+        dtype = "quantized" if quantized_of(folder, engine) else dtype_of(folder, engine, self.device)
+        self.tolerance = SESSIONS_APART[dtype]
         self.settings = Settings(guidance_scale=folder_defaults(folder)["text"].guidance_scale)
         self._case = case
 

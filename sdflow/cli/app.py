@@ -150,7 +150,10 @@ def verify(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="If float16 overflows: find the smallest set of nodes to keep in fp32.")
+        bool,
+        typer.Option(
+            "--fix", help="If float16 overflows, or int8 is beyond its limit: find the smallest set of nodes to keep."
+        ),
     ] = False,
     run_on: Annotated[
         str | None,

@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from sdflow.bench.sweep import SweepPoint
     from sdflow.families.defaults import Defaults
+    from sdflow.targets import Target
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
@@ -133,6 +134,12 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
     option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Hold the choice to PyTorch, as `sdflow verify --run-on` does.")
+    ] = True,
+    cache: Annotated[Path, typer.Option(envvar="SDFLOW_CACHE", help="The cache's folder, for --verify.")] = Path(
+        "cache"
+    ),
     json: AsJson = False,
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
@@ -144,6 +151,7 @@ def tune(
     from sdflow.bench.tune import tune as search
     from sdflow.errors import UsageError
     from sdflow.report.bench import print_tune
+    from sdflow.runtime.tuning import UNTUNED
     from sdflow.targets import TARGETS
 
     if target is not None and target not in TARGETS:
@@ -152,6 +160,32 @@ def tune(
     case = SweepPoint(batch, pixels, pixels, min(4, _own(pipeline).steps) if steps is None else steps)
     result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
+    if verify and result.tuning != UNTUNED:
+        hold_to_pytorch(pipeline, TARGETS[result.target], cache)
+
+
+def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
+    """Verify the submodels with what was chosen. Where that does not pass, or cannot be done, nothing stays chosen: raises
+    what the verification raises, VerificationError where a submodel fails."""
+    from sdflow.config.workflow import VerifySpec
+    from sdflow.errors import SdflowError, VerificationError
+    from sdflow.runtime.recorded_tuning import record_tuning
+    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.store import Cache
+    from sdflow.verify import subject_of_folder
+    from sdflow.verify import verify as hold
+
+    _say("holding the choice to PyTorch")
+    try:
+        store = Cache(cache)
+        found = hold(subject_of_folder(pipeline, store), VerifySpec(), store, run_on=target.name, progress=_say).result
+        if not found.passed:
+            raise VerificationError(found.failure(), where=str(pipeline), remedy="Nothing is chosen.")
+    except SdflowError:
+        record_tuning(pipeline, target, UNTUNED, {"verified": False})
+        _say("nothing is chosen; --no-verify keeps a choice without this")
+        raise
+    _say(f"with the choice all submodels are as PyTorch has them, on {target.name} too")
 
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:

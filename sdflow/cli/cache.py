@@ -13,7 +13,7 @@ import typer
 from sdflow.cli.opened import open_cache
 
 if TYPE_CHECKING:
-    from sdflow.plan import PlannedStep
+    from sdflow.planned_step import PlannedStep
     from sdflow.store import Cache
     from sdflow.store.remote import Remote
 

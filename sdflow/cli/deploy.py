@@ -78,15 +78,11 @@ def query(
 
 
 def _written(path: Path, content: bytes) -> Path:
-    from sdflow.atomic_write import replacing
-    from sdflow.errors import UsageError
+    from sdflow.atomic_write import write_whole
+    from sdflow.errors import telling
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
+    with telling("cannot be written", path):
+        write_whole(path, content)
     return path
 
 

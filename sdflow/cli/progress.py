@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sdflow.execute import FinishedStep, Listener
+from sdflow.listener import FinishedStep, Listener
 from sdflow.step import Step
 from sdflow.units import spell_bytes, spell_seconds
 

@@ -142,6 +142,11 @@ def serve(
         log_prompts,
     )
 
+    for name, model in models.items():
+        if model.left_aside:
+            words = f"its images are exact: what its workflow says is left aside ({model.left_aside.spelled()})"
+            settings.log("exact", pipeline=name, what=words)
+
     def started(url: str, port: int) -> None:
         if open_page:
             _open(url)

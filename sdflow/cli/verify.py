@@ -31,7 +31,8 @@ def verify_all(
 ) -> None:
     """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
 
-    propose: for each that overflows, find and print the nodes that must stay in fp32. run_on: a target that is here.
+    propose: for each that overflows or is beyond its limit, find and print the nodes that must stay as they are. run_on: a target
+    that is here.
     """
     from sdflow.machine.packages import REFERENCE, require_packages
 
@@ -60,7 +61,7 @@ def verify_all(
                     run_on=run_on,
                     progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
                 )
-                if propose and verified.result.overflowing:
+                if propose and (verified.result.overflowing or verified.result.beyond_stated):
                     fixes[subject.name] = fix(subject, spec, verified.result, cache, view)
             done.append(verified)
     print_verifications([each.result for each in done], as_json=as_json, fixes=fixes)

@@ -21,12 +21,14 @@ class PassInfo:
     accepts: "checkpoint" for a pass that starts a chain, "onnx" for one that continues it.
     takes_loras: the pass merges the workflow's LoRAs.
     options: the pydantic model of its options; unknown options must be errors in it.
+    quantizes: the type that it makes of weights; None: it leaves them floating-point numbers.
     """
 
     name: str
     accepts: Literal["checkpoint", "onnx"]
     takes_loras: bool
     options: type[BaseModel]
+    quantizes: str | None = None
 
 
 class PassCatalog(Protocol):

@@ -61,6 +61,13 @@ def load_workflow(
 _Chain = tuple[tuple[StepSpec, PassInfo], ...]
 
 
+def _told(name: str, chains: Mapping[str, _Chain]) -> str:
+    """The name with the types behind it that passes quantize weights to, those that it does not say itself: a folder is not
+    taken for one of float16 or float32."""
+    types = dict.fromkeys(info.quantizes for chain in chains.values() for _, info in chain if info.quantizes)
+    return "_".join([name, *(each for each in types if each.partition("_")[0] not in name)])
+
+
 @dataclass(frozen=True)
 class _ForTarget:
     """What all pipelines for one target have in common."""
@@ -108,7 +115,7 @@ class _Loader:
             return None
         nets = self.named.nets(model)
         pipeline = PipelineSpec(
-            name=cell.name,
+            name=_told(cell.name, common.chains),
             model=model,
             model_mark=cell.model.mark,
             target=cell.target,

@@ -40,7 +40,8 @@ from sdflow.runtime.folder import (
     submodel_config,
 )
 from sdflow.runtime.images import write_png
-from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.runtime.loaded import Images
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.placement import placement, placement_by_profile
 from sdflow.runtime.sessions import LoadOptions
 from sdflow.runtime.submodel import Submodel

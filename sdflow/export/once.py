@@ -22,6 +22,10 @@ ROUND = "round"
 """Of the loop: its number."""
 
 
+MOST = 7
+"""Outputs of a Split: with its input they are the 8 buffers that a kernel of WebGPU may read and write."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """model: a ModelProto of the denoiser that reads `time_values` in place of a timestep, and with guidance the latents once.
@@ -54,7 +58,7 @@ def cut(model: Any, sizes: Mapping[str, int], *, guided: bool) -> Cut | None:
 
 def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str, str]:
     """The time values of a round: input of the model -> what it reads in the body, `name/input`. In front of the loop those of
-    one shape are put side by side for all rounds, so that a round takes them out by one Gather and one Split."""
+    one shape are put side by side for all rounds, MOST at a time, so that a round takes them out by one Gather and one Split."""
     times = inlined(found.timestep, f"{name}/{TIMESTEP}", {TIMESTEP: TIMESTEPS}, widened=False)
     graph.nodes.extend(times.nodes)
     graph.initializers.extend(times.initializers)
@@ -63,7 +67,12 @@ def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str,
         if item.name in found.time_values:
             of = item.type.tensor_type
             alike.setdefault((of.elem_type, *(axis.dim_value for axis in of.shape.dim)), []).append(item.name)
-    for (_, rows, *rest), values in alike.items():
+    together = [
+        (shape, values[begin : begin + MOST])
+        for shape, values in alike.items()
+        for begin in range(0, len(values), MOST)
+    ]
+    for (_, rows, *rest), values in together:
         repeated = graph.whole(1, rows, *(1 for _ in rest))
         apart = [graph.add("Unsqueeze", times.outputs[value], graph.whole(1)) for value in values]
         tables = [graph.add("Expand", each, repeated) for each in apart]

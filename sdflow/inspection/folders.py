@@ -36,7 +36,10 @@ CONFIG_FILE = "config.json"
 def inspect_built(folder: Path) -> Finding:
     """A pipeline that sdflow built. Raises UsageError for a damaged one."""
     manifest = read_manifest(folder)
-    details = {"name": manifest.origin.name, "target": manifest.origin.target, "family": manifest.origin.family}
+    origin = manifest.origin
+    details = {"name": origin.name, "target": origin.target, "family": origin.family}
+    if origin.quantized:
+        details["quantized"] = ", ".join(f"{name} to {to}" for name, to in origin.quantized.items())
     missing = tuple(name for name in manifest.files if not (folder / name).exists())
     command = None if missing else f'sdflow generate {folder} --prompt "a horse on the moon"'
     return Finding(str(folder), BUILT, details=details, missing=missing, command=command)

@@ -9,6 +9,7 @@ from sdflow.manifest.content import (
     MergedLora,
     Origin,
     Part,
+    Quantization,
     WrittenPass,
 )
 from sdflow.manifest.file import MANIFEST_FILE, as_bytes, as_json, from_json, read_manifest
@@ -23,6 +24,7 @@ __all__ = [
     "MergedLora",
     "Origin",
     "Part",
+    "Quantization",
     "WrittenPass",
     "as_bytes",
     "as_json",

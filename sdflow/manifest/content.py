@@ -43,11 +43,26 @@ class FinishedPass:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """What a submodel's weights were quantized to ("int8"), and how far the workflow lets its outputs be from the fp32 PyTorch
+    model (relative L2); None where it does not say so. by: the pass. layers: how many are. kept: those that could be and are
+    not."""
+
+    to: str
+    by: str
+    limit: float | None = None
+    layers: int = 0
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chain:
-    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it."""
+    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it. quantized: None for
+    floating-point numbers throughout."""
 
     written: tuple[WrittenPass, ...] | None
     steps: tuple[FinishedPass, ...]
+    quantized: Quantization | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,11 @@ class Origin:
     few_steps: Mapping[str, Any] = field(default_factory=dict)
     refiner: str | None = None
     left_out: tuple[str, ...] | None = None
+
+    @property
+    def quantized(self) -> dict[str, str]:
+        """Submodel -> what its weights were quantized to; those of floating-point numbers are not in it."""
+        return {name: chain.quantized.to for name, chain in self.chains.items() if chain.quantized is not None}
 
     @property
     def said(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdflow.digest import FileEntry
+from sdflow.digest import FileEntry, inside
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
 from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
@@ -27,6 +27,7 @@ from sdflow.manifest.content import (
     MergedLora,
     Origin,
     Part,
+    Quantization,
     WrittenPass,
 )
 
@@ -123,7 +124,7 @@ def _require_format(found: object, where: str) -> None:
             remedy="Update sdflow, or run the pipeline's workflow again with this one, into another folder.",
         )
     raise UsageError(
-        f"format_version {found!r} is not known, only {FORMAT_VERSION}",
+        f"format_version {found!r:.40} is not known, only {FORMAT_VERSION}",
         where=where,
         remedy="Run the pipeline's workflow again, into another folder.",
     )
@@ -139,9 +140,14 @@ def _chain_json(chain: Chain | None) -> dict[str, Any]:
         {"pass": step.name, "action": step.action, "config": step.config, "uses": step.uses, "facts": step.facts}
         for step in chain.steps
     ]
+    quantized = {} if chain.quantized is None else {"quantized": asdict(chain.quantized)}
     if chain.written is None:
-        return {"steps": steps}
-    return {"steps": steps, "passes": [{"pass": each.name, "options": dict(each.options)} for each in chain.written]}
+        return {"steps": steps, **quantized}
+    return {
+        "steps": steps,
+        **quantized,
+        "passes": [{"pass": each.name, "options": dict(each.options)} for each in chain.written],
+    }
 
 
 def _part_json(part: Part) -> dict[str, Any]:
@@ -156,7 +162,9 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
     submodels = _get(value, "submodels", dict)
     for name, each in submodels.items():
         if not isinstance(each, dict):
-            raise ValueError(f"'submodels': {name} is no object")
+            raise ValueError(f"'submodels': {name:.40} is no object")
+        if not inside(name) or "/" in name:
+            raise ValueError(f"'submodels' has {name!r:.40}, which is no folder's name")
     origin = Origin(
         name=_get(value, "name", str),
         target=_get(value, "target", str),
@@ -177,6 +185,8 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         left_out=_texts(value, "left_out") if "left_out" in value else None,
     )
     files = _texts(value, "files")
+    for name in files:
+        _require_inside(name)
     return Manifest(
         origin,
         parts={name: _part(each) for name, each in submodels.items()},
@@ -252,10 +262,22 @@ def _chain(value: Mapping[str, Any]) -> Chain:
         )
         for step in _objects(value, "steps")
     )
+    quantized = _quantization(value["quantized"]) if value.get("quantized") is not None else None
     if "passes" not in value:
-        return Chain(None, tuple(steps))
+        return Chain(None, tuple(steps), quantized)
     written = (WrittenPass(_get(step, "pass", str), _get(step, "options", dict)) for step in _objects(value, "passes"))
-    return Chain(tuple(written), tuple(steps))
+    return Chain(tuple(written), tuple(steps), quantized)
+
+
+def _quantization(value: Any) -> Quantization:
+    if not isinstance(value, dict):
+        raise ValueError(f"'quantized' is {value!r:.40}, which is no object")
+    limit = _get_or(value, "limit", int | float, None)
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"'quantized' has the limit {limit}")
+    return Quantization(
+        _get(value, "to", str), _get(value, "by", str), limit, _get(value, "layers", int), _texts(value, "kept")
+    )
 
 
 def _part(value: Mapping[str, Any]) -> Part:
@@ -263,7 +285,15 @@ def _part(value: Mapping[str, Any]) -> Part:
         FileEntry(_get(file, "path", str), _get(file, "bytes", int), _get(file, "sha256", str))
         for file in _objects(value, "files")
     )
-    return Part(_get(value, "artifact", str), tuple(entries))
+    part = Part(_get(value, "artifact", str), tuple(entries))
+    for entry in part.files:
+        _require_inside(entry.path)
+    return part
+
+
+def _require_inside(path: str) -> None:
+    if not inside(path):
+        raise ValueError(f"{path!r:.60} is no file in its folder")
 
 
 _KINDS: Mapping[Any, str] = {str: "text", dict: "object", list: "list", bool: "truth value", int: "whole number"}

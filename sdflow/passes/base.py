@@ -92,6 +92,8 @@ class Pass(ABC, Generic[C]):
         a pass that takes LoRAs: it adds them to the parameters and does nothing else, and BindWeights takes its place.
         It is not inherited, for a subclass may do more: a pass says so of itself.
     weights_read_by: options with which it does look at weights, if they are set, and what they do, in words.
+    quantizes: the type that it makes of some of the weights, "int8" or "float8_e4m3": what it writes is never taken for a
+        float32 or float16 model, and is held to a limit that the workflow states (`sdflow.passes.quantizing`).
     """
 
     name: ClassVar[str]
@@ -103,6 +105,7 @@ class Pass(ABC, Generic[C]):
     imports: ClassVar[tuple[tuple[str, ...], ...]] = ()
     moves_weights: ClassVar[bool] = False
     weights_read_by: ClassVar[Mapping[str, str]] = {}
+    quantizes: ClassVar[str | None] = None
     Config: ClassVar[type[PassConfig]]
 
     @abstractmethod

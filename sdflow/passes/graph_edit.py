@@ -94,6 +94,37 @@ class GraphEdit:
             self.weights[result] = tensor
         return result
 
+    def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
+        """The names of two initializers: the values of a weight in few bits, and their scales; made once.
+
+        kind: of `sdflow.weights.quantized.KINDS`. axis: of the output channels. A weight that a recipe rounds to float16 is
+        quantized as it was before.
+        """
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.quantized import KINDS
+        from sdflow.weights.recipe import Quantized, Recipe, Scales, unrounded
+
+        names = f"{name}/{kind}", f"{name}/{kind}/scales"
+        if names[0] in self.weights:
+            return names
+        old = self.weights[name]
+        if is_stub(old):
+            exact = unrounded(stub_recipe(old))
+            recipes: tuple[Recipe, ...] = (Quantized(kind, axis, exact), Scales(kind, axis, exact))
+            for result, recipe in zip(names, recipes, strict=True):
+                self.weights[result] = onnx.TensorProto(name=result)
+                make_stub(self.weights[result], recipe)
+        else:
+            values = read_values(old, self.folder).astype(np.float32)
+            scales = KINDS[kind].scales(values, axis)
+            made_values = KINDS[kind].quantize(values, scales, axis), scales
+            for result, array in zip(names, made_values, strict=True):
+                self.weights[result] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), result)
+        self.graph.initializer.extend(self.weights[result] for result in names)
+        return names
+
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of
 

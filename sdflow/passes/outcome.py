@@ -8,8 +8,9 @@ from typing import Any
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.digest import canonical_json
-from sdflow.errors import PassError
+from sdflow.errors import PassError, VerificationError
 from sdflow.input_file import is_regular
+from sdflow.onnx_model.reading import load_graph
 
 REMEDY = "The pass is at fault: what it returns and writes is described in sdflow.passes.base."
 
@@ -27,8 +28,6 @@ def require_facts(facts: Any, name: str) -> Facts:
 
 def require_model(out: Path, name: str) -> None:
     """Raises PassError unless `out` holds a model with a graph whose values and data are all there, and no links."""
-    import onnx
-
     from sdflow.onnx_model.files import decode_errors
 
     if links := [path.name for path in out.rglob("*") if path.is_symlink()]:
@@ -36,9 +35,11 @@ def require_model(out: Path, name: str) -> None:
     if not is_regular(out / MODEL_FILE):
         raise PassError(f"wrote no {MODEL_FILE}", where=name, remedy=REMEDY)
     try:
-        model = onnx.load(str(out / MODEL_FILE), load_external_data=False)
+        model = load_graph(out / MODEL_FILE)
     except decode_errors() as error:
         raise PassError(f"wrote a {MODEL_FILE} that is no ONNX model", where=name, remedy=REMEDY) from error
+    except VerificationError as error:
+        raise PassError(f"wrote {error.what}", where=name, remedy=error.remedy) from error
     if wrong := next(_wrong(model, out), None):
         raise PassError(f"wrote a {MODEL_FILE} that is not valid: {wrong}", where=name, remedy=REMEDY)
 

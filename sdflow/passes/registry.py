@@ -26,6 +26,8 @@ OWN = {
     "NhwcResize": "sdflow.passes.nhwc_resize",
     "SeparateQkv": "sdflow.passes.separate_qkv",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
+    "QuantizeInt8": "sdflow.passes.quantize_int8",
+    "QuantizeFp8": "sdflow.passes.quantize_fp8",
 }
 """Name -> module, in the order of a usual chain. The class has the pass's name."""
 
@@ -65,7 +67,7 @@ class _Catalog:
         if name in APPENDED:
             raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
         found = tried_pass(name, folder)
-        return PassInfo(name=name, accepts=found.accepts, takes_loras=found.takes_loras, options=found.Config)
+        return PassInfo(name, found.accepts, found.takes_loras, found.Config, found.quantizes)
 
 
 def catalog() -> PassCatalog:

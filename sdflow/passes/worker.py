@@ -21,7 +21,7 @@ from sdflow.workers import serve_request
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass for `sdflow.execute`: its facts, the digests of files that it hashed while writing them, and the sums of the
+    """Run one pass for `sdflow.chain_run`: its facts, the digests of files that it hashed while writing them, and the sums of the
     pages of the data file and, if it hashed that, of its base's."""
     digests: dict[str, str] = {}
     sums: list[str | None] = []

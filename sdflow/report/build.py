@@ -16,7 +16,8 @@ from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 if TYPE_CHECKING:
     from sdflow.errors import Problem
     from sdflow.evaluate.statistics import Latency
-    from sdflow.plan import Plan, PlannedStep
+    from sdflow.plan import Plan
+    from sdflow.planned_step import PlannedStep
     from sdflow.run import PipelineResult, RunResult
     from sdflow.store import Cache
 

@@ -26,7 +26,7 @@ def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
         (
             entry.action[:12],
             entry.submodel,
-            entry.pass_name,
+            f"{entry.pass_name} ({entry.quantized})" if entry.quantized else entry.pass_name,
             spell_bytes(entry.bytes),
             _date(entry.published),
             _date(entry.last_used),

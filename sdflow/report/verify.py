@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sdflow.report.output import print_json, print_table
 from sdflow.units import spell_seconds
 from sdflow.verify.kinds import kinds
+from sdflow.verify.result import spell_limit
 
 if TYPE_CHECKING:
     from sdflow.fix import Fix
@@ -18,7 +19,7 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
     """The verdict of each pipeline. fixes: pipeline -> what to put into its workflow."""
     if as_json:
         proposed = {
-            name: [{"submodel": each.submodel, "node_block_list": each.nodes} for each in found]
+            name: [{"submodel": each.submodel, each.option: each.nodes} for each in found]
             for name, found in fixes.items()
         }
         print_json("verification", {"pipelines": [result.to_json() for result in results], "fixes": proposed})
@@ -26,7 +27,7 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
     for result in results:
         print_verification(result)
         for each in fixes.get(result.name, ()):
-            print(f"{each.submodel} passes with {len(each.nodes)} nodes in fp32 ({each.tried} builds tried):")
+            print(f"{each.submodel} passes with {len(each.nodes)} nodes as they are ({each.tried} builds tried):")
             print(each.yaml())
 
 
@@ -46,10 +47,12 @@ def print_verification(result: Verification) -> None:
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
             continue
-        ours, plain = decibels(image.psnr), decibels(image.float16_psnr)
+        ours, plain = decibels(image.psnr), f" (fp16 PyTorch {decibels(image.float16_psnr)})"
         verdict = "passed" if not image.problems else "FAILED"
+        if image.quantized and not image.problems:
+            verdict = f"{image.quantized}, held to no limit"
         print(
-            f"{what} {image.height}x{image.width}: PSNR {ours} (fp16 PyTorch {plain}), SSIM {image.ssim:.4f}, "
+            f"{what} {image.height}x{image.width}: PSNR {ours}{'' if image.quantized else plain}, SSIM {image.ssim:.4f}, "
             f"largest difference {image.largest_difference:.2g}: {verdict}"
         )
     if result.meaning is not None:
@@ -77,7 +80,7 @@ def _print_device(result: Verification) -> None:
             continue
         here = {each.name: each.distance for each in part.outputs}
         for output in device.outputs:
-            ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
             beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
             verdict = "passed" if output.passed else "FAILED"
             rows.append((part.name, output.name, device.target, f"{output.distance:.2e}", ratio, beside, verdict))
@@ -85,7 +88,9 @@ def _print_device(result: Verification) -> None:
             rows.append((part.name, "", device.target, "", "", "", "FAILED"))
     if rows:
         numbers = ("distance", "of fp16 PyTorch's", "of the run above")
-        print_table("with the provider's own kernels", ("submodel", "output", "on", *numbers, ""), rows, right=numbers)
+        tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
+        title = f"with the provider's own kernels{f', tuned: {tuned}' if tuned else ''}"
+        print_table(title, ("submodel", "output", "on", *numbers, ""), rows, right=numbers)
 
 
 def decibels(value: float | None) -> str:
@@ -94,7 +99,7 @@ def decibels(value: float | None) -> str:
 
 
 def _row(part: SubmodelVerdict, output: OutputVerdict) -> tuple[str, ...]:
-    ratio = f"{output.distance / output.yardstick:.2f}" if output.yardstick else ""
+    ratio = f"{output.ratio:.2f}" if output.yardstick else ""
     unrounded = "".join(f"{each.distance:.1e}" for each in part.exact if each.name == output.name)
     passed = output.passed and all(each.passed for each in part.exact if each.name == output.name)
     return (
@@ -103,8 +108,8 @@ def _row(part: SubmodelVerdict, output: OutputVerdict) -> tuple[str, ...]:
         f"{part.precision}, {part.ran}",
         unrounded,
         f"{output.distance:.2e}",
-        f"{output.yardstick:.2e}",
+        "" if part.quantized else f"{output.yardstick:.2e}",
         ratio,
-        f"{output.limit:.2e}",
-        "passed" if passed else "FAILED",
+        spell_limit(part, output),
+        ("within its limit" if part.quantized else "passed") if passed else "FAILED",
     )

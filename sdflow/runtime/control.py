@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.models.residuals import is_residual
 from sdflow.models.vae import image_reader
+from sdflow.runtime.bound import Bound
 from sdflow.runtime.denoiser import WholeDenoiser
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.start import preprocess
-from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.submodel import Submodel
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sdflow.runtime.bound import Bound, data_inputs
 from sdflow.runtime.schedule import Schedule
 from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.submodel import Bound, Submodel, data_inputs
+from sdflow.runtime.submodel import Submodel
 
 if TYPE_CHECKING:
     import torch

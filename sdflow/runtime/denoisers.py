@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.approximation import EXACT, REUSE, Approximation
 from sdflow.families.request import Conditions
+from sdflow.runtime.bound import Bound
 from sdflow.runtime.control import Control, ControlledDenoiser
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
-from sdflow.runtime.submodel import Bound, Submodel
+from sdflow.runtime.submodel import Submodel
 
 KEPT = 2
 """For how many sizes and numbers of images a denoiser in parts is kept: each has its scratch in memory, on the CPU

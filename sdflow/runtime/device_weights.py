@@ -66,6 +66,7 @@ class DeviceWeights:
     def _copied(self) -> dict[_Span, torch.Tensor]:
         import numpy as np
         import torch
+        from onnx import TensorProto
         from onnx.helper import tensor_dtype_to_np_dtype
 
         tensors = read_graph(self._model).graph.initializer
@@ -78,7 +79,10 @@ class DeviceWeights:
             # Copy on write: torch wants memory that it may write to.
             data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
             slot[:length].copy_(torch.from_numpy(data))
-            dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(found[span].data_type))))
+            element = found[span].data_type
+            if element == TensorProto.FLOAT8E4M3FN:  # sessions read it as bytes (`sdflow.runtime.kernels.float8`)
+                element = TensorProto.UINT8
+            dtype = getattr(torch, str(np.dtype(tensor_dtype_to_np_dtype(element))))
             values[span] = slot[:length].view(dtype).view(tuple(found[span].dims))
         return values
 

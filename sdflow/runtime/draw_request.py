@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.atomic_write import require_makable
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
 from sdflow.families.approximation import Approximation
 from sdflow.families.schedulers import require_known
-from sdflow.input_file import read_input
+from sdflow.input_file import open_input, read_input
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.prompts.reading import Reading
+from sdflow.runtime.beside_refiner import require_exact, require_no_mask
 from sdflow.runtime.control import Control, require_controls
 from sdflow.runtime.control_files import ControlFile
 from sdflow.runtime.folder import (
@@ -116,11 +118,9 @@ def with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
 def approximation_of(request: GenerateRequest, built: Manifest) -> Approximation:
     """What the images leave out: as the caller says, else as the folder's workflow does. Raises UsageError where it cannot be."""
     found = Approximation.chosen(built.origin.said, request.reuse, request.guidance_interval)
-    if found and request.refiner is not None:
-        raise UsageError(
-            "it is not known how much of that a refiner bears",
-            where=", ".join(found.settings()),
-            remedy="Draw without it (--reuse off, --guidance-interval off), or without the refiner: --refiner-start 1.",
+    if request.refiner is not None:
+        require_exact(
+            found, "Draw without it (--reuse off, --guidance-interval off), or without the refiner: --refiner-start 1."
         )
     return found
 
@@ -177,12 +177,8 @@ def check_request(request: GenerateRequest) -> None:
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
     if not os.access(there, os.W_OK):
         raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
-    try:
+    with telling("cannot be made", request.out, "Name another with --out."):
         require_makable(request.out)  # under /proc it looks as if it could be
-    except OSError as error:
-        raise UsageError(
-            f"cannot be made: {error.strerror or error}", where=str(request.out), remedy="Name another with --out."
-        ) from error
 
 
 def _check_arguments(request: GenerateRequest) -> None:
@@ -200,12 +196,7 @@ def _check_arguments(request: GenerateRequest) -> None:
             raise UsageError(
                 f"it is {request.refiner_start}", where="--refiner-start", remedy="It must be above 0; 1 is without it."
             )
-        if request.mask is not None:
-            raise UsageError(
-                "a refiner draws the whole image, and would not keep what is behind the mask",
-                where="--mask",
-                remedy="Draw into the mask without --refiner.",
-            )
+        require_no_mask(request.mask, "--mask", "Draw into the mask without --refiner.")
     known = () if refiner is None else refiner.arguments
     own = {name: value for name, value in request.more.items() if name in family.arguments or name not in known}
     family.require_arguments(own, len(request.prompts))
@@ -214,14 +205,34 @@ def _check_arguments(request: GenerateRequest) -> None:
         refiner.require_arguments(taken, len(request.prompts))
 
 
+RUN = frozenset({"EPS"})
+"""Formats that Pillow hands over to another program."""
+NO_IMAGE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+)
+"""What Pillow raises for files of its many formats."""
+
+
 def open_image(path: Path) -> Image:
     """An image file, in RGB. Raises UsageError for what is none."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
+    Image.init()
     try:
-        with Image.open(path) as opened:
+        with (
+            open_input(path) as stream,
+            Image.open(stream, formats=[name for name in Image.ID if name not in RUN]) as opened,
+        ):
             return opened.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (*NO_IMAGE, Image.DecompressionBombError) as error:
         raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE
+from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.manifest import read_manifest
+from sdflow.runtime.beside_refiner import require_exact, require_no_mask
 from sdflow.runtime.folder import refiner_of
-from sdflow.runtime.pipeline import Images, Pipeline
+from sdflow.runtime.loaded import Images
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.targets import Target
 
 REFINER_START = 0.8
@@ -87,18 +89,9 @@ class Ensemble:
         """
         import torch
 
-        if given.get("mask_image") is not None:
-            raise UsageError(
-                "a refiner draws the whole image, and would not keep what is behind the mask",
-                where="mask_image",
-                remedy="Draw into the mask without it.",
-            )
-        if given.get(REUSE) is not None or given.get(GUIDANCE_INTERVAL) is not None:
-            raise UsageError(
-                "it is not known how much of that a refiner bears",
-                where=REUSE if given.get(REUSE) is not None else GUIDANCE_INTERVAL,
-                remedy="Draw without it, or with the base alone.",
-            )
+        require_no_mask(given.get("mask_image"), "mask_image", "Draw into the mask without it.")
+        fewer = Approximation.of(given.get(REUSE), given.get(GUIDANCE_INTERVAL))
+        require_exact(fewer, "Draw without it, or with the base alone.")
         own, known = self.base.family.arguments, self.refiner.family.arguments
         steps = num_inference_steps
         if steps is None:

@@ -20,8 +20,9 @@ from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.engine_cache import Profile, Shapes, keeps_engines
 from sdflow.runtime.live_weights import LiveWeights
+from sdflow.runtime.place import place
 from sdflow.runtime.sessions import DAMAGED, PLAIN, LoadOptions, create_session
-from sdflow.runtime.submodel import Edit, Submodel, place, read_edited
+from sdflow.runtime.submodel import Edit, Submodel, read_edited
 from sdflow.runtime.trial import try_companion
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
-from sdflow.errors import UsageError
+from sdflow.errors import telling
 from sdflow.families.approximation import Approximation
 from sdflow.families.few_steps import spelled
 from sdflow.machine.packages import versions
@@ -283,7 +283,5 @@ def _said_of(fewer: Approximation) -> tuple[str, ...]:
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:
     from sdflow.runtime.images import write_png
 
-    try:
+    with telling("cannot be written", path):
         write_png(image, path, settings)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error

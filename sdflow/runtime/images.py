@@ -19,18 +19,34 @@ SETTINGS_CHUNK = "sdflow"
 
 def to_pil(images: torch.Tensor) -> list[Image]:
     """PIL images from float NHWC in [0, 1]; they are rounded where they are."""
+    return pil_of(rounded(images).cpu())
+
+
+def rounded(images: torch.Tensor) -> torch.Tensor:
+    """Pixels as bytes, from float in [0, 1]."""
     import torch
+
+    return (images * 255).round().to(torch.uint8)
+
+
+def pil_of(pixels: torch.Tensor) -> list[Image]:
+    """PIL images from bytes, NHWC, in the processor's memory."""
     from PIL import Image
 
-    return [Image.fromarray(image) for image in (images * 255).round().to(torch.uint8).cpu().numpy()]
+    return [Image.fromarray(image) for image in pixels.numpy()]
 
 
-def require_finite(values: torch.Tensor, submodel: str) -> None:
-    """Raises VerificationError when what a submodel gave for an image holds NaN or infinities: it would be drawn black."""
-    if not bool(values.isfinite().all()):
-        count = int((~values.isfinite()).sum())
+def unfinite(values: torch.Tensor) -> torch.Tensor:
+    """How many are NaN or infinite, where the values are: nothing waits for it."""
+    return (~values.isfinite()).sum()
+
+
+def require_finite(count: int, of: int, submodel: str) -> None:
+    """Raises VerificationError when so many of the values that a submodel gave for an image are NaN or infinite: it would be
+    drawn black."""
+    if count:
         raise VerificationError(
-            f"there is no image: {count:,} of the {values.numel():,} values that the {submodel} gave are NaN or infinite",
+            f"there is no image: {count:,} of the {of:,} values that the {submodel} gave are NaN or infinite",
             remedy="`sdflow verify` finds where they come from; where float16 is too narrow, with --fix also what to do.",
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import UsageError
+from sdflow.errors import telling
 from sdflow.runtime.engine_cache import MACHINE_FILE, MODEL_FILE
 
 
@@ -36,14 +36,9 @@ def kept_engines(root: Path) -> list[KeptEngines]:
 def clear_engines(kept: Iterable[KeptEngines]) -> None:
     """Remove them. A provider builds them again when they are needed. Raises UsageError for what cannot be removed."""
     for each in kept:
-        try:
+        remedy = "End the programs that draw with it, or fix the permissions."
+        with telling("cannot be removed", each.folder, remedy):
             shutil.rmtree(each.folder)
-        except OSError as error:
-            raise UsageError(
-                f"cannot be removed: {error.strerror or error}",
-                where=str(error.filename or each.folder),
-                remedy="End the programs that draw with it, or fix the permissions.",
-            ) from error
 
 
 def _read(folder: Path) -> KeptEngines | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from sdflow.errors import UsageError
 from sdflow.families.approximation import EXACT, Approximation
@@ -33,7 +35,8 @@ from sdflow.runtime.folder import (
     onnx_submodels,
     read_options,
 )
-from sdflow.runtime.images import require_finite, to_pil
+from sdflow.runtime.host import Host
+from sdflow.runtime.images import pil_of, require_finite, rounded, unfinite
 from sdflow.runtime.preview import previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
@@ -46,9 +49,19 @@ from sdflow.sources.embedding import Embedding, read_embedding, require_differen
 from sdflow.targets import TARGETS, Target
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from PIL.Image import Image
 
 SCHEDULES_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image."""
+
+    images: list[Image] | np.ndarray
+    nsfw_content_detected: list[bool] | None
 
 
 class LoadedPipeline:
@@ -57,7 +70,7 @@ class LoadedPipeline:
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
-    words: that stand in prompts for learned vectors.
+    words: that stand in prompts for learned vectors. host: what a call waits with behind its last step.
     """
 
     def __init__(
@@ -93,6 +106,7 @@ class LoadedPipeline:
         told = {**self.scheduler.config, "_class_name": type(self.scheduler).__name__}
         self.defaults = family.defaults_of(self.configs, told, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
+        self.host = Host()
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self.denoisers: DenoiserSource = Denoisers(
             submodels[family.denoiser],
@@ -188,43 +202,68 @@ class LoadedPipeline:
         config, processor = self.configs[self.family.denoiser], self.companions["feature_extractor"]
         return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
 
-    def decode(self, latents: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
-        """Images, float32 NHWC in [0, 1], from latents. finite: raise VerificationError for what is no image."""
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents."""
+        return self._decoded(latents)[0]
+
+    def _decoded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images from latents, and how many values are not finite: of the latents, then of each image. Nothing waits."""
         import torch
 
         images = []
         with self.place.current(), self._using(self.family.decoder) as decoder:
-            if finite:
-                require_finite(latents, self.family.denoiser)
+            counts = [unfinite(latents)]
             for image in decode(decoder, latents, self.latents, tiles=self.low_memory):
-                if finite:
-                    require_finite(image, self.family.decoder)
+                counts.append(unfinite(image))
                 images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
-            return torch.cat(images)
+            return torch.cat(images), torch.stack(counts)
+
+    def finish(
+        self, latents: torch.Tensor, output_type: Literal["pil", "np"] = "pil", *, finite: bool = False
+    ) -> Images:
+        """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
+        image."""
+        drawn, counts = self._decoded(latents)
+        floats, checked = output_type == "np", self.family.checker in self.submodels
+        kept, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
+        if finite:
+            (first, *others), each = counts.tolist(), drawn[0].numel()
+            require_finite(first, latents.numel(), self.family.denoiser)
+            for count in others:
+                require_finite(count, each, self.family.decoder)
+        flags = None
+        if checked:
+            seen = self.host.compute(partial(self._seen_by_checker, kept))
+            drawn, found = self._checked(drawn, seen)
+            kept, found = self.host.fetch([drawn if floats else rounded(drawn), found])
+            flags = found.tolist()
+        return Images(kept.numpy() if floats else pil_of(kept), flags)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
         with self.place.current():
             return self.draw_preview(latents)
 
-    def check_safety(self, images: torch.Tensor) -> tuple[torch.Tensor, list[bool] | None]:
-        """The images with the flagged ones blackened, and the flags; unchanged and None without a safety checker."""
+    def _seen_by_checker(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What the safety checker reads of images."""
+        seen: torch.Tensor = self.companions["feature_extractor"](pil_of(pixels), return_tensors="pt").pixel_values
+        return seen
+
+    def _checked(self, images: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The images with the flagged ones blackened, and the flags; both on the device. Nothing waits."""
         import torch
 
-        checks = self.family.checker
-        if checks is None or checks not in self.submodels:
-            return images, None
-        clip_inputs = self.companions["feature_extractor"](to_pil(images), return_tensors="pt").pixel_values
+        assert self.family.checker is not None, "only a family that has one"
         checked, flags = [], []
-        with self._using(checks) as checker:
-            for clip_input, image in zip(clip_inputs.split(1), images.split(1), strict=True):
+        with self.place.current(), self._using(self.family.checker) as checker:
+            for clip_input, image in zip(seen.split(1), images.split(1), strict=True):
                 bound = checker.bound(clip_input=tuple(clip_input.shape), images=tuple(image.shape))
-                bound.inputs["clip_input"].copy_(clip_input)
+                self.place.put(bound.inputs["clip_input"], clip_input)
                 bound.inputs["images"].copy_(image)
                 result = bound.run()
-                flags.append(bool(result["has_nsfw_concepts"].any()))
+                flags.append(result["has_nsfw_concepts"].any())
                 checked.append(result["out_images"].to(torch.float32, copy=True))
-        return torch.cat(checked), flags
+            return torch.cat(checked), torch.stack(flags)
 
     def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
         """(images, channels, rows, columns) of the latents for an image size in pixels."""

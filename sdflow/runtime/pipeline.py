@@ -8,7 +8,6 @@ exported encoder gives the mean).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.errors import UsageError
@@ -19,8 +18,7 @@ from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import controls_of, read_controls, require_controls
 from sdflow.runtime.denoise import denoise
 from sdflow.runtime.image_prompts import image_prompts
-from sdflow.runtime.images import to_pil
-from sdflow.runtime.loaded import LoadedPipeline
+from sdflow.runtime.loaded import Images, LoadedPipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.start import (
     draw_noises,
@@ -36,15 +34,6 @@ from sdflow.runtime.start import (
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from PIL.Image import Image
-
-
-@dataclass(frozen=True)
-class Images:
-    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image."""
-
-    images: list[Image] | np.ndarray
-    nsfw_content_detected: list[bool] | None
 
 
 class Pipeline(LoadedPipeline):
@@ -160,7 +149,7 @@ class Pipeline(LoadedPipeline):
                 span=(denoising_start, denoising_end),
             )
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
-            noises = [each.to(self.place.device) for each in draw_noises(shape, schedule.draws, first, generator)]
+            noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
             start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
             request = Request(
@@ -195,6 +184,5 @@ class Pipeline(LoadedPipeline):
             if self.low_memory:
                 self.denoisers.unload()
             if output_type == "latent":
-                return Images(result.cpu().numpy(), None)
-            drawn, flagged = self.check_safety(self.decode(result, finite=output_type == "pil"))
-            return Images(drawn.cpu().numpy() if output_type == "np" else to_pil(drawn), flagged)
+                return Images(self.host.fetch([result])[0].numpy(), None)
+            return self.finish(result, output_type, finite=output_type == "pil")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.engine_cache import Shapes
-from sdflow.runtime.kernels.replace import DOMAIN
 from sdflow.runtime.sessions import PLAIN, LoadOptions, create_session
 from sdflow.targets import CPU_PROVIDER, Target
 
@@ -124,9 +125,7 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
 
 def shape_computation(model: Path) -> set[str]:
     """The names of the nodes of a model file that compute nothing but shapes."""
-    import onnx
-
-    return {node.name for node in shape_nodes(onnx.load(model, load_external_data=False).graph)}
+    return {node.name for node in shape_nodes(load_graph(model).graph)}
 
 
 def shape_nodes(graph: Any) -> list[Any]:

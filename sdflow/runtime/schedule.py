@@ -99,6 +99,10 @@ def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
     return getattr(diffusers, cls).from_config(dict(config), **options)
 
 
+MOST_STEPS = 10_000
+"""Of an image. Models are trained with 1,000; the tables of more fill the memory."""
+
+
 def trace(
     scheduler: Any,
     steps: int,
@@ -122,6 +126,8 @@ def trace(
     """
     import torch
 
+    if not 0 < steps <= MOST_STEPS:
+        raise UsageError(f"an image of {steps:,} steps", remedy=f"At most {MOST_STEPS:,} are drawn.")
     scheduler = _fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
     options = (steps, strength, from_image, inpaint, eta, spread, span)

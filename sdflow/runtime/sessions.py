@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.providers import onnxruntime_for
+from sdflow.onnx_model.float8 import DOMAIN, has_float8
+from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.dimensions import free_dimensions, profile_of_graph
 from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, Shapes, engine_folders, keeps_engines
+from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.tuning import UNTUNED, Tuning
@@ -92,11 +95,16 @@ def create_session(
     if provider == TENSORRT:
         _load_tensorrt()
     session_options = _session_options(ort, target, options)
+    # Before ONNX Runtime has it, which would wait for a pipe, fill the memory, or crash.
+    read = read_graph(model) if graph is None else graph
+    if provider == CUDA_PROVIDER and has_float8(read):  # they need our operators, whatever the tuning says
+        session_options.register_custom_ops_library(str(float8_library()))
+        read = graph = with_float8(read)
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     if target.session.static_shapes:
-        for name, size in free_dimensions(graph or read_graph(model), shapes or {}, str(model)).items():
+        for name, size in free_dimensions(read, shapes or {}, str(model)).items():
             session_options.add_free_dimension_override_by_name(name, size)
     for name, value in (weights or {}).items():
         session_options.add_initializer(name, value)
@@ -107,9 +115,7 @@ def create_session(
         engines = engine_folders(options.engine_cache, target, provider, artifact, profile)
     providers = {name: provider_options(target, name, engines) for name in wanted}
     if profile is not None and provider == TENSORRT:
-        providers[provider] |= profile_of_graph(
-            profile, read_graph(model) if graph is None else graph, str(model)
-        ).options()
+        providers[provider] |= profile_of_graph(profile, read, str(model)).options()
     if target.session.needs_cuda and options.stream is not None:
         for each in providers.values():
             each["user_compute_stream"] = str(options.stream)
@@ -137,7 +143,12 @@ def create_session(
             del providers[CUDA_PROVIDER]["enable_cuda_graph"]
             session = load()
     except onnxruntime_errors(ort) as error:
-        read_graph(model)  # a damaged folder is told as that
+        if provider != CUDA_PROVIDER and has_float8(read):
+            raise TargetUnavailableError(
+                f"{provider} has no products of float8: they take an NVIDIA GPU of compute capability 8.9 or newer",
+                where=str(model),
+                remedy=NEEDS,
+            ) from error
         raise VerificationError(
             f"{provider} cannot run this graph: {str(error)[:MOST_SAID]}", where=str(model)
         ) from error
@@ -172,26 +183,37 @@ def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.Mode
     library = None if replaced is None else kernel_library()
     if replaced is None or library is None:
         return graph
-    session_options.register_custom_ops_library(str(library))
+    if all(node.domain != DOMAIN for node in graph.graph.node):  # else float8 has registered it
+        session_options.register_custom_ops_library(str(library))
     return replaced
 
 
 def read_graph(model: Path) -> onnx.ModelProto:
-    """The model without its external data. Raises VerificationError when there is none, or not all of its data."""
-    import onnx
-
+    """The model without its external data. Raises VerificationError when there is none, or not all of its data, when it
+    would take too much to read, and where ONNX Runtime would crash on it."""
     from sdflow.onnx_model.files import decode_errors, missing_data
 
     try:
-        read = onnx.load(str(model), load_external_data=False)
+        read = load_graph(model)
         lacking = missing_data(read, model.parent) if read.graph.node else "is no ONNX model"
+        lacking = lacking or _crashing(read.graph)
     except FileNotFoundError:
         lacking = "there is no such file"
+    except OSError as error:
+        lacking = f"cannot be read: {error.strerror or error}"
     except decode_errors():
         lacking = "is no ONNX model"
     if lacking:
         raise VerificationError(lacking, where=str(model), remedy=DAMAGED)
     return read
+
+
+def _crashing(graph: onnx.GraphProto) -> str | None:
+    """What in a graph ends the process in place of an error. ONNX 17 allows it; seen with ONNX Runtime 1.31.1."""
+    for node in graph.node:
+        if node.op_type == "LayerNormalization" and len(node.input) == 3 and not node.input[2]:
+            return f"ONNX Runtime crashes on {node.name[:MOST_SAID]}: the name of its bias is empty, where it may be left out"
+    return None
 
 
 def provider_options(target: Target, provider: str, engines: EngineFolders | None) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sdflow.errors import PassError
+from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.nodes import copied, in_order
 
 FOLDED_ELEMENTS = 1 << 14
@@ -139,7 +140,7 @@ class _Folding:
             inferred = self._infer_standard(node)
         elif node.op_type in CONTRIB_SHAPES:
             shapes = CONTRIB_SHAPES[node.op_type](node, [self._shape(name) if name else () for name in node.input])
-            element = self.types[node.input[0]].tensor_type.elem_type
+            element = self.types[node.input[TYPED_BY.get(node.op_type, 0)]].tensor_type.elem_type
             types = (onnx.helper.make_tensor_type_proto(element, shape) for shape in shapes)
             inferred = dict(zip(node.output, types, strict=False))
         else:
@@ -230,20 +231,35 @@ def _attention(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
     return [(*inputs[0][:2], hidden)]
 
 
+def _product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """x (..., K), weight (N, K)."""
+    return [(*inputs[0][:-1], inputs[1][0])]
+
+
+def _integer_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """x (..., K), weight (K, N)."""
+    return [(*inputs[0][:-1], inputs[1][1])]
+
+
 CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "Attention": _attention,
     "BiasAdd": _same,
     "BiasGelu": _same,
     "BiasSplitGelu": _half_of_last,
     "FastGelu": _same,
+    FLOAT8_MATMUL: _product,
     "Gelu": _same,
     "GroupNorm": _same,
     "LayerNormalization": _same,
+    "MatMulIntegerToFloat": _integer_product,
     "MultiHeadAttention": _multi_head_attention,
     "NhwcConv": _nhwc_conv,
     "QuickGelu": _same,
     "SkipGroupNorm": _same,
     "SkipLayerNormalization": _same,
 }
-"""Operators of com.microsoft -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX Runtime's
-fusions write into graphs of any opset. SkipLayerNormalization's mean and deviation are never asked for."""
+"""Operators of com.microsoft and of sdflow -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX
+Runtime's fusions write into graphs of any opset. SkipLayerNormalization's mean and deviation are never asked for."""
+
+TYPED_BY: Mapping[str, int] = {"MatMulIntegerToFloat": 2}
+"""Of those whose output is not of their first input's element type: the input whose it is of."""

@@ -22,6 +22,7 @@ from sdflow.errors import PassError
 from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.specialize import specialize
 
+_ONE_SCALE = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 SAMPLE, TIMESTEP, STEPS = "sample", "timestep", "steps"
 
 
@@ -51,7 +52,8 @@ def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
     sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole model, 2 N with guidance.
     guidance: the rows of `sample` stand for both halves of the batch.
     Raises PassError for an odd batch with guidance, and for a graph whose time embedding cannot be computed for several
-    timesteps at once.
+    timesteps at once, among them one that is quantized with one scale for all its rows: beside others a timestep would not be
+    what it is alone.
     """
     rows = sizes["batch"]
     if guidance and rows % 2:
@@ -64,6 +66,13 @@ def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
     kinds = {"text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
     for index, node in enumerate(whole.graph.node):
         kinds[_kind(reach[_output(node)], text_inputs, guidance)].append(index)
+    if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
+        raise PassError(
+            f"{shared[0].name} quantizes a value that depends on the timestep alone, with one scale for all timesteps",
+            where="split",
+            remedy='Keep these layers as they are: keep: ["/time_embedding/*", "*/time_emb_proj/*"], say; they are computed '
+            "once for all steps.",
+        )
     made = {
         kind: {name for index in found for name in whole.graph.node[index].output if name}
         for kind, found in kinds.items()

@@ -6,29 +6,25 @@ a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import PassError, SlowerWarning, TargetUnavailableError, VerificationError
+from sdflow.errors import PassError, SlowerWarning, VerificationError
 from sdflow.families.part import Part
-from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
-from sdflow.runtime.cublas import small_workspaces
+from sdflow.runtime.bound import Bound, input_types
 from sdflow.runtime.device_weights import DeviceWeights
 from sdflow.runtime.dimensions import free_dimensions
 from sdflow.runtime.engine_cache import Profile, Shapes
+from sdflow.runtime.place import Place
 from sdflow.runtime.sessions import read_graph
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
     import onnxruntime
-    import torch
 
 KEPT = 4
 """For how many shapes a submodel keeps its tensors; on CUDA with each a session and a captured graph of it."""
@@ -41,155 +37,13 @@ Edit = Callable[["onnx.ModelProto"], None]
 """Changes a graph in place, before a session is made of it."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where tensors lie. device: "cpu" or "cuda". stream: the one stream of all work on it, None on the CPU."""
-
-    device: str
-    stream: Any = None
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Torch queues its work on the stream in here, behind what was queued before; what follows waits for it."""
-        import torch
-
-        if self.stream is None:
-            yield
-            return
-        outer = torch.cuda.current_stream()
-        self.stream.wait_stream(outer)
-        with torch.cuda.stream(self.stream):
-            yield
-        outer.wait_stream(self.stream)
-
-
-_places: dict[str, Place] = {}
-_placing = threading.Lock()
-
-
-def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process, also when several threads ask first: two streams would
-    not wait for each other. Raises TargetUnavailableError without a device."""
-    with _placing:
-        if device not in _places:
-            _places[device] = _make_place(device)
-        return _places[device]
-
-
-def _make_place(device: str) -> Place:
-    import torch
-
-    if device == "cpu":
-        return Place(device)
-    if not torch.cuda.is_available():
-        raise TargetUnavailableError(
-            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch, and the driver it wants."
-        )
-    return Place(device, torch.cuda.Stream())
-
-
-class Bound:
-    """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
-
-    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
-    that session; the following ones replay it.
-    """
-
-    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
-        import onnxruntime
-
-        axes = [size for value in (*session.get_inputs(), *session.get_outputs()) for size in value.shape]
-        fixed = all(isinstance(size, int) for size in axes)
-        self.inputs = inputs
-        self.outputs: dict[str, torch.Tensor] = {}
-        self._session: onnxruntime.InferenceSession = session
-        self._place = place
-        self._options = onnxruntime.RunOptions()
-        if place.stream is not None:
-            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
-        self._unprepared = place.stream is not None
-        self._io = session.io_binding()
-        for name, tensor in (*inputs.items(), *_live(session).items()):
-            self._io.bind_input(name, *self._described(tensor))
-        if fixed:
-            self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
-
-    @property
-    def session(self) -> onnxruntime.InferenceSession:
-        """The session that runs."""
-        return self._session
-
-    def run(self) -> dict[str, torch.Tensor]:
-        """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
-        if self.outputs:
-            self._run()
-        else:
-            self._find_outputs()
-        return self.outputs
-
-    def _run(self) -> None:
-        import onnxruntime
-
-        try:
-            if self._unprepared:
-                self._prepare()
-            self._session.run_with_iobinding(self._io, self._options)
-        except onnxruntime_errors(onnxruntime) as error:
-            raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
-
-    def _prepare(self) -> None:
-        """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces
-        that they took go back to the device: what the arena holds when a run is captured stays."""
-        import onnxruntime
-
-        self._unprepared = False
-        trial = onnxruntime.RunOptions()
-        trial.add_run_config_entry("gpu_graph_id", "-1")
-        trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
-        with small_workspaces():  # cuBLAS may make its handles only now
-            self._session.run_with_iobinding(self._io, trial)
-
-    def _find_outputs(self) -> None:
-        """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""
-        import torch
-
-        names = [value.name for value in self._session.get_outputs()]
-        for name in names:
-            self._io.bind_output(name, self._place.device, 0)
-        self._run()
-        found = dict(zip(names, self._io.get_outputs(), strict=True))
-        self._bind_outputs({name: value.shape() for name, value in found.items()})
-        if self._place.stream is not None:
-            self._run()
-            return
-        for name, value in found.items():
-            self.outputs[name].copy_(torch.from_numpy(value.numpy()))
-
-    def _bind_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        import torch
-
-        for value in self._session.get_outputs():
-            dtype = getattr(torch, numpy_type(value))
-            tensor = torch.empty(tuple(shapes[value.name]), dtype=dtype, device=self._place.device)
-            self.outputs[value.name] = tensor
-            self._io.bind_output(value.name, *self._described(tensor))
-
-    def _described(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        import numpy as np
-
-        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-        return self._place.device, 0, dtype, tuple(tensor.shape), tensor.data_ptr()
-
-
 class Submodel:
     """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
 
     load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. profiles: it wants
-    to know between which shapes they will be. path: of the
-    model; with it a session is made of the graph for each set of shapes, its shape arithmetic folded (`specialize`), which
-    can be captured. outputs: those that are wanted of it, None for all. weights: what its sessions share on the device.
-    edits: what is changed in the graph as it is loaded.
+    to know between which shapes they will be. path: of the model. fixed: a session is made of that for each set of shapes, its
+    shape arithmetic folded (`specialize`), which can be captured. outputs: those that are wanted of it, None for all. weights:
+    what its sessions share on the device. edits: what is changed in the graph as it is loaded.
     """
 
     def __init__(
@@ -284,7 +138,7 @@ class Submodel:
     def input_types(self) -> dict[str, str]:
         """Input name -> numpy type name."""
         if self._session is not None or self.path is None:
-            return _input_types(self.session)
+            return input_types(self.session)
         from onnx.helper import tensor_dtype_to_np_dtype
 
         inputs = read_graph(self.path).graph.input
@@ -302,7 +156,7 @@ class Submodel:
             self._bound.move_to_end(key)
             return self._bound[key]
         session = self._session_for(shapes)
-        types = _input_types(session)
+        types = input_types(session)
         if shapes.keys() != types.keys():
             raise VerificationError(
                 f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
@@ -350,17 +204,3 @@ def read_edited(model: Path, edits: Sequence[Edit]) -> onnx.ModelProto:
     for edit in edits:
         edit(graph)
     return graph
-
-
-def data_inputs(session: Any) -> list[Any]:
-    """The inputs of a session but for those that are its weights."""
-    return [value for value in session.get_inputs() if value.name not in _live(session)]
-
-
-def _live(session: Any) -> Mapping[str, torch.Tensor]:
-    live: Mapping[str, torch.Tensor] = getattr(session, "live", {})
-    return live
-
-
-def _input_types(session: Any) -> dict[str, str]:
-    return {value.name: numpy_type(value) for value in data_inputs(session)}

@@ -63,7 +63,7 @@ def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str
     for begin in range(0, len(wanted), 2):
         pair = wanted[begin : begin + 2]
         for port, value in inputs.items():
-            bound.inputs[port].copy_(value[pair])  # a single one goes to both places
+            submodel.place.put(bound.inputs[port], value[pair])  # a single one goes to both places
         for output, value in bound.run().items():
             if read is None or output in read:
                 found.setdefault(output, []).extend(value[: len(pair)].clone())

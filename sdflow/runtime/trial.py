@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sdflow.errors import UsageError
+from sdflow.sources.companion_entries import MOST_PIXELS
 
 MOST_TOKENS = 1 << 16
-MOST_PIXELS = 1 << 13
-"""Of a side. No model takes more of either; what a config asks for is made in memory."""
+"""No model takes more; what a config asks for is made in memory."""
 
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, MemoryError)
 

@@ -21,7 +21,7 @@ from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.execute import Listener
+from sdflow.listener import Listener
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions

@@ -26,6 +26,7 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
+from sdflow.sources.companion_entries import wrong_entry
 from sdflow.sources.companions import companion_files, require_inside
 from sdflow.sources.safetensors_file import read_header
 
@@ -225,7 +226,9 @@ def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str
 def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dict[str, Path]:
     wanted = {name: companion for name, companion in family.companions.items() if companion.wanted(submodels)}
     for name, companion in wanted.items():
-        read_config(folder / name / companion.file)
+        path = folder / name / companion.file
+        if wrong := wrong_entry(read_config(path)):
+            raise CheckpointError(wrong, where=str(path), remedy="Download it again.")
         require_inside(folder / name, folder)
     return {name: folder / name for name in wanted}
 

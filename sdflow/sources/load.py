@@ -12,9 +12,10 @@ from sdflow.errors import CheckpointError
 from sdflow.families import part_of
 from sdflow.families.part import Companion, Part
 from sdflow.file_stamp import check_stamps
-from sdflow.input_file import foreign_content, read_json
+from sdflow.input_file import foreign_content, is_there, read_json
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
+from sdflow.sources.companion_entries import wrong_entry
 from sdflow.sources.companions import require_small
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.pickle_scan import MOST_UNFOLDED, require_small_pickle
@@ -121,15 +122,13 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     library = importlib.import_module(companion.library)
     name = companion.class_name
     what = f"its {folder.name} cannot be loaded"
-    try:
-        with _rejections(where, what):
-            if name is None:
-                name = str(read_json(folder / companion.file)["_class_name"])
-            return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise CheckpointError(f"{what}: {error}", where=where) from error
+    with _rejections(where, what):
+        config = dict(read_json(folder / companion.file)) if is_there(folder / companion.file) else {}
+        if wrong := wrong_entry(config):
+            raise CheckpointError(f"{what}: {wrong}", where=where)
+        if name is None:
+            name = str(config["_class_name"])
+        return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
 
 
 @contextmanager

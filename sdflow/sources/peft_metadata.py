@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.input_file import read_input
+from sdflow.input_file import read_input, require_shallow
 from sdflow.sources.peft_fields import LORA_CONFIG
 from sdflow.sources.peft_patterns import PLAIN, SECONDS, end_soon
 from sdflow.sources.safetensors_file import read_metadata
@@ -104,6 +104,7 @@ def _beside(path: Path) -> PeftConfig:
 def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
+        require_shallow(found)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its {name} is not JSON", where=where) from error
     if not isinstance(found, dict):

@@ -24,13 +24,14 @@ from typing import IO, Any
 from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.atomic_write import replacing
-from sdflow.digest import FileEntry, digest_tree
-from sdflow.errors import UsageError
+from sdflow.digest import FileEntry, digest_tree, inside
+from sdflow.errors import UsageError, telling
+from sdflow.input_file import open_input
 from sdflow.locked_folder import scratch_folder
 from sdflow.store.cache import Cache
 from sdflow.store.layout import writing
 from sdflow.store.records import BadRecord, Stored, dump, dump_action, load
-from sdflow.store.remote.entry import RemoteEntry, inside, is_digest, read_entry
+from sdflow.store.remote.entry import RemoteEntry, is_digest, read_entry
 
 FORMAT = 1
 LIST = "structures.json"
@@ -79,28 +80,22 @@ def write_archive(
     }
     for record in chosen.values():
         check(record)
-    try:
-        with replacing(path) as temporary:
-            with (
-                lzma.open(temporary, "wb", check=lzma.CHECK_SHA256, filters=[_COMPRESSION]) as stream,
-                tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
-            ):
-                data = dump(body)
-                archive.addfile(_member(LIST, len(data)), io.BytesIO(data))
-                written = set()
-                for artifact in objects.values():
-                    for entry in artifact.files:
-                        if entry.sha256 not in written:
-                            written.add(entry.sha256)
-                            with (artifact.path / entry.path).open("rb") as file:
-                                archive.addfile(_member(entry.sha256, entry.size), file)
-                        stop.check()
-            size = temporary.stat().st_size
-    except OSError as error:
-        raise UsageError(
-            f"cannot be written: {error.strerror or error}", where=str(path), remedy="Name another file."
-        ) from error
-    return size
+    with telling("cannot be written", path, "Name another file."), replacing(path) as temporary:
+        with (
+            lzma.open(temporary, "wb", check=lzma.CHECK_SHA256, filters=[_COMPRESSION]) as stream,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            data = dump(body)
+            archive.addfile(_member(LIST, len(data)), io.BytesIO(data))
+            written = set()
+            for artifact in objects.values():
+                for entry in artifact.files:
+                    if entry.sha256 not in written:
+                        written.add(entry.sha256)
+                        with (artifact.path / entry.path).open("rb") as file:
+                            archive.addfile(_member(entry.sha256, entry.size), file)
+                    stop.check()
+        return temporary.stat().st_size
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:
@@ -141,7 +136,7 @@ def _publish(cache: Cache, entry: RemoteEntry, files: Sequence[FileEntry], folde
 def read_archive(path: Path, folder: Path, accept: Callable[[Archive], None] = lambda archive: None) -> Archive:
     """Read an archive to its last byte and put its files into `folder`, by their SHA-256. All as of `import_archive`."""
     try:
-        with path.open("rb") as file, lzma.open(file) as stream:
+        with open_input(path) as file, lzma.open(file) as stream:
             archive = _read(stream, folder, accept)
             while stream.read(_BLOCK):  # to the end: only there its own checksum is compared
                 stop.check()

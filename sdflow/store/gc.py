@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sdflow.errors import CacheError
 from sdflow.locked_folder import remove_abandoned_scratch
+from sdflow.onnx_model.quantized import quantized_to
 from sdflow.store.layout import READ_ONLY, Layout, move, remove_tree, writing
 from sdflow.store.leases import GUARD, leased, live_leases
 from sdflow.store.locks import held, held_if_possible, try_lock
@@ -34,7 +36,7 @@ STRAY_SECONDS = 3600
 @dataclass(frozen=True)
 class Entry:
     """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share.
-    structure: a graph that was built without weights."""
+    structure: a graph that was built without weights. quantized: the type that weights are quantized to, or ""."""
 
     action: str
     object: str
@@ -45,6 +47,7 @@ class Entry:
     bytes: int
     pinned_by: tuple[str, ...]
     structure: bool = False
+    quantized: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,15 @@ def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree
                 bytes=sum(file.size for file in files),
                 pinned_by=tuple(pinned_by[stored.object]),
                 structure=content.get("weights") == "symbolic",
+                quantized=_quantized(stored.facts),
             ),
         )
+
+
+def _quantized(facts: Mapping[str, Any]) -> str:
+    """By what a step measured of its graph; facts may be anything."""
+    found = [facts.get(name) for name in ("operators", "dtypes")]
+    return quantized_to(*(each if isinstance(each, Mapping) else () for each in found)) or ""
 
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:

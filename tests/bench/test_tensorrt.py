@@ -17,7 +17,7 @@ from sdflow.bench.engines import ENGINES, missing
 from sdflow.bench.tensorrt import EngineBound, engine_of, structure_digest
 from sdflow.errors import VerificationError
 from sdflow.runtime.engine_cache import FOLDER_VARIABLE, Profile
-from sdflow.runtime.submodel import Place
+from sdflow.runtime.place import Place
 
 SHAPES = {"x": (2, 16)}
 PROFILE = Profile.of(SHAPES)

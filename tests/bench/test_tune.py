@@ -15,7 +15,9 @@ from started_python import Command
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.tune import Candidate, candidates, tune
-from sdflow.errors import UsageError
+from sdflow.cli.bench import hold_to_pytorch
+from sdflow.errors import SdflowError, UsageError
+from sdflow.manifest import MANIFEST_FILE
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
@@ -82,6 +84,7 @@ def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
         "optimization",
         "--option",
         "memory_arena",
+        "--no-verify",
     ]
     done = sdflow("tune", str(built), *arguments, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -95,6 +98,20 @@ def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
     assert Path(result["file"]).parent == tuning_folder
     recorded = recorded_tuning(built, CPU)
     assert recorded.tuning == Tuning(**result["tuning"])
+
+
+def test_a_choice_that_cannot_be_held_to_pytorch_is_taken_back(
+    built: Path, tmp_path: Path, tuning_folder: Path
+) -> None:
+    folder = shutil.copytree(built, tmp_path / "moved")
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["model"] = manifest["checkpoint"]["path"] = str(tmp_path / "gone")
+    (folder / MANIFEST_FILE).chmod(0o644)
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    record_tuning(folder, CPU, CHOICE, {})
+    with pytest.raises(SdflowError, match="gone"):
+        hold_to_pytorch(folder, CPU, tmp_path / "cache")
+    assert recorded_tuning(folder, CPU).tuning == UNTUNED
 
 
 def test_every_option_of_a_choice_reaches_the_session(built: Path) -> None:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sdflow
 from sdflow.config import load_workflow
@@ -40,6 +41,24 @@ def test_a_misspelt_base_is_told_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: base/sd15x.yaml\ntarget: cpu\n")
     with pytest.raises(WorkflowError, match=r"did you mean 'base/sd15.yaml'"):
         load_workflow(tmp_path / "mine.yaml", catalog=catalog())
+
+
+def outside_targets(value: object, *path: object) -> list[object]:
+    """The passes after a conversion that must fuse a number, said for no target."""
+    if path == ("targets",):
+        return []
+    if isinstance(value, list):
+        return [found for index, each in enumerate(value) for found in outside_targets(each, *path, index)]
+    if not isinstance(value, dict):
+        return []
+    here = [path] if "expect" in value and value.get("pass") != "OnnxConversion" else []
+    return here + [found for name, each in value.items() for found in outside_targets(each, *path, name)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "workflows").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_what_a_fusion_must_find_is_said_for_a_target(path: Path) -> None:
+    """Every target fuses otherwise: a number that is one target's ends the build for the others."""
+    assert outside_targets(yaml.safe_load(path.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize("reference", ["sd15.yaml", "base/../base/sd15.yaml", "/base/sd15.yaml", "base/no.yaml"])

@@ -107,3 +107,12 @@ def test_names_are_unique_folder_names_and_the_same_every_time(
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._+-") for name in found)
     assert all(name[0] not in ".-" and name[-1] not in "." for name in found)
     assert found == names(tmp_path, workflow)
+
+
+def test_the_name_of_a_pipeline_tells_what_its_weights_are_quantized_to(tmp_path: Path) -> None:
+    chain = "[{pass: OnnxConversion}, {pass: QuantizeInt8}]"
+    for name, told in (("small", "small_int8"), ("small_int8_cpu", "small_int8_cpu")):
+        text = f"name: {name}\nmodel: synthetic:sd15-tiny\ntarget: cpu\nevaluate: {{image: null}}\n"
+        (tmp_path / "w.yaml").write_text(f"{text}submodels: {{unet: {{passes: {chain}}}}}\n")
+        (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines
+        assert pipeline.name == told

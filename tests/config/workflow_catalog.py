@@ -84,6 +84,13 @@ class Half(Options):
         return options
 
 
+class Integers(Options):
+    """To int8 and float8."""
+
+    limit: float | None = None
+    keep: tuple[str, ...] = ()
+
+
 class OwnPass(Options):
     """A pass of the user's."""
 
@@ -100,6 +107,8 @@ PASSES = {
         PassInfo("NhwcResize", "onnx", False, Resize),
         PassInfo("SeparateQkv", "onnx", False, Separate),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
+        PassInfo("QuantizeInt8", "onnx", False, Integers, "int8"),
+        PassInfo("QuantizeFp8", "onnx", False, Integers, "float8_e4m3"),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 import subprocess
 from collections.abc import Mapping
@@ -22,12 +23,16 @@ from original_layout import vae_tensors
 from safetensors.torch import save_file
 from started_python import Command
 
+from sdflow.bench.engines import ENGINES
+from sdflow.bench.run import quantized_of
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
 from sdflow.inspection import Finding, inspect
 from sdflow.inspection.lines import configs_of, title_of
+from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
+from sdflow.serve.served_model import read_served
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +194,20 @@ def test_of_a_folder_of_files_each_is_named_and_a_damaged_one_hides_none(tmp_pat
 def test_a_pipeline_that_was_built_is_named(tiny_pipeline: Path) -> None:
     found = only(tiny_pipeline)
     assert (found.kind, found.details["target"], found.missing) == ("built pipeline", "cpu", ())
+    assert "quantized" not in found.details
+
+
+def test_of_a_pipeline_that_was_built_it_is_said_what_is_quantized(tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_pipeline, tmp_path / "small", symlinks=True)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    told = {"to": "int8", "by": "QuantizeInt8", "limit": 0.02, "layers": 3, "kept": []}
+    manifest["submodels"]["unet"] |= {"steps": [], "quantized": told}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    assert only(folder).details["quantized"] == "unet to int8"
+    served: Any = read_served(folder, check=False).to_json()["sdflow"]
+    assert served["quantized"] == {"unet": "int8"}
+    assert quantized_of(folder, ENGINES["ort-cpu"]) == "int8 in unet"
+    assert quantized_of(folder, ENGINES["torch-sdpa"]) == "", "PyTorch's weights are as they were"
 
 
 # LoRAs and others

@@ -185,9 +185,16 @@ def test_a_vocabulary_that_is_none_is_told(folder: Path, file: str, content: byt
         load_companions(folder)
 
 
-@pytest.mark.parametrize("entries", [{"prediction_type": "x"}, {"timestep_spacing": [1]}, {"trained_betas": [0.1]}])
+@pytest.mark.parametrize("entries", [{"prediction_type": "x"}, {"timestep_spacing": "x"}, {"trained_betas": [0.1]}])
 def test_what_a_scheduler_refuses_when_it_steps_is_told(folder: Path, entries: dict[str, Any]) -> None:
     edit(folder / "scheduler/scheduler_config.json", **entries)
     scheduler = load_companions(folder)["scheduler"]
     with pytest.raises(UsageError, match=r"cannot make 2 steps: .*\n.*--scheduler"):
         trace(scheduler, 2)
+
+
+def test_nobody_draws_a_billion_steps(folder: Path) -> None:
+    """Their tables would take gigabytes."""
+    scheduler = load_companions(folder)["scheduler"]
+    with pytest.raises(UsageError, match="an image of 1,000,000,000 steps\n.*At most 10,000"):
+        trace(scheduler, 10**9)

@@ -15,12 +15,10 @@ import pytest
 from cuda_on_cpu import (
     Gpu,
     compile_kernels,
-    compile_objects,
     compile_operator,
     kernel_texts,
     link,
     run,
-    unavailable,
 )
 
 from sdflow.distance import relative_l2
@@ -35,18 +33,6 @@ from sdflow.runtime.kernels.proof import (
     group_norm_feeds,
 )
 from sdflow.tolerances import KERNEL_LIMIT
-
-
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    if why := unavailable():
-        pytest.skip(why)
-    return compile_objects(tmp_path_factory.mktemp("objects"))
-
-
-@pytest.fixture(scope="module")
-def program(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link(objects.values(), tmp_path_factory.mktemp("program") / "operators")
 
 
 def group_norm(program: Path, folder: Path, gpu: Gpu, case: GroupNormCase) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sdflow.runtime import submodel
+from sdflow.runtime import place
 
 
 def test_threads_that_ask_first_together_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +18,9 @@ def test_threads_that_ask_first_together_get_the_same_stream(monkeypatch: pytest
         time.sleep(0.05)  # as long as the first use of CUDA in a process, so that all threads ask meanwhile
         return object()
 
-    monkeypatch.setattr(submodel, "_places", {})
+    monkeypatch.setattr(place, "_places", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     with ThreadPoolExecutor(5) as pool:
-        places = list(pool.map(submodel.place, ["cuda"] * 5))
+        places = list(pool.map(place.place, ["cuda"] * 5))
     assert len({id(place.stream) for place in places}) == 1

@@ -157,6 +157,20 @@ def test_a_damaged_model_is_told_in_words_that_say_what_to_do(
     assert "build the pipeline again" in str(raised.value)
 
 
+def test_a_graph_on_which_onnxruntime_crashes_is_refused(tmp_path: Path) -> None:
+    """It would end the process, with nothing said."""
+    node = helper.make_node("LayerNormalization", ["x", "w", ""], ["z"], "norm", axis=-1)
+    model = save_model(tmp_path / "model.onnx", [node])
+    loaded = onnx.load(model)
+    loaded.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(1, np.float32), "w"))
+    onnx.save(loaded, model)
+    with pytest.raises(VerificationError, match="ONNX Runtime crashes on norm: the name of its bias is empty"):
+        create_session(model, TARGETS["cpu"])
+    del loaded.graph.node[0].input[2]
+    onnx.save(loaded, model)
+    assert create_session(model, TARGETS["cpu"]).get_outputs()[0].name == "z"
+
+
 def test_threads_of_a_session_on_the_cpu_do_not_spin_once_a_run_is_done(tmp_path: Path) -> None:
     """Else they take the cores from the next submodel's threads."""
     model = save_model(tmp_path / "m.onnx", [helper.make_node("GlobalAveragePool", ["x"], ["z"])])

@@ -12,6 +12,8 @@ import onnxruntime
 import pytest
 
 from sdflow.errors import PassError
+from sdflow.passes.base import PassInputs
+from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
 from sdflow.runtime.split import Parts
 from sdflow.runtime.split import split as take_apart
 from sdflow.sources.architectures import architecture_config
@@ -133,3 +135,20 @@ def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: 
 def test_a_batch_without_two_halves_is_an_error(fused_unet: Any) -> None:  # noqa: F811
     with pytest.raises(PassError, match="a batch of 3 has no two halves"):
         take_apart(load(fused_unet.path), {**SIZES, "batch": 3}, guidance=True)
+
+
+def test_a_scale_that_all_timesteps_would_share_is_refused(fused_unet: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A product that is quantized keeps the parts; not where all timesteps are computed at once."""
+
+    def quantized(folder: Path, *keep: str) -> Any:
+        folder.mkdir()
+        QuantizeInt8().run(PassInputs("unet", fused_unet.path, {}), folder, QuantizeInt8Config(keep=keep))
+        return load(folder)
+
+    with pytest.raises(PassError, match="with one scale for all timesteps"):
+        take_apart(quantized(tmp_path / "all"), SIZES, guidance=True)
+    parts = take_apart(quantized(tmp_path / "kept", "*/time_embedding/*", "*/time_emb_proj/*"), SIZES, guidance=True)
+    products = {
+        part: [node.op_type for node in getattr(parts, part).graph.node] for part in ("text", "timestep", "step")
+    }
+    assert "MatMulIntegerToFloat" in products["step"] and "MatMulIntegerToFloat" not in products["timestep"]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 
-from sdflow.errors import CheckpointError
-from sdflow.input_file import read_json
+from sdflow.errors import CheckpointError, PassError, VerificationError
+from sdflow.input_file import parse_json, read_json
+from sdflow.onnx_model import reading
+from sdflow.onnx_model.files import decode_errors
+from sdflow.onnx_model.reading import load_graph
+from sdflow.passes.outcome import require_model
+from sdflow.runtime.sessions import create_session, read_graph
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header
+from sdflow.targets import TARGETS
+from sdflow.verify.graph import read_graph as verified_graph
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,3 +84,76 @@ def test_json_that_would_take_gigabytes_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"[" + b"1," * 9_000_000 + b"1]")
     with pytest.raises(OSError, match="larger than 16 MB"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("level", ["[", '{"a":'])
+def test_json_is_nested_as_deeply_as_anyone_needs(level: str) -> None:
+    """Python 3.12 reads 5,000 levels: what walks through them would be out of them."""
+    end = {"[": "]"}.get(level, "}")
+    assert parse_json(level * 90 + "1" + end * 90)
+    for deep in (150, 900, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json(level * deep + "1" + end * deep)
+
+
+def small_messages(field: int, count: int) -> bytes:
+    """The bytes of an ONNX model whose graph has so many empty entries of this field."""
+    graph = bytes([field << 3 | 2, 0]) * count
+    length, begin = len(graph), b"\x08\x08\x3a"
+    while length > 127:
+        begin += bytes([length & 127 | 128])
+        length >>= 7
+    return begin + bytes([length]) + graph
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """As many entries as a graph may have here: to count a million takes a second."""
+    monkeypatch.setattr(reading, "MOST_ENTRIES", 5000)
+    return 5000
+
+
+@pytest.mark.parametrize("field", [1, 5, 13])
+def test_a_graph_of_nothing_but_empty_entries_is_not_built(tmp_path: Path, field: int, few: int) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(small_messages(field, few + 10))
+    for read in (read_graph, verified_graph, lambda model: create_session(model, TARGETS["cpu"])):
+        with pytest.raises(VerificationError, match=r"model.onnx: a graph of more than 5,000 entries"):
+            read(path)
+    with pytest.raises(PassError, match="mine.py: wrote a graph of more than"):
+        require_model(tmp_path, "mine.py")
+    path.write_bytes(small_messages(field, few - 2))
+    assert len(path.read_bytes()) > 2 * few - 20
+    assert load_graph(path).graph.ByteSize() == 2 * (few - 2)
+
+
+def test_a_graph_of_many_packed_numbers_is_not_built(tmp_path: Path, few: int) -> None:
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
+    tensor = model.graph.initializer.add(data_type=onnx.TensorProto.INT64, dims=[17 * few])
+    tensor.int64_data.extend([0] * (17 * few))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(VerificationError, match="entries"):
+        load_graph(tmp_path / "model.onnx")
+
+
+@pytest.mark.usefixtures("few")
+def test_a_large_graph_is_read_as_before(tmp_path: Path) -> None:
+    """Its weights are in it, and an unknown field of another format's."""
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(1 << 20, dtype=np.float32), "w"))
+    model.graph.initializer.add(data_type=1, dims=[2], float_data=[1.0, 2.0])
+    content = model.SerializeToString() + b"\xfd\x7f" + b"abcd" + b"\xf9\x7f" + b"12345678"
+    (tmp_path / "model.onnx").write_bytes(content)
+    assert load_graph(tmp_path / "model.onnx").graph == model.graph
+    for end in (len(content) // 2, len(content) - 3):  # cut off
+        (tmp_path / "model.onnx").write_bytes(content[:end])
+        with pytest.raises(decode_errors()):
+            load_graph(tmp_path / "model.onnx")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are none")
+def test_a_pipe_in_place_of_a_graph_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.onnx")
+    for read in (read_graph, verified_graph, lambda model: create_session(model, TARGETS["cpu"])):
+        with pytest.raises(VerificationError, match="a pipe, a socket or a device"):
+            read(tmp_path / "model.onnx")

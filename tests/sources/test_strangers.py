@@ -248,3 +248,26 @@ def test_what_lies_beside_the_weights_is_of_its_kinds_size(folder: Path, name: s
     companion = FAMILIES[DEFAULT].companions[place.name]
     with pytest.raises(CheckpointError, match=rf"{name}: larger than 16 MB"):
         load_companion(companion, place, str(place))
+
+
+@pytest.mark.parametrize(
+    ("file", "entries"),
+    [
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": 10**9}),
+        ("scheduler/scheduler_config.json", {"beta_end": "x"}),
+        ("scheduler/scheduler_config.json", {"_class_name": ["x"]}),
+        ("scheduler/scheduler_config.json", {"trained_betas": [0.5] * 200_000}),
+        ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": "x"}),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": "x"}),
+        ("feature_extractor/preprocessor_config.json", {"size": {"shortest_edge": 10**9}}),
+        ("feature_extractor/preprocessor_config.json", {"image_mean": [None]}),
+    ],
+)
+def test_what_lies_beside_the_weights_has_entries_of_its_kind(folder: Path, file: str, entries: dict[str, Any]) -> None:
+    """Known before anything is built: without a verification nothing would load it before it is drawn with."""
+    edit(folder / file, **entries)
+    with pytest.raises(CheckpointError, match=f"{file}: its {next(iter(entries))} is .*, where .* belongs"):
+        opened(folder)
+    place = folder / file.partition("/")[0]
+    with pytest.raises(CheckpointError, match=f"cannot be loaded: its {next(iter(entries))} is"):
+        load_companion(FAMILIES[DEFAULT].companions[place.name], place, str(place))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from sdflow.artifact import Action
-from sdflow.digest import FileEntry, digest_tree
+from sdflow.digest import FileEntry, digest_tree, inside
 from sdflow.store.records import BadRecord, dump, load, load_action
 from sdflow.store.remote.pieces import MOST, Piece
 
@@ -105,12 +104,6 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
         if sum(piece.size for piece in pieces) != entry.size:
             raise BadRecord(f"the pieces of {entry.path:.80} do not make up the file")
     return RemoteObject(files)
-
-
-def inside(path: str) -> bool:
-    posix, windows = PurePosixPath(path), PureWindowsPath(path)
-    plain = bool(path) and "\0" not in path and "\\" not in path and str(posix) == path
-    return plain and not posix.is_absolute() and not windows.drive and ".." not in posix.parts and path != "."
 
 
 def _is_number(value: Any) -> bool:

@@ -13,21 +13,16 @@ from typing import Any
 
 from sdflow.digest import canonical_json
 from sdflow.errors import UsageError
+from sdflow.input_file import read_input
 from sdflow.store.records import BadRecord, load
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 SIGNATURES = "signatures"
-HEX = 64
 _MISSING = "install the package cryptography: pip install 'sdflow[remote]'"
 
 
 class Untrusted(Exception):
     """An entry is not signed by any of the keys that are trusted."""
-
-
-def is_key(text: str) -> bool:
-    """Whether it is written as a public key: 64 hexadecimal digits."""
-    return len(text) == HEX and all(sign in "0123456789abcdef" for sign in text)
 
 
 def make_key(path: Path) -> str:
@@ -54,7 +49,7 @@ class Signer:
         serialization, ed25519 = _cryptography()
         remedy = f"{KEY_VARIABLE} names a PEM file with an Ed25519 private key; `sdflow cache key FILE` makes one."
         try:
-            key = serialization.load_pem_private_key(path.expanduser().read_bytes(), None)
+            key = serialization.load_pem_private_key(read_input(path.expanduser()), None)
         except OSError as error:
             raise UsageError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
         except (ValueError, TypeError) as error:
