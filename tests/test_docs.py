@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +201,27 @@ def test_ci_runs_the_readmes_command_for_the_tests_and_the_other_differs_in_its_
     ends = [line.removeprefix(INSTALL) for line in installs]
     assert ends == [".venv/bin/sdflow run workflows/shapes_cpu.yaml", ".venv/bin/pytest -q"]
     assert installs[1] in (ROOT / ".ci/run").read_text().splitlines()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="CI runs a shell script")
+@pytest.mark.parametrize("fails", [None, "python3.11", "pip", "pytest", "ruff", "mypy"])
+def test_ci_fails_with_any_of_its_commands_also_where_an_environment_is_there(
+    fails: str | None, tmp_path: Path
+) -> None:
+    """Each command is a script that writes its name, and one of them fails."""
+    names = ["python3.11", "pip", "pytest", "ruff", "mypy"]
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    for name in names:
+        script = tmp_path / ("bin" if name == "python3.11" else ".venv/bin") / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"#!/bin/sh\necho {name} >> {shlex.quote(str(tmp_path))}/called\nexit {int(name == fails)}\n")
+        script.chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", tmp_path / ".ci/run"], env={**os.environ, "PATH": path}, check=False)
+    assert (done.returncode == 0) == (fails is None)
+    until = names.index(fails) if fails else len(names)
+    assert list(dict.fromkeys((tmp_path / "called").read_text().split())) == names[: until + 1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
