@@ -15,20 +15,15 @@ each, once per schedule), and those of few weights: of 640 x 640 a product takes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL, UNIT, WIDEST
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.olive import copy_companions
-from sdflow.passes.quantizing import QuantizeConfig, chosen, quantized_facts
+from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
 
 KIND = "float8_e4m3"
 
@@ -41,44 +36,30 @@ class QuantizeFp8Config(QuantizeConfig):
     )
 
 
-class QuantizeFp8(Pass[QuantizeFp8Config]):
-    """Products in float8 (E4M3), scales found as values come: CUDA, the last pass of a chain in float16.
-
-    Facts, besides those of the graph: `quantized`, its `layers` and those that were `kept`.
-    """
+class QuantizeFp8(QuantizingPass[QuantizeFp8Config, Any]):
+    """Products in float8 (E4M3), scales found as values come: CUDA, the last pass of a chain in float16."""
 
     name: ClassVar[str] = "QuantizeFp8"
     version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
+    domain: ClassVar[str] = DOMAIN
     moves_weights: ClassVar[bool] = True
     quantizes: ClassVar[str | None] = KIND
     Config: ClassVar[type[PassConfig]] = QuantizeFp8Config
 
-    def run(self, inputs: PassInputs, out: Path, config: QuantizeFp8Config) -> Facts:
-        """Raises PassError when there is nothing to quantize, or `keep` does not fit the graph."""
-        import onnx
-
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        edit = GraphEdit(model.graph, inputs.model)
-        layers = [node for node in model.graph.node if _is_layer(edit, node, config.smallest)]
-        names = [node.name for node in layers]
-        if not layers and not _has_float16(model):
+    def layers(self, edit: GraphEdit, config: QuantizeFp8Config) -> list[Any]:
+        found = [node for node in edit.graph.node if _is_layer(edit, node, config.smallest)]
+        if not found and not _has_float16(edit):
             raise PassError("the graph is not float16", where=self.name, remedy="Put OnnxFloatToFloat16 before it.")
-        wanted = chosen(names, config.keep, self.name)
-        quantize_fp8(edit, [node for node in layers if node.name in wanted])
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), **quantized_facts(names, wanted)}
+        return found
+
+    def quantize(self, edit: GraphEdit, layers: Sequence[Any], config: QuantizeFp8Config) -> None:
+        quantize_fp8(edit, layers)
 
 
-def _has_float16(model: Any) -> bool:
+def _has_float16(edit: GraphEdit) -> bool:
     import onnx
 
-    return any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
+    return any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in edit.weights.values())
 
 
 def _is_layer(edit: GraphEdit, node: Any, smallest: int) -> bool:

@@ -16,19 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from sdflow.artifact import MODEL_FILE, Facts
-from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.olive import copy_companions
-from sdflow.passes.quantizing import QuantizeConfig, chosen, quantized_facts
+from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
 
 CONTRIB = "com.microsoft"
 
@@ -42,39 +36,6 @@ class QuantizeInt8Config(QuantizeConfig):
     )
 
 
-class QuantizeInt8(Pass[QuantizeInt8Config]):
-    """Products with weights in int8, their inputs quantized as they come: CPU, the last pass of a chain in float32.
-
-    Facts, besides those of the graph: `quantized`, its `layers` and those that were `kept`.
-    """
-
-    name: ClassVar[str] = "QuantizeInt8"
-    version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
-    moves_weights: ClassVar[bool] = True
-    quantizes: ClassVar[str | None] = "int8"
-    Config: ClassVar[type[PassConfig]] = QuantizeInt8Config
-
-    def run(self, inputs: PassInputs, out: Path, config: QuantizeInt8Config) -> Facts:
-        """Raises PassError when there is nothing to quantize, or `keep` does not fit the graph."""
-        import onnx
-
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        edit = GraphEdit(model.graph, inputs.model)
-        layers = [layer for node in model.graph.node if (layer := _layer(edit, node)) is not None]
-        names = [layer.node.name for layer in layers]
-        wanted = chosen(names, config.keep, self.name)
-        quantize_int8(edit, [layer for layer in layers if layer.node.name in wanted], reduced=config.reduce_range)
-        if CONTRIB not in {each.domain for each in model.opset_import}:
-            model.opset_import.append(onnx.helper.make_opsetid(CONTRIB, 1))
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), **quantized_facts(names, wanted)}
-
-
 @dataclass(frozen=True)
 class _Layer:
     """A product of a value and a weight. transposed: the weight is (out, in). bias: an initializer, or ""."""
@@ -83,6 +44,27 @@ class _Layer:
     weight: str
     transposed: bool = False
     bias: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.node.name)
+
+
+class QuantizeInt8(QuantizingPass[QuantizeInt8Config, _Layer]):
+    """Products with weights in int8, their inputs quantized as they come: CPU, the last pass of a chain in float32."""
+
+    name: ClassVar[str] = "QuantizeInt8"
+    version: ClassVar[int] = 1
+    domain: ClassVar[str] = CONTRIB
+    moves_weights: ClassVar[bool] = True
+    quantizes: ClassVar[str | None] = "int8"
+    Config: ClassVar[type[PassConfig]] = QuantizeInt8Config
+
+    def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[_Layer]:
+        return [layer for node in edit.graph.node if (layer := _layer(edit, node)) is not None]
+
+    def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt8Config) -> None:
+        quantize_int8(edit, layers, reduced=config.reduce_range)
 
 
 def _layer(edit: GraphEdit, node: Any) -> _Layer | None:

@@ -1,4 +1,5 @@
-"""What passes that quantize weights have in common: the limit that holds for what they make, and the layers they leave alone.
+"""What passes that quantize weights have in common: how they go, the limit that holds for what they make, and the layers they
+leave alone.
 
 A quantized artifact loses more than float16 does, so it is never held to float16's yardstick. How far it may be from PyTorch is
 for the workflow to say, and `sdflow verify` refuses what nobody has said it for.
@@ -6,17 +7,23 @@ for the workflow to say, and `sdflow verify` refuses what nobody has said it for
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
-from sdflow.artifact import Facts
+from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.errors import PassError
 from sdflow.manifest import Quantization
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
 from sdflow.onnx_model.quantized import quantized_to
-from sdflow.passes.base import Pass, PassConfig
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.olive import copy_companions
 
 
 class QuantizeConfig(PassConfig):
@@ -30,6 +37,56 @@ class QuantizeConfig(PassConfig):
     keep: tuple[str, ...] = Field(
         default=(), description="layers that stay as they are: names of nodes, or patterns like */attn2/*"
     )
+
+
+class Layer(Protocol):
+    """A layer that could be quantized: a NodeProto, or what a pass knows of one."""
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+
+
+Q = TypeVar("Q", bound=QuantizeConfig)
+L = TypeVar("L", bound=Layer)
+
+
+class QuantizingPass(Pass[Q], Generic[Q, L]):
+    """A pass that quantizes layers of a graph. Subclasses find them (`layers`), and rewrite those that are not kept (`quantize`).
+
+    domain: of the operators that take their place.
+    Facts, besides those of the graph: `quantized`, its `layers` and those that were `kept`.
+    """
+
+    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
+    domain: ClassVar[str]
+
+    @abstractmethod
+    def layers(self, edit: GraphEdit, config: Q) -> Sequence[L]:
+        """All that could be quantized. Raises PassError for a graph that the pass does not take."""
+
+    @abstractmethod
+    def quantize(self, edit: GraphEdit, layers: Sequence[L], config: Q) -> None:
+        """Rewrite these of the layers."""
+
+    def run(self, inputs: PassInputs, out: Path, config: Q) -> Facts:
+        """Raises PassError when there is nothing to quantize, or `keep` does not fit the graph."""
+        import onnx
+
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
+        edit = GraphEdit(model.graph, inputs.model)
+        layers = self.layers(edit, config)
+        names = [layer.name for layer in layers]
+        wanted = chosen(names, config.keep, self.name)
+        self.quantize(edit, [layer for layer in layers if layer.name in wanted], config)
+        if self.domain not in {each.domain for each in model.opset_import}:
+            model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
+        store_proto(model, inputs.model, out)
+        copy_companions(inputs.model, out)
+        return {**graph_facts(out / MODEL_FILE), **quantized_facts(names, wanted)}
 
 
 def chosen(layers: Sequence[str], keep: Sequence[str], name: str) -> list[str]:

@@ -99,32 +99,26 @@ def verify_alone(
         request = judge_request(subject, spec, built, scratch, how.get("threads"), run_on)
         exact, worker = _reference(subject, selection, request, cache, progress, group)
         action = verification_action(subject, spec, built, exact, cache) if exact is not None else None
+        known = None
         if worker is None:
             assert exact is not None and action is not None
             request = replace(request, reference=exact.artifact.path.absolute())
             record = None if how.get("fresh") else cache.lookup(action)
-            if record is not None:
-                known = _as_kept(record, subject)
-                if run_on is None:
-                    return known
-                worker = _work(None, request, subject, progress, group, known.result)
-                check_stamps(folder_stamps, "its verification began")
-                beside = Verification.from_json(worker.value["verification"])
-                seconds = round(time.perf_counter() - started, 1)
-                return Verified(replace(beside, seconds=seconds, cached=False), known.images)
-            worker = _work(None, request, subject, progress, group)
+            known = _as_kept(record, subject) if record is not None else None
+            if known is not None and run_on is None:
+                return known
+            worker = _work(None, request, subject, progress, group, known.result if known is not None else None)
         check_stamps(folder_stamps, "its verification began")
-        result = replace(
-            Verification.from_json(worker.value["verification"]),
-            artifacts=dict(built.digests),
-            versions={name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")},
-            seconds=round(time.perf_counter() - started, 1),
-        )
+        result = Verification.from_json(worker.value["verification"])
+        if known is None:
+            versions = {name: distribution_version(name) for name in (*reference.USES, "onnx", "onnxruntime")}
+            result = replace(result, artifacts=dict(built.digests), versions=versions)
+        result = replace(result, seconds=round(time.perf_counter() - started, 1), cached=False)
         if not cache.writable:
             progress("the cache is read-only: what was found is not kept")
         elif result.passed and action is not None and run_on is None:
             _keep(result, scratch, action, worker, cache)
-        return Verified(result, image_files(scratch))
+        return Verified(result, image_files(scratch) if known is None else known.images)
 
 
 def stamps_of_folder(folder: Path) -> list[Stamp]:

@@ -45,6 +45,16 @@ class Constant:
     dtype: str
 
 
+class _EachValue:
+    """What is done to each value where it is."""
+
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+
 @dataclass(frozen=True)
 class Transpose:
     """Axes permuted as `numpy.transpose(values, axes)` does."""
@@ -92,16 +102,12 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Float16:
+class Float16(_EachValue):
     """Rounded to float16; magnitudes below `smallest` (but 0) become it, finite ones above `largest` become it."""
 
     smallest: float
     largest: float
     of: Recipe
-
-    @property
-    def shape(self) -> Shape:
-        return self.of.shape
 
     @property
     def dtype(self) -> str:
@@ -124,17 +130,13 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(_EachValue):
     """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
     channels, not negative."""
 
     kind: str
     axis: int
     of: Recipe
-
-    @property
-    def shape(self) -> Shape:
-        return self.of.shape
 
     @property
     def dtype(self) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu import compile_objects, link, unavailable
+from cuda_on_cpu import compile_kernels, compile_objects, compile_operator, kernel_texts, link, unavailable
+
+from sdflow.runtime.kernels import library
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +23,22 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def program(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What runs an operator, `cuda_on_cpu.run`."""
     return link(objects.values(), tmp_path_factory.mktemp("program") / "operators")
+
+
+@pytest.fixture
+def faulty(objects: dict[str, Path], tmp_path: Path) -> Callable[[str, str, str], Path]:
+    """Makes such a program with a fault: in this source, what is right becomes what is wrong."""
+
+    def make(source: str, right: str, wrong: str) -> Path:
+        text = (library.HEADER.parent / source).read_text(encoding="utf-8")
+        assert right in text
+        text = text.replace(right, wrong, 1)
+        if source.endswith(".c"):
+            changed = tmp_path / source
+            changed.write_text(text, encoding="utf-8")
+            made = {source: compile_operator(changed, tmp_path)}
+        else:
+            made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
+        return link((objects | made).values(), tmp_path / "operators")
+
+    return make

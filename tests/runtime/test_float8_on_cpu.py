@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu import Gpu, compile_kernels, compile_operator, kernel_texts, link, run
+from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
-from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.float8_proof import (
     EPSILON,
     RowsCase,
@@ -138,18 +138,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, objects: dict[str, Path], tmp_path: Path) -> None:
+def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], Path], tmp_path: Path) -> None:
     source, right, wrong, message = FAULTS[fault]
-    text = (library.HEADER.parent / source).read_text(encoding="utf-8")
-    assert right in text
-    text = text.replace(right, wrong, 1)
-    if source.endswith(".c"):
-        changed = tmp_path / source
-        changed.write_text(text, encoding="utf-8")
-        made = {source: compile_operator(changed, tmp_path)}
-    else:
-        made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
-    program = link((objects | made).values(), tmp_path / "operators")
+    program = faulty(source, right, wrong)
     with pytest.raises(AssertionError, match=message):
         if source == "float8_product.c":
             product(program, tmp_path, (1, 9, 32, 16))

@@ -8,21 +8,14 @@ cluster.cuh), its arithmetic's last bits, and races between blocks that no clust
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu import (
-    Gpu,
-    compile_kernels,
-    compile_operator,
-    kernel_texts,
-    link,
-    run,
-)
+from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
-from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import (
     EPSILON,
     INPUTS,
@@ -258,18 +251,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, objects: dict[str, Path], tmp_path: Path) -> None:
+def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], Path], tmp_path: Path) -> None:
     source, right, wrong, (gpu, case), message = FAULTS[fault]
-    text = (library.HEADER.parent / source).read_text(encoding="utf-8")
-    assert right in text
-    text = text.replace(right, wrong, 1)
-    if source.endswith(".c"):
-        changed = tmp_path / source
-        changed.write_text(text, encoding="utf-8")
-        made = {source: compile_operator(changed, tmp_path)}
-    else:
-        made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
-    program = link((objects | made).values(), tmp_path / "operators")
+    program = faulty(source, right, wrong)
     with pytest.raises(AssertionError, match=message):
         group_norm(program, tmp_path, gpu, case) if isinstance(case, GroupNormCase) else gelu(
             program, tmp_path, gpu, case

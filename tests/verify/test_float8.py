@@ -16,44 +16,20 @@ from safetensors.numpy import load_file
 
 from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.quantized import quantized_graph
-from sdflow.passes.worker import run_pass
-from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.load import load_module
 from sdflow.targets import TARGETS
 from sdflow.tolerances import EXACT_LIMIT
-from sdflow.verify.graph import open_graph
-from sdflow.verify.judge import judge_submodel
 from sdflow.verify.unsupported_nodes import fits
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.quantized import float8_bits
-from sdflow.weights.structure import hollow
 from tests.small_lora import write_lora
-from tests.verify.sample_artifacts import reference
-from tests.verify.test_quantized import LAYER, SUBMODEL, Built
-
-CHAIN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("OnnxConversion", {"target_opset": 17}),
-    ("OrtTransformersOptimization", {"model_type": "clip", "opt_level": 0, "float16": False}),
-    ("OnnxFloatToFloat16", {}),
-    ("QuantizeFp8", {"smallest": 256}),
-)
+from tests.verify.quantized_chain import LAYER, SUBMODEL, Built, build
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("float8")
-    checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
-    load, model = checkpoint.submodels[SUBMODEL].load, None
-    for name, config in CHAIN:
-        out = folder / name
-        out.mkdir()
-        request = {"pass": name, "folder": ".", "submodel": SUBMODEL, "model": str(model) if model else None}
-        request |= {"symbolic": True, "family": checkpoint.family.name, "checkpoint": {} if model else hollow(load)}
-        run_pass({**request, "loras": [], "config": config, "out": str(out)}, lambda phrase: None)
-        model = out
-    assert model is not None
-    (folder / "reference").mkdir()
-    return Built(checkpoint, model, reference(folder / "reference", checkpoint, (SUBMODEL,))[SUBMODEL], folder)
+    passes = {"OnnxFloatToFloat16": {}, "QuantizeFp8": {"smallest": 256}}
+    return build(tmp_path_factory.mktemp("float8"), "cuda", passes)
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +51,13 @@ def test_without_quantization_it_computes_what_pytorch_computes(built: Built, ar
 
 
 def test_it_is_held_to_the_limit_that_is_stated(built: Built, artifact: Path) -> None:
-    def verdict(stated: float | None) -> Any:
-        return judge_submodel(SUBMODEL, open_graph(artifact, "cuda", threads=1), built.cases, stated)
-
-    far = verdict(1.0)
+    far = built.verdict(artifact, 1.0)
     assert far.passed
     assert far.precision == "float8_e4m3"
     distance = max(output.distance for output in far.outputs)
     assert 1e-3 < distance < 0.2
-    assert not verdict(distance / 2).passed
-    assert not verdict(None).passed
+    assert not built.verdict(artifact, distance / 2).passed
+    assert not built.verdict(artifact, None).passed
 
 
 def test_a_weight_off_by_one_bit_is_found(built: Built, artifact: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +16,16 @@ from onnx import helper, numpy_helper
 from onnxruntime.quantization.quant_utils import quantize_data
 from safetensors.numpy import load_file
 
-from sdflow.passes.worker import run_pass
-from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.tolerances import EXACT_LIMIT
-from sdflow.verify.cases import Cases
-from sdflow.verify.exact import Proof, prove
-from sdflow.verify.graph import open_graph
-from sdflow.verify.judge import judge_submodel
-from sdflow.verify.recipes import RecipeCheck
-from sdflow.verify.result import SubmodelVerdict, spell_limit
-from sdflow.verify.stored import BoundModel
-from sdflow.weights.bind import BindRequest, bind
+from sdflow.verify.result import spell_limit
 from sdflow.weights.lora import LoraInput
-from sdflow.weights.structure import hollow
 from tests.small_lora import write_lora
-from tests.verify.sample_artifacts import reference
-
-SUBMODEL = "text_encoder"
-LAYER = "text_model.encoder.layers.0.mlp.fc1.weight"
-CHAIN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("OnnxConversion", {"target_opset": 17}),
-    ("OrtTransformersOptimization", {"model_type": "clip", "opt_level": 0, "float16": False}),
-    ("QuantizeInt8", {}),
-)
-
-
-@dataclass(frozen=True)
-class Built:
-    """The small text encoder: its structure without weights, and what PyTorch computes."""
-
-    checkpoint: Checkpoint
-    structure: Path
-    cases: Cases
-    folder: Path
-
-    def bound(self, out: Path, *loras: LoraInput) -> Path:
-        out.mkdir()
-        bind(BindRequest(SUBMODEL, self.structure, self.checkpoint.submodels[SUBMODEL].load, loras), out)
-        return out
-
-    def proof(self, folder: Path, structure: Path | None = None) -> Proof:
-        bound = BoundModel(folder, self.checkpoint.submodels[SUBMODEL].load)
-        return prove(RecipeCheck(SUBMODEL, structure or self.structure, bound), self.cases, threads=1)
-
-    def verdict(self, folder: Path, stated: float | None) -> SubmodelVerdict:
-        return judge_submodel(SUBMODEL, open_graph(folder, "cpu", threads=1), self.cases, stated)
+from tests.verify.quantized_chain import LAYER, SUBMODEL, Built, build
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("quantized")
-    checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
-    load, model = checkpoint.submodels[SUBMODEL].load, None
-    for name, config in CHAIN:
-        out = folder / name
-        out.mkdir()
-        request = {"pass": name, "folder": ".", "submodel": SUBMODEL, "model": str(model) if model else None}
-        request |= {"symbolic": True, "family": checkpoint.family.name, "checkpoint": {} if model else hollow(load)}
-        run_pass({**request, "loras": [], "config": config, "out": str(out)}, lambda phrase: None)
-        model = out
-    assert model is not None
-    computed = folder / "reference"
-    computed.mkdir()
-    cases = reference(computed, checkpoint, (SUBMODEL,))[SUBMODEL]
-    return Built(checkpoint, model, cases, folder)
+    return build(tmp_path_factory.mktemp("quantized"), "cpu", {"QuantizeInt8": {}})
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,68 @@
+"""The small text encoder at the end of a chain that quantizes it, and what PyTorch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.passes.worker import run_pass
+from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
+from sdflow.verify.cases import Cases
+from sdflow.verify.exact import Proof, prove
+from sdflow.verify.graph import open_graph
+from sdflow.verify.judge import judge_submodel
+from sdflow.verify.recipes import RecipeCheck
+from sdflow.verify.result import SubmodelVerdict
+from sdflow.verify.stored import BoundModel
+from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.lora import LoraInput
+from sdflow.weights.structure import hollow
+from tests.verify.sample_artifacts import reference
+
+SUBMODEL = "text_encoder"
+LAYER = "text_model.encoder.layers.0.mlp.fc1.weight"
+FUSED: Mapping[str, Mapping[str, Any]] = {
+    "OnnxConversion": {"target_opset": 17},
+    "OrtTransformersOptimization": {"model_type": "clip", "opt_level": 0, "float16": False},
+}
+"""Pass -> its options: what any such chain begins with."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """The structure without weights, and what PyTorch computes. target: that it is built for."""
+
+    checkpoint: Checkpoint
+    structure: Path
+    cases: Cases
+    folder: Path
+    target: str
+
+    def bound(self, out: Path, *loras: LoraInput) -> Path:
+        out.mkdir()
+        bind(BindRequest(SUBMODEL, self.structure, self.checkpoint.submodels[SUBMODEL].load, loras), out)
+        return out
+
+    def proof(self, folder: Path, structure: Path | None = None) -> Proof:
+        bound = BoundModel(folder, self.checkpoint.submodels[SUBMODEL].load)
+        return prove(RecipeCheck(SUBMODEL, structure or self.structure, bound), self.cases, threads=1)
+
+    def verdict(self, folder: Path, stated: float | None) -> SubmodelVerdict:
+        return judge_submodel(SUBMODEL, open_graph(folder, self.target, threads=1), self.cases, stated)
+
+
+def build(folder: Path, target: str, further: Mapping[str, Mapping[str, Any]]) -> Built:
+    """Run the chain without weights, in `folder`. further: the passes behind FUSED, with their options."""
+    checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
+    load, model = checkpoint.submodels[SUBMODEL].load, None
+    for name, config in {**FUSED, **further}.items():
+        (out := folder / name).mkdir()
+        request = {"pass": name, "folder": ".", "submodel": SUBMODEL, "model": str(model) if model else None}
+        request |= {"symbolic": True, "family": checkpoint.family.name, "checkpoint": {} if model else hollow(load)}
+        run_pass({**request, "loras": [], "config": dict(config), "out": str(out)}, lambda phrase: None)
+        model = out
+    assert model is not None
+    (computed := folder / "reference").mkdir()
+    return Built(checkpoint, model, reference(computed, checkpoint, (SUBMODEL,))[SUBMODEL], folder, target)
