@@ -24,8 +24,9 @@ def test_without_a_device_it_is_said_what_float8_takes() -> None:
         pytest.skip("there is a device")
     with pytest.raises(
         TargetUnavailableError, match=r"float8 is computed by sdflow's own kernels.*(no CUDA device|Linux)"
-    ):
+    ) as raised:
         float8_library.__wrapped__()
+    assert raised.value.where == "cuda"
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +38,8 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     with pytest.raises(TargetUnavailableError, match=r"compute capability 8\.9.*A100-SXM4-80GB has 8\.0") as raised:
         float8_library.__wrapped__()
-    assert "float16" in str(raised.value)
+    assert raised.value.where == "cuda"
+    assert "float16" in str(raised.value.remedy)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ from sdflow.runtime.kernels.replace import VERSION
 OLDEST = (8, 9)
 """The first compute capability with products of float8."""
 
+WHERE = "cuda"
 NEEDS = "Draw with a float16 or float32 pipeline: the workflow without QuantizeFp8."
 
 
@@ -45,6 +46,7 @@ def float8_library() -> Path:
             raise TargetUnavailableError(
                 f"float8 needs a GPU of compute capability {'.'.join(map(str, OLDEST))} or newer; "
                 f"{device.name} has {device.major}.{device.minor}",
+                where=WHERE,
                 remedy=NEEDS,
             )
     try:
@@ -52,7 +54,7 @@ def float8_library() -> Path:
         prove_float8(library)
     except TargetUnavailableError as error:
         raise TargetUnavailableError(
-            f"float8 is computed by sdflow's own kernels, and {error}", remedy=NEEDS
+            f"float8 is computed by sdflow's own kernels, and {error}", where=WHERE, remedy=NEEDS
         ) from error
     return library
 
