@@ -19,7 +19,7 @@ FLOORS = {
         (
             "stop errors input_file digest file_stamp locked_folder units shipped image_sizes distance tolerances atomic_write",
             "models families prompts targets artifact manifest machine workers worker_server worker_group on_ray samples "
-            "replace_folder user_folder",
+            "replace_files replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
             "step imported chain planned_step buildable plan inspection compared_base listener chain_run execute assemble "

@@ -71,7 +71,11 @@ def export(
         raise UsageError("there is nothing to write", where="export", remedy="Add --one-file OUT.onnx.")
     if one_file is not None and one_file.suffix != ".onnx":
         raise UsageError(f"{one_file} does not end in .onnx", where="--one-file", remedy=f"Write {one_file}.onnx.")
-    name, steps = parse_schedule(schedule) if schedule else (None, None)
+    if one_file is not None and schedule_file is not None and schedule_file.name == f"{one_file.name}.json":
+        raise UsageError(
+            "the file that tells of the graph has this name", where="--schedule-file", remedy="Name another file."
+        )
+    name, steps = (None, None) if schedule is None else parse_schedule(schedule)
     wanted = Wanted(
         scheduler=name,
         steps=steps,

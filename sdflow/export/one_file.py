@@ -5,21 +5,23 @@ Nothing is computed with the weights: the files are those of the artifacts, copi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import WEIGHTS_FILE
 from sdflow.assemble import copy_file
-from sdflow.atomic_write import replacing, write_whole
-from sdflow.errors import CacheError, UsageError
+from sdflow.errors import CacheError, UsageError, telling
 from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
 from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
+from sdflow.families.approximation import Approximation
 from sdflow.families.latents import Latents
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
+from sdflow.replace_files import replacing_all
 from sdflow.runtime.folder import (
     SCHEDULER,
     folder_defaults,
@@ -60,14 +62,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Exported:
-    """files: the graph, those with weights, and the JSON that tells of it. bytes: of all of them. inputs, outputs: of the
-    graph, with their types and shapes."""
+    """files: the graph, those with weights, and the JSON that tells of it -> bytes. inputs, outputs: of the graph, with their
+    types and shapes. left_out: what `sdflow generate` does with this pipeline besides, and its option that leaves it out too."""
 
-    files: tuple[Path, ...]
-    bytes: int
+    files: Mapping[Path, int]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     schedule: Coefficients
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
 
 
 def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
@@ -81,7 +87,8 @@ def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
 def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     """Write the pipeline of a folder as one graph.
 
-    Raises UsageError for a pipeline that does not draw from text alone, CacheError when it cannot be written.
+    Raises UsageError for a pipeline that does not draw from text alone, CacheError when it cannot be written. Then what was
+    there before is as it was.
     """
     family, there = folder_family(folder), onnx_submodels(folder)
     if (task := folder_task(folder)) != "text" or not set(family.drawing) <= set(there):
@@ -96,6 +103,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
             where=str(folder),
             remedy="Export one that was built without them.",
         )
+    _require_outside(out, folder, there)
     there = [name for name in there if name in family.drawing or (wanted.checker and name == family.checker)]
     configs = {name: submodel_config(folder, name) for name in there}
     scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
@@ -121,20 +129,37 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids),
     }
-    try:
+    contents = {out: model.SerializeToString(deterministic=True), beside: compact(told)}
+    with (
+        telling("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
+        replacing_all([*contents, *data.values()]) as written,
+    ):
         for name, path in data.items():
-            with replacing(path) as temporary:
-                copy_file(folder / name / WEIGHTS_FILE, temporary)
-        write_whole(beside, compact(told))
-        write_whole(out, model.SerializeToString(deterministic=True))
-    except OSError as error:
-        raise CacheError(
-            f"the file cannot be written: {error.strerror or error}",
-            where=str(error.filename or out),
-            remedy="Free space or fix the permissions, then run again.",
-        ) from error
-    files = (out, *data.values(), beside)
-    return Exported(files, sum(path.stat().st_size for path in files), inputs, outputs, schedule)
+            copy_file(folder / name / WEIGHTS_FILE, written[path])
+        for path, content in contents.items():
+            written[path].write_bytes(content)
+        files = {path: written[path].stat().st_size for path in (out, *data.values(), beside)}
+    return Exported(files, inputs, outputs, schedule, _left_out(folder))
+
+
+def _require_outside(out: Path, folder: Path, submodels: Sequence[str]) -> None:
+    """Raises UsageError for a file in the pipeline's own folders, where it may take the place of a model."""
+    own = {folder.resolve(), *((folder / name).resolve() for name in submodels)}
+    if own & {out.parent.resolve(), *out.parent.resolve().parents}:
+        raise UsageError("it lies within the pipeline", where=str(out), remedy="Name a place outside of it.")
+
+
+def _left_out(folder: Path) -> tuple[str, ...]:
+    if not (folder / MANIFEST_FILE).exists():
+        return ()
+    origin = read_manifest(folder).origin
+    found = [
+        f"{Approximation.of(**{name: value}).spelled()}: it draws as with --{name.replace('_', '-')} off"
+        for name, value in Approximation.chosen(origin.said, None, None).settings().items()
+    ]
+    if origin.refiner is not None:
+        found.append("the refiner: it draws as with --refiner-start 1")
+    return tuple(found)
 
 
 def _embed(model: Any, files: Mapping[str, Path]) -> None:

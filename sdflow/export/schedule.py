@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
+from sdflow.families.schedulers import require_known
 from sdflow.runtime.schedule import IMAGE, named_scheduler, trace
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ class Coefficients:
 
 
 def parse_schedule(text: str) -> tuple[str, int | None]:
-    """`NAME` or `NAME,STEPS`. Raises UsageError for steps that are none."""
+    """`NAME` or `NAME,STEPS`. Raises UsageError for a name that is not known, and for steps that are none."""
     name, comma, steps = text.partition(",")
+    require_known(name, "--schedule")
     if not comma:
         return name, None
     if not steps.isascii() or not steps.isdigit() or not 0 < int(steps) <= 1000:

@@ -102,7 +102,7 @@ class Approximation:
         return cls.of(*(((each or None) if each is not None else mine) for each, mine in given))
 
     @classmethod
-    def of(cls, reuse: Any, guidance_interval: Any) -> Approximation:
+    def of(cls, reuse: Any = None, guidance_interval: Any = None) -> Approximation:
         """From what a caller says: None, the dataclasses, or maps as in a workflow. Raises UsageError for what is none."""
         return cls(
             reuse if reuse is None or isinstance(reuse, Reuse) else read_reuse(reuse),

@@ -20,16 +20,18 @@ def print_export(exported: Exported, *, as_json: bool = False) -> None:
             "outputs": list(exported.outputs),
             "scheduler": exported.schedule.scheduler,
             "steps": exported.schedule.steps,
+            "left_out": list(exported.left_out),
         }
         print_json("export", content)
         return
-    print_table(
-        "", ("file", "bytes"), [(str(path), spell_bytes(path.stat().st_size)) for path in exported.files], ("bytes",)
-    )
+    rows = [(str(path), spell_bytes(size)) for path, size in exported.files.items()]
+    print_table("", ("file", "bytes"), rows, ("bytes",))
     for value in exported.inputs:
         print(f"  in   {value}")
     for value in exported.outputs:
         print(f"  out  {value}")
+    for each in exported.left_out:
+        print(f"  without {each}")
     print(f"{_words(exported.schedule)}. The files belong together: move them as one.")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ import pytest
 import torch
 from converted import Converted
 
-from sdflow.assemble import assemble
-from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.assemble import assemble, copy_file
+from sdflow.errors import CacheError, PassError, SlowerWarning, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
 from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
@@ -278,3 +280,45 @@ def test_submodels_of_two_versions_of_operators_are_refused(tiny_pipeline: Path,
     (folder / "vae_decoder/model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(PassError, match="one graph has one version"):
         exported(folder, tmp_path / "one.onnx")
+
+
+def test_a_full_disk_leaves_what_was_there(
+    tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(tiny_pipeline, tmp_path / "tiny.onnx", checker=False)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    copy, copied = copy_file, []
+
+    def until_it_is_full(source: Path, destination: Path) -> None:
+        copied.append(destination)
+        if len(copied) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(source, destination)
+
+    monkeypatch.setattr("sdflow.export.one_file.copy_file", until_it_is_full)
+    with pytest.raises(CacheError, match="No space left"):
+        exported(tiny_pipeline, tmp_path / "tiny.onnx", steps=STEPS + 1, checker=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_no_model_of_the_pipeline_is_written_over(tiny_pipeline: Path) -> None:
+    for place in ("one.onnx", "unet/model.onnx", "new/one.onnx"):
+        with pytest.raises(UsageError, match="within the pipeline"):
+            exported(tiny_pipeline, tiny_pipeline / place)
+    assert not (tiny_pipeline / "new").exists()
+
+
+def test_what_generate_does_besides_is_told(tiny_pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "approximating"
+    folder.mkdir()
+    for path in tiny_pipeline.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "sdflow.json").unlink()
+    manifest = json.loads((tiny_pipeline / "sdflow.json").read_bytes())
+    said = {"reuse": {"every": 2}, "guidance_interval": {"from": 0.25}}
+    (folder / "sdflow.json").write_text(json.dumps({**manifest, "generate": said, "refiner": "../refiner"}))
+    reuse, interval, refiner = exported(folder, tmp_path / "one.onnx").left_out
+    assert reuse.startswith("reuse every=2,")
+    assert reuse.endswith("--reuse off")
+    assert interval == "guidance_interval from=0.25,to=1: it draws as with --guidance-interval off"
+    assert refiner == "the refiner: it draws as with --refiner-start 1"
