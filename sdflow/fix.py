@@ -58,7 +58,7 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     """A fix for each submodel that overflows in `verification`, which is of this subject, or is beyond its limit.
 
     Builds and verifies that submodel some 2 * k * log2(n) times for n suspects of which k are kept, see `smallest`.
-    Raises VerificationError for a submodel that does not pass with all suspects in fp32 either.
+    Raises VerificationError for a submodel that does not pass with all suspects in fp32 either, or with no layer quantized alone.
     """
     both = [*verification.overflowing, *verification.beyond_stated]
     own = [name for name in both if not name.startswith(f"{REFINER}/")]
@@ -121,6 +121,13 @@ def _fix_quantized(
         return tried[frozenset(kept)]
 
     found = smallest((), layers, passes)
+    if len(found) == len(layers):
+        raise VerificationError(
+            f"{submodel} is not within the workflow's limit of {quantization.limit:g} with any of its layers in "
+            f"{quantization.to}",
+            where=subject.name,
+            remedy=f"State a larger limit, or take its {step.name} out.",
+        )
     return Fix(submodel, tuple(found), len(tried) - 1, step.name, KEPT, tuple(step.config[KEPT]))
 
 

@@ -88,6 +88,20 @@ def test_layers_to_keep_are_found_by_measurement(shell: Shell, first: Any) -> No
     assert pipeline["verification"]["passed"]
 
 
+def test_a_limit_that_no_layer_meets_is_told(shell: Shell, first: Any) -> None:
+    """Keeping all of them is no proposal: the pass would have nothing to do."""
+    manifest = json.loads((shell.folder / FOLDER / "sdflow.json").read_text())
+    (step,) = [each for each in manifest["submodels"]["text_encoder"]["steps"] if each["pass"] == "QuantizeInt8"]
+    hopeless = workflow(1e-5)
+    hopeless["submodels"]["text_encoder"]["passes"][-1]["keep"] = step["facts"]["quantized"]["layers"][1:]
+    (shell.folder / "hopeless.yaml").write_text(yaml.safe_dump(hopeless))
+    shell.json("run", "hopeless.yaml", "--no-evaluate", "--no-verify", "--out", "hopeless")
+    done = shell.run("verify", f"hopeless/{NAME}", "--fix", "--quick", "--submodel", "text_encoder")
+    assert done.returncode == 4
+    assert "not within the workflow's limit of 1e-05 with any of its layers in int8" in done.stderr
+    assert "take its QuantizeInt8 out" in done.stderr
+
+
 def test_it_draws_and_takes_a_lora_that_is_merged_before_it_is_quantized(shell: Shell, first: Any) -> None:
     assert shell.run("generate", FOLDER, *DRAW, "--out", "plain.png").returncode == 0
     lora = write_lora(shell.folder / "otter.safetensors", ("text_encoder",))
