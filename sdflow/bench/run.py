@@ -6,7 +6,6 @@ warm or busy. It costs memory; an engine that does not fit beside the others is 
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.artifact import MODEL_FILE
 from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, beside_exact, choose
+from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, within
-from sdflow.bench.timing import Turns, distance
+from sdflow.bench.timing import Turns
+from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families.approximation import EXACT, Approximation
 from sdflow.file_stamp import check_stamps, folder_stamps
@@ -34,19 +34,15 @@ from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.beside_refiner import require_exact
-from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
+from sdflow.runtime.folder import every_artifact, refiner_of
 from sdflow.runtime.soundness import require_sound_pipeline
 from sdflow.targets import TARGETS, find_target
-from sdflow.tolerances import BENCH_FLOAT32, FLOAT16_RATIO
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-FLOAT32_TOLERANCE = BENCH_FLOAT32, "fixed, for float32"
-NEAR = "none: what is quantized says how far it is from PyTorch's image in float32"
-APART = "none: an approximation says how far it is from the exact engine's image"
 REFERENCE = Engine("reference", "PyTorch, float32")
 OPTIONAL_PACKAGES = ("torchao", "xformers", "triton")
 
@@ -138,27 +134,6 @@ def here(built_for: str, names: Sequence[str]) -> Device:
     return Device("cuda" if targets and has_cuda() else "cpu")
 
 
-def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
-    """What the denoiser's weights are in: PyTorch's float16 on a GPU; a graph's as built; TensorRT makes its own float16."""
-    if not engine.target:
-        return "float16" if device.kind == "cuda" else "float32"
-    if engine.target == "tensorrt":
-        return "float16"
-    import onnx
-
-    graph = onnx.load(folder / folder_family(folder).denoiser / MODEL_FILE, load_external_data=False).graph
-    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
-    return "float16" if half else "float32"
-
-
-def quantized_of(folder: Path, engine: Engine) -> str:
-    """What weights are quantized to and in which submodels, "int8 in unet"; "" where none is. PyTorch's are as they were."""
-    found: dict[str, list[str]] = {}
-    for name, to in read_manifest(folder).origin.quantized.items() if engine.target else ():
-        found.setdefault(to, []).append(name)
-    return ", ".join(f"{to} in {' and '.join(names)}" for to, names in found.items())
-
-
 class _Runner:
     """What the engines of a run share."""
 
@@ -167,28 +142,17 @@ class _Runner:
         self.notes: list[str] = []
         self.read = folder_stamps(request.folder)
         self.modules: Mapping[str, torch.nn.Module] = {}
-        self.references: dict[SweepPoint, np.ndarray] = {}
-        self.tolerances: dict[tuple[str, SweepPoint], tuple[float, str]] = {}
+        self.references = References()
 
     def load_references(self, active: Sequence[_Running]) -> None:
-        """PyTorch's images in float32, and how far its own float16 is from them."""
+        """PyTorch's modules and images, as far as they are needed."""
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
         self.modules = every_torch_module(self.request.folder, self.read)
-        if not self.request.check:
-            return
-        self.say("drawing the reference: PyTorch, float32")
-        self.references = self._drawn("float32")
-        for case in self.request.cases:
-            self.tolerances["float32", case] = FLOAT32_TOLERANCE
-        if any(each.result.dtype == "float16" for each in active):
-            self.say("drawing with PyTorch in float16: what float16 costs")
-            for case, drawn in self._drawn("float16").items():
-                found = distance(drawn, self.references[case])[0]
-                tolerance = max(FLOAT16_RATIO * found, BENCH_FLOAT32)
-                source = f"{FLOAT16_RATIO} x the distance of PyTorch's float16, {found:.2e}"
-                self.tolerances["float16", case] = tolerance, source
+        if self.request.check:
+            half = any(each.result.dtype == "float16" for each in active)
+            self.references.draw(self._drawn, float16=half, say=self.say)
 
     def _drawn(self, dtype: str) -> dict[SweepPoint, np.ndarray]:
         draw = torch_drawer(
@@ -204,7 +168,8 @@ class _Runner:
         engine, request = running.engine, self.request
         self.say(f"loading {engine.name}")
         beside = ", ".join(other.engine.name for other in others)
-        needed, free = self._weights(running), self.device.free()
+        needed = weight_bytes(request.folder, engine, self.device, self.modules)
+        free = self.device.free()
         if needed > free:
             running.result = replace(
                 running.result,
@@ -268,17 +233,11 @@ class _Runner:
     def _turns(
         self, running: _Running, draw: Draw, case: SweepPoint, before: Sequence[tuple[_Running, Turns]]
     ) -> Turns:
-        """before: those that have drawn their first images of this case. An approximation is held to the engine that it is one
-        of, which is among them unless it failed. A quantized one is compared with PyTorch's, and held to nothing."""
-        engine = running.engine
-        if running.quantized and not engine.exact:
-            reference, free = self.references.get(case), (math.inf, NEAR)
-            return Turns(draw, case, self.device, reference, free, quantized=running.quantized)
-        if not engine.exact:
-            tolerance = self.tolerances.get((running.result.dtype, case), FLOAT32_TOLERANCE)
-            return Turns(draw, case, self.device, self.references.get(case), tolerance)
-        found = [own.drawn for each, own in before if each.engine.name == engine.exact and self.request.check]
-        return Turns(draw, case, self.device, found[0] if found else None, (math.inf, APART), engine.exact)
+        """before: those that have drawn their first images of this case: among them the engine that an approximation is one of,
+        unless it failed."""
+        exact = next((own.drawn for each, own in before if each.engine.name == running.engine.exact), None)
+        yardstick = self.references.yardstick(running.engine, running.result.dtype, running.quantized, case, exact)
+        return Turns(draw, case, self.device, yardstick)
 
     @contextmanager
     def _reported(self, running: _Running, beside: str) -> Iterator[None]:
@@ -306,18 +265,6 @@ class _Runner:
             for now, before in zip((after.host, after.device), running.before, strict=True)
         ]
         running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
-
-    def _weights(self, running: _Running) -> int:
-        if running.engine.target:
-            whole, refiner = self.request.folder, refiner_of(self.request.folder)
-            folders = {(whole / name).resolve() for name in folder_family(whole).drawing}
-            if refiner is not None:
-                folders |= {(refiner / name).resolve() for name in folder_family(refiner).drawing}
-            return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
-        if self.device.kind == "cpu":
-            return 0  # the modules' own memory is used
-        different = {id(module): module for module in self.modules.values()}
-        return sum(2 * parameter.numel() for module in different.values() for parameter in module.parameters())
 
 
 def _told_of(fewer: Approximation) -> dict[str, Any]:

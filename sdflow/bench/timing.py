@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from sdflow.bench.device import Device, Memory
 from sdflow.bench.drawers import Draw
+from sdflow.bench.judge import Yardstick
 from sdflow.bench.result import Check, Measurement
 from sdflow.bench.sweep import SweepPoint
-from sdflow.distance import psnr, relative_l2
 from sdflow.evaluate.statistics import Latency, summarize
 
 if TYPE_CHECKING:
@@ -24,35 +23,13 @@ SETTLE_SECONDS = 0.2
 STAGES = ("text", "step", "decoder")
 
 
-def distance(drawn: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
-    """Relative L2 distance and PSNR in dB (of a peak of 1); infinite and 0 where there are values that are no numbers."""
-    relative = relative_l2(drawn, reference)
-    if math.isinf(relative):
-        return relative, 0.0
-    decibels = psnr(drawn, reference)
-    return relative, None if math.isinf(decibels) else decibels
-
-
 class Turns:
     """An engine's turns in one case; the caller decides who is next."""
 
-    def __init__(
-        self,
-        draw: Draw,
-        case: SweepPoint,
-        device: Device,
-        reference: np.ndarray | None,
-        tolerance: tuple[float, str],
-        approximates: str = "",
-        quantized: str = "",
-    ) -> None:
-        """tolerance: and where it comes from. reference: the right image, None: check nothing. approximates, quantized: as of
-        `Measurement`."""
+    def __init__(self, draw: Draw, case: SweepPoint, device: Device, yardstick: Yardstick) -> None:
         self.drawn: np.ndarray | None = None
-        self._approximates, self._quantized = approximates, quantized
-        self._draw, self._case, self._device = draw, case, device
-        self._reference, self._tolerance = reference, tolerance
-        self._worst: tuple[float, float | None] | None = None
+        self._draw, self._case, self._device, self._yardstick = draw, case, device, yardstick
+        self._worst: Check | None = None
         self._images: list[float] = []
         self._stages: dict[str, list[float]] = {name: [] for name in STAGES}
         self._memories: list[Memory] = []
@@ -99,9 +76,9 @@ class Turns:
             memory=self._memories[0],
             memory_second=self._memories[1],
             energy=self._energy / images if known and self._energy is not None else None,
-            check=None if self._worst is None else Check(*self._worst, *self._tolerance),
-            approximates=self._approximates,
-            quantized=self._quantized,
+            check=self._worst,
+            approximates=self._yardstick.approximates,
+            quantized=self._yardstick.quantized,
         )
 
     def _timed(self, draw: Callable[[], np.ndarray]) -> float:
@@ -112,9 +89,9 @@ class Turns:
         self._device.wait()
         took = 1e3 * (time.perf_counter() - begun)
         self.drawn = drawn
-        if self._reference is not None:
-            found = distance(drawn, self._reference)
-            self._worst = found if self._worst is None else max(self._worst, found, key=lambda each: each[0])
+        found = self._yardstick.check(drawn)
+        if found is not None:
+            self._worst = found if self._worst is None else max(self._worst, found, key=lambda each: each.distance)
         return took
 
     def _staged(self) -> float:

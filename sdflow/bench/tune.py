@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
-from sdflow.bench.run import dtype_of, quantized_of
 from sdflow.bench.sweep import Settings, SweepPoint, latents
 from sdflow.bench.timing import SETTLE_SECONDS
+from sdflow.bench.weights import dtype_of, quantized_of
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
 from sdflow.evaluate.statistics import percentile

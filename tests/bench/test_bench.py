@@ -23,10 +23,10 @@ from sdflow.bench.compare import compare
 from sdflow.bench.device import Device
 from sdflow.bench.engines import ENGINES, choose
 from sdflow.bench.files import COLUMNS, THEIR_COLUMNS, to_markdown
+from sdflow.bench.judge import distance
 from sdflow.bench.result import BenchResult
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
-from sdflow.bench.timing import distance
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError, VerificationError
 from sdflow.families.approximation import Approximation, Reuse

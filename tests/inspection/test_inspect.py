@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from started_python import Command
 
 from sdflow.bench.engines import ENGINES
-from sdflow.bench.run import quantized_of
+from sdflow.bench.weights import quantized_of
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
