@@ -99,7 +99,7 @@ class ChainRun:
             result = self._run_step(step, action, before)
             if result.outcome != "fetched":
                 self.cache.offer(result.record)
-            self.cache.remember_step(step.id, action)
+            self.cache.notes.remember_step(step.id, action)
             self.listener.finished(result)
             if told := _beyond_float16(step, result.record.facts):
                 self.listener.note(f"{step.pipeline} {step.submodel}: {told}")

@@ -32,7 +32,7 @@ def as_imported(steps: Sequence[Step], cache: Cache) -> tuple[Step, ...]:
     before: str | None = None
     steps = _as_written_there(steps, cache)
     for step in steps:
-        made = _choose(step, cache.imported(step.action(before, cache.salt)), cache)
+        made = _choose(step, cache.notes.imported(step.action(before, cache.salt)), cache)
         if made is None:
             break
         found.append(replace(step, uses=made.content["uses"]))
@@ -51,13 +51,13 @@ def _as_written_there(steps: Sequence[Step], cache: Cache) -> Sequence[Step]:
     config = first.source.load["config"]
     written = [config, *(
         each["config"]
-        for each in cache.imported_architectures()
+        for each in cache.notes.imported_architectures()
         if same_architecture(config, each["config"], each["defaults"])
     )]  # fmt: skip
     for each in written:
         source = replace(first.source, load={**first.source.load, "config": each})
         made = [replace(step, source=source) for step in steps]
-        if cache.imported(made[0].action(None, cache.salt)):
+        if cache.notes.imported(made[0].action(None, cache.salt)):
             return made
     return steps
 

@@ -60,7 +60,7 @@ def _each(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedS
 
 def _why_not_cached(step: Step, action: Action, cache: Cache) -> tuple[str, ...]:
     """In words: what differs from the last build of the same step."""
-    last = cache.last_action(step.id)
+    last = cache.notes.last_action(step.id)
     if last is not None and last.digest == action.digest:
         return ("its cached result is gone from the cache",)
     return explain(last, action)
@@ -68,9 +68,9 @@ def _why_not_cached(step: Step, action: Action, cache: Cache) -> tuple[str, ...]
 
 def remember_reading(action: Action, cache: Cache) -> None:
     """Note that a pass that ran without weights looked at one: the next run goes on with the weights at once."""
-    cache.remember_step(f"reads weights/{action.digest}", action)
+    cache.notes.remember_step(f"reads weights/{action.digest}", action)
 
 
 def reads_weights(action: Action, cache: Cache) -> bool:
     """Whether that is noted of this action."""
-    return cache.last_action(f"reads weights/{action.digest}") == action
+    return cache.notes.last_action(f"reads weights/{action.digest}") == action

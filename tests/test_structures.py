@@ -335,13 +335,13 @@ def test_of_several_imported_structures_the_one_most_like_this_machine_is_taken(
     import_structures(machines.archive, cache)
     (plan,) = make_plan(load_workflow(machines.workflow("several"), catalog=catalog()), cache).pipelines
     first = plan.chains[0].steps[0]
-    (own,) = cache.imported(first.action(None, cache.salt))
+    (own,) = cache.notes.imported(first.action(None, cache.salt))
     older = Action({**own.content, "uses": {**own.content["uses"], "onnx": "1.0"}})
     with cache.staging(older) as staging:
         (staging.files / "model.onnx").write_bytes(b"older")
         staging.publish({}, {})
-    cache.note_imported([older])
-    assert cache.imported(first.action(None, cache.salt)) == [own, older]
+    cache.notes.note_imported([older])
+    assert cache.notes.imported(first.action(None, cache.salt)) == [own, older]
     absent = {"torch", "diffusers", "transformers", "olive-ai"}
     found = packages.found_version
     monkeypatch.setattr("sdflow.chain.missing", lambda *names: tuple(each for each in names if each in absent))

@@ -119,7 +119,9 @@ def import_archive(path: Path, cache: Cache, accept: Callable[[Archive], None]) 
                 with cache.lock(entry.action, meanwhile=stop.check):
                     if cache.lookup(entry.action) is None:
                         new.append(_publish(cache, entry, archive.objects[entry.object], folder))
-            cache.note_imported([entry.action for entry in archive.entries], archive.about.get("architectures", ()))
+            cache.notes.note_imported(
+                [entry.action for entry in archive.entries], archive.about.get("architectures", ())
+            )
     return archive, new
 
 

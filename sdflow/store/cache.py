@@ -8,25 +8,23 @@ manifest; `check` reads every byte again. What is damaged goes to quarantine and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
-from sdflow.digest import digest_json
 from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import leases
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.imported import note_architectures, note_imported, noted, noted_architectures
-from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, replace_file, writing
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, writing
 from sdflow.store.locks import file_lock, held
+from sdflow.store.notes import Notes, note
 from sdflow.store.objects import AbsentObject, BadTree, check, find
 from sdflow.store.pins import Pin, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
-from sdflow.store.records import BadRecord, dump, load, load_action, read_record
+from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.remote.pieces import Cuts, no_cuts
 from sdflow.store.remote.remote import Remote, incoming, settle
 from sdflow.store.remote.spec import RemoteSpec
@@ -66,6 +64,7 @@ class Cache:
         self._layout = Layout(root)
         self._rehash = rehash
         self.stat = StatCache(self._layout, rehash=rehash)
+        self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
         self._lease: leases.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
@@ -85,7 +84,7 @@ class Cache:
                 return None
             lease = self._lease
             if lease is not None:
-                self._note(lambda: lease.add(stored.object), "a lease")
+                note(self._layout, lambda: lease.add(stored.object), "a lease")
             if stored.object in self._damaged:
                 return None
             try:
@@ -210,48 +209,6 @@ class Cache:
         with writing(self.root):
             self._layout.action(action.digest).unlink(missing_ok=True)
 
-    def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. Raises
-        CacheError."""
-        self._layout.ensure()
-        with writing(self.root):
-            note_imported(self._layout, actions)
-            note_architectures(self._layout, architectures)
-
-    def imported_architectures(self) -> list[dict[str, Any]]:
-        """What was noted of the architectures of imported actions."""
-        with reading(self.root):
-            return noted_architectures(self._layout)
-
-    def imported(self, action: Action) -> list[Action]:
-        """The imported actions that are this one but for the versions of packages, the last that was imported at the end."""
-        with reading(self.root):
-            return noted(self._layout, action.content)
-
-    def remember_step(self, step_id: str, action: Action) -> None:
-        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""
-        if self.last_action(step_id) == action:
-            return
-
-        def write() -> None:
-            self._layout.ensure()
-            body = {"format": 1, "step": step_id, "action": action.content}
-            replace_file(self._layout, self._step(step_id), dump(body))
-
-        self._note(write, "the last action of a step")
-
-    def last_action(self, step_id: str) -> Action | None:
-        """The action that the step had when it was last run; None if that is not known."""
-        try:
-            body = load(self._step(step_id).read_bytes())
-            return Action(body["action"]) if body["step"] == step_id else None
-        except (OSError, BadRecord, KeyError) as error:
-            log.debug("no last action of %s: %s", step_id, error)
-            return None
-
-    def _step(self, step_id: str) -> Path:
-        return self._layout.steps / f"{digest_json(step_id)}.json"
-
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Protect every object that is looked up or published in here from `gc`, by whatever process, until what was offered
@@ -268,7 +225,7 @@ class Cache:
             self._layout.ensure()
             made.append(leases.Lease(self._layout))
 
-        self._note(make, "a lease")
+        note(self._layout, make, "a lease")
         if self.remote is not None:
             self.remote.begin()
         try:
@@ -317,7 +274,7 @@ class Cache:
                     )
                 write_pin(self._layout, pin, described if described is not None else pin.folder)
 
-        return self._note(write, f"the pin of {name}", without=READ_ONLY)
+        return note(self._layout, write, f"the pin of {name}", without=READ_ONLY)
 
     def note_output_folder(self, folder: Path) -> None:
         """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""
@@ -326,19 +283,7 @@ class Cache:
             self._layout.ensure()
             note_output_folder(self._layout, folder.absolute())
 
-        self._note(write, "a folder of pipelines", without=READ_ONLY)
-
-    def _note(self, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:
-        """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits."""
-        try:
-            with writing(self.root):
-                write()
-        except CacheError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in without:
-                log.info("%s is not noted: %s", what, error.what)
-                return False
-            raise
-        return True
+        note(self._layout, write, "a folder of pipelines", without=READ_ONLY)
 
     def entries(self) -> list[Entry]:
         """Every finished action that the cache holds."""

@@ -260,7 +260,7 @@ def test_a_directory_in_the_place_of_a_file_is_put_aside_and_built_anew(
 ) -> None:
     record = publish(cache, make_action())
     cache.pin("sd15", [record.artifact.digest], tmp_path)
-    cache.remember_step("sd15/unet/0", record.action)
+    cache.notes.remember_step("sd15/unet/0", record.action)
     places = {
         "action": action_file(cache, record),
         "manifest": record.artifact.path.parent / "manifest.json",
@@ -276,8 +276,8 @@ def test_a_directory_in_the_place_of_a_file_is_put_aside_and_built_anew(
     assert len(cache.entries()) == 1
     assert cache.gc().removed == ()
     assert cache.verify().damaged == ()
-    cache.remember_step("sd15/unet/0", record.action)
-    assert cache.last_action("sd15/unet/0") == record.action
+    cache.notes.remember_step("sd15/unet/0", record.action)
+    assert cache.notes.last_action("sd15/unet/0") == record.action
     cache.pin("sd15", [record.artifact.digest], tmp_path)
     assert cache.entries()[0].pinned_by == ("sd15",)
 

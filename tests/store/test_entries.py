@@ -35,7 +35,7 @@ def test_a_hit_is_what_was_published(cache: Cache) -> None:
 
 def test_opening_and_looking_up_create_nothing(cache: Cache) -> None:
     assert cache.lookup(make_action()) is None
-    assert cache.last_action("sd15/unet/0") is None
+    assert cache.notes.last_action("sd15/unet/0") is None
     assert cache.entries() == []
     assert cache.verify().objects == 0
     assert cache.gc(0).removed == ()
@@ -218,16 +218,16 @@ def test_a_collected_artifact_is_not_taken_for_sound(cache: Cache) -> None:
 
 def test_the_last_action_of_a_step_is_remembered(cache: Cache) -> None:
     old, new = make_action("a"), make_action("b")
-    cache.remember_step("sd15_cuda/unet/2", old)
-    cache.remember_step("sd15_cuda/unet/3", new)
-    assert Cache(cache.root).last_action("sd15_cuda/unet/2") == old
-    cache.remember_step("sd15_cuda/unet/2", new)
-    assert cache.last_action("sd15_cuda/unet/2") == new
+    cache.notes.remember_step("sd15_cuda/unet/2", old)
+    cache.notes.remember_step("sd15_cuda/unet/3", new)
+    assert Cache(cache.root).notes.last_action("sd15_cuda/unet/2") == old
+    cache.notes.remember_step("sd15_cuda/unet/2", new)
+    assert cache.notes.last_action("sd15_cuda/unet/2") == new
     for path in (cache.root / "v1/steps").iterdir():
         path.write_bytes(path.read_bytes()[:-7])
-    assert cache.last_action("sd15_cuda/unet/2") is None
-    cache.remember_step("sd15_cuda/unet/2", old)
-    assert cache.last_action("sd15_cuda/unet/2") == old
+    assert cache.notes.last_action("sd15_cuda/unet/2") is None
+    cache.notes.remember_step("sd15_cuda/unet/2", old)
+    assert cache.notes.last_action("sd15_cuda/unet/2") == old
 
 
 def test_an_action_without_pass_or_submodel_is_listed(cache: Cache) -> None:

@@ -28,7 +28,7 @@ def assert_nothing_lost(root: Path) -> None:
     assert cache.verify().damaged == ()
     with cache.lease():
         assert cache.lookup(before) == record
-    cache.remember_step("sd15/unet/0", before)
+    cache.notes.remember_step("sd15/unet/0", before)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_full_disk_still_serves_hits_and_can_be_collected(tmp_path: Path) -> N
             for record in records:
                 assert reader.lookup(record.action) == record
                 reader.check(record.artifact)
-        reader.remember_step("sd15/unet/0", records[0].action)
+        reader.notes.remember_step("sd15/unet/0", records[0].action)
         assert len(reader.gc(45_000).removed) == 1
         assert_complete(build(reader, make_action("after"), locked=True), contents(make_action("after")))
 

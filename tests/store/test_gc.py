@@ -227,10 +227,10 @@ def test_quarantine_and_kept_failures_stay_two_weeks(cache: Cache, days: int) ->
 def test_clean_empties_the_cache_and_it_works_again(cache: Cache, tmp_path: Path) -> None:
     record = publish(cache, make_action())
     cache.pin("sd15", [record.artifact.digest], tmp_path)
-    cache.remember_step("sd15/unet/0", record.action)
+    cache.notes.remember_step("sd15/unet/0", record.action)
     cache.clean()
     assert cache.lookup(record.action) is None
-    assert cache.last_action("sd15/unet/0") is None
+    assert cache.notes.last_action("sd15/unet/0") is None
     left = [path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*") if path.is_file()]
     assert sorted(path for path in left if not path.startswith("v1/locks")) == [".gitignore", "CACHEDIR.TAG"]
     assert build(cache, record.action) == record

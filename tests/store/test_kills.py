@@ -146,7 +146,7 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
                     record = build(cache, action, locked=mine.random() < 0.5)
                     cache.check(record.artifact)
                     assert_complete(record, contents(action))
-                    cache.remember_step(f"worker{worker}", action)
+                    cache.notes.remember_step(f"worker{worker}", action)
 
     cache_root = cache.root
 

@@ -31,7 +31,7 @@ def open_path() -> Iterator[Path]:
 def filled(open_path: Path) -> Cache:
     cache = Cache(open_path / "cache")
     publish(cache, make_action())
-    cache.remember_step("sd15/unet/0", make_action())
+    cache.notes.remember_step("sd15/unet/0", make_action())
     cache.stat.close()
     return cache
 
@@ -62,8 +62,8 @@ def test_a_read_only_cache_serves_hits(filled: Cache, bar: Callable[[Cache], Non
             assert record is not None
             assert_complete(record, contents(make_action()))
             cache.check(record.artifact)
-        assert cache.last_action("sd15/unet/0") == make_action()
-        cache.remember_step("sd15/unet/0", make_action("other"))
+        assert cache.notes.last_action("sd15/unet/0") == make_action()
+        cache.notes.remember_step("sd15/unet/0", make_action("other"))
         assert cache.pin("sd15", [record.artifact.digest]) is False
         assert len(cache.entries()) == 1
         assert cache.verify().damaged == ()

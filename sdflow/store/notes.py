@@ -1,0 +1,77 @@
+"""What helps later runs but no result needs: the last action of a step, and what was done elsewhere and imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import Action
+from sdflow.digest import digest_json
+from sdflow.errors import CacheError
+from sdflow.store.imported import note_architectures, note_imported, noted, noted_architectures
+from sdflow.store.layout import FULL, READ_ONLY, Layout, log, reading, replace_file, writing
+from sdflow.store.records import BadRecord, dump, load
+
+
+class Notes:
+    """The notes of a cache."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def remember_step(self, step_id: str, action: Action) -> None:
+        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""
+        if self.last_action(step_id) == action:
+            return
+
+        def write() -> None:
+            self._layout.ensure()
+            body = {"format": 1, "step": step_id, "action": action.content}
+            replace_file(self._layout, self._step(step_id), dump(body))
+
+        note(self._layout, write, "the last action of a step")
+
+    def last_action(self, step_id: str) -> Action | None:
+        """The action that the step had when it was last run; None if that is not known."""
+        try:
+            body = load(self._step(step_id).read_bytes())
+            return Action(body["action"]) if body["step"] == step_id else None
+        except (OSError, BadRecord, KeyError) as error:
+            log.debug("no last action of %s: %s", step_id, error)
+            return None
+
+    def _step(self, step_id: str) -> Path:
+        return self._layout.steps / f"{digest_json(step_id)}.json"
+
+    def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. Raises
+        CacheError."""
+        self._layout.ensure()
+        with writing(self._layout.root):
+            note_imported(self._layout, actions)
+            note_architectures(self._layout, architectures)
+
+    def imported(self, action: Action) -> list[Action]:
+        """The imported actions that are this one but for the versions of packages, the last that was imported at the end."""
+        with reading(self._layout.root):
+            return noted(self._layout, action.content)
+
+    def imported_architectures(self) -> list[dict[str, Any]]:
+        """What was noted of the architectures of imported actions."""
+        with reading(self._layout.root):
+            return noted_architectures(self._layout)
+
+
+def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:
+    """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits. Returns whether
+    it is written."""
+    try:
+        with writing(layout.root):
+            write()
+    except CacheError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in without:
+            log.info("%s is not noted: %s", what, error.what)
+            return False
+        raise
+    return True
