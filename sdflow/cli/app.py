@@ -15,6 +15,7 @@ from sdflow.cli.deploy import deploy, query, status, terminate
 from sdflow.cli.export import export
 from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
+from sdflow.cli.needs import needs
 from sdflow.cli.opened import open_cache
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
@@ -138,6 +139,7 @@ def run(
 
 
 @app.command()
+@needs("REFERENCE")
 def verify(
     subject: Annotated[list[Path], typer.Argument(help="Pipeline folders or workflow files.", metavar="PIPELINE...")],
     target: Targets = None,

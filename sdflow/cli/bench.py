@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from sdflow.cli.needs import needs
+from sdflow.cli.quiet import quiet_libraries, say
 
 if TYPE_CHECKING:
     from sdflow.bench.sweep import SweepPoint
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
+@needs("REFERENCE")
 def bench(
     pipeline: Annotated[Path | None, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")] = None,
     engine: Annotated[
@@ -83,10 +85,7 @@ def bench(
     json: AsJson = False,
 ) -> None:
     """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every image is checked."""
-    from sdflow.machine.packages import REFERENCE, require_packages
-
-    require_packages("`sdflow bench`", *REFERENCE)
-    _quiet()
+    quiet_libraries()
     from sdflow.bench.files import write_files
     from sdflow.bench.run import BenchRequest
     from sdflow.bench.run import bench as measure
@@ -113,7 +112,7 @@ def bench(
         for option, text in (("--reuse", reuse), ("--guidance-interval", guidance_interval))
     )
     fewer = Approximation.chosen(read_manifest(pipeline).origin.said, *given)
-    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer), _say)
+    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer), say)
     files = write_files(result, out) if out is not None else []
     print_bench(result, files, as_json=json)
     if result.wrong:
@@ -124,6 +123,7 @@ def bench(
         )
 
 
+@needs("DRAWS")
 def tune(
     pipeline: Annotated[Path, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")],
     target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
@@ -143,10 +143,7 @@ def tune(
     json: AsJson = False,
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow tune`", *DRAWS)
-    _quiet()
+    quiet_libraries()
     from sdflow.bench.sweep import SweepPoint
     from sdflow.bench.tune import tune as search
     from sdflow.errors import UsageError
@@ -158,7 +155,7 @@ def tune(
         raise UsageError(f"no target is named {target}", where="--target", remedy=f"Known: {', '.join(TARGETS)}.")
     pixels = size or _own_size(pipeline)
     case = SweepPoint(batch, pixels, pixels, min(4, _own(pipeline).steps) if steps is None else steps)
-    result = search(pipeline, _say, target=target, case=case, rounds=rounds, only=option or [])
+    result = search(pipeline, say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
     if verify and result.tuning != UNTUNED:
         hold_to_pytorch(pipeline, TARGETS[result.target], cache)
@@ -175,17 +172,17 @@ def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
     from sdflow.verify import subject_of_folder
     from sdflow.verify import verify as hold
 
-    _say("holding the choice to PyTorch")
+    say("holding the choice to PyTorch")
     try:
         store = Cache(cache)
-        found = hold(subject_of_folder(pipeline, store), VerifySpec(), store, run_on=target.name, progress=_say).result
+        found = hold(subject_of_folder(pipeline, store), VerifySpec(), store, run_on=target.name, progress=say).result
         if not found.passed:
             raise VerificationError(found.failure(), where=str(pipeline), remedy="Nothing is chosen.")
     except SdflowError:
         record_tuning(pipeline, target, UNTUNED, {"verified": False})
-        _say("nothing is chosen; --no-verify keeps a choice without this")
+        say("nothing is chosen; --no-verify keeps a choice without this")
         raise
-    _say(f"with the choice all submodels are as PyTorch has them, on {target.name} too")
+    say(f"with the choice all submodels are as PyTorch has them, on {target.name} too")
 
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:
@@ -242,12 +239,3 @@ def _list(pipeline: Path | None, engines: list[str], as_json: bool) -> None:
     built_for = "cuda" if pipeline is None else read_manifest(pipeline).origin.target
     device = here(built_for, engines).kind
     print_engines(choose(engines, device if pipeline is None else built_for, device), as_json=as_json)
-
-
-def _quiet() -> None:
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.needs import needs
 
+
+@needs("DRAWS")
 def export(
     pipeline: Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")],
     one_file: Annotated[
@@ -59,9 +62,6 @@ def export(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow export`", *DRAWS)
     from sdflow.errors import UsageError
     from sdflow.export.one_file import Wanted, export_one_file, folder_schedule
     from sdflow.export.schedule import parse_schedule

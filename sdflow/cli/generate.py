@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from sdflow.runtime.generate import Progress
+from sdflow.cli.needs import needs
+from sdflow.cli.quiet import quiet_libraries
 
 Folder = Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")]
 
 
+@needs("DRAWS")
 def generate(
     context: typer.Context,
     pipeline: Folder,
@@ -202,13 +200,11 @@ def generate(
     ] = False,
 ) -> None:
     """Draw images from text, from an image, or into the white part of a mask."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow generate`", *DRAWS)
     if interactive:
         _on_a_page(context, pipeline)
         return
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+    quiet_libraries()
+    from sdflow.cli.image_progress import image_progress
     from sdflow.families.approximation import parse
     from sdflow.report.generate import print_generate
     from sdflow.runtime.control_files import parse_controls
@@ -264,7 +260,7 @@ def generate(
         check=check,
         more={name: value for name, value in more.items() if value is not None},
     )
-    with _as_typed(), _progress() as progress:
+    with _as_typed(), image_progress() as progress:
         result = draw(request, progress)
     print_generate(result, as_json=json)
 
@@ -313,46 +309,6 @@ def _pair(option: str, text: str | None) -> tuple[int, int] | None:
     if found is None:
         raise UsageError(f"{text!r} is not of the form 1024x768", where=option, remedy="Two whole numbers, in pixels.")
     return int(found[1]), int(found[2])
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere a line for each step, one a second at most, and the last."""
-    from sdflow.runtime.generate import Progress
-
-    if not sys.stderr.isatty():
-        yield Progress(_say, _Lines().step)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("loading", total=None)
-
-        def step(label: str, done: int, total: int) -> None:
-            bars.update(bar, description=f"image {label}", completed=done, total=total)
-
-        yield Progress(lambda text: bars.update(bar, description=text), step)
-
-
-class _Lines:
-    SECONDS_BETWEEN = 1.0
-
-    def __init__(self) -> None:
-        self._said = 0.0
-
-    def step(self, label: str, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if done == total or now - self._said >= self.SECONDS_BETWEEN:
-            self._said = now
-            _say(f"image {label}: step {done} of {total}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def _on_a_page(context: typer.Context, pipeline: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sdflow.cli.quiet import say
 from sdflow.listener import FinishedStep, Listener
 from sdflow.step import Step
 from sdflow.units import spell_bytes, spell_seconds
@@ -37,8 +38,7 @@ class PlainLines:
         self._told: set[str] = set()
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")  # in one piece: steps run side by side
-        sys.stderr.flush()
+        say(text)
 
     def note(self, text: str) -> None:
         self._say(text)

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.needs import needs
 
+
+@needs("REFERENCE")
 def selftest(
     target: Annotated[
         str | None,
@@ -32,9 +35,6 @@ def selftest(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Build the sample pipeline, run it on a target, compare its images with the CPU's, time it. Nothing personal is kept."""
-    from sdflow.machine.packages import REFERENCE, require_packages
-
-    require_packages("`sdflow selftest`", *REFERENCE)
     from sdflow.errors import TargetUnavailableError, UsageError, VerificationError
     from sdflow.report.selftest import print_selftest
     from sdflow.selftest.result import read_report

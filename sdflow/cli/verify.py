@@ -34,9 +34,6 @@ def verify_all(
     propose: for each that overflows or is beyond its limit, find and print the nodes that must stay as they are. run_on: a target
     that is here.
     """
-    from sdflow.machine.packages import REFERENCE, require_packages
-
-    require_packages("`sdflow verify`", *REFERENCE)
     from sdflow.cli.progress import progress_view
     from sdflow.fix import Fix, fix
     from sdflow.report import print_verifications

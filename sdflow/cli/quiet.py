@@ -1,0 +1,16 @@
+"""What a command says on standard error, and that the libraries say nothing there."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")  # in one piece: others may write too
+    sys.stderr.flush()
+
+
+def quiet_libraries() -> None:
+    """To be called before they are imported: they ask no host, and warn of nothing that a user could mend."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
