@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from sdflow.artifact import Artifact
-from sdflow.errors import CacheError, UsageError
+from sdflow.errors import CacheError, UsageError, telling
 from sdflow.locked_folder import alone_in, locked_folder
 from sdflow.manifest import Origin, read_manifest
 from sdflow.pipeline_folder import Content, Layout, lay_out
@@ -78,7 +78,8 @@ def assemble(
             return True
         return keeper.pin(origin.name, [artifact.digest for artifact in layout.parts.values()], out, folder)
 
-    try:
+    remedy = "What was there before is unchanged. Free space or fix the permissions, then run again."
+    with telling("the pipeline cannot be written", out, remedy, CacheError, of_many=True):
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(out)
         with alone_in(out.parent, check):  # another run's exchange must not come between two looks
@@ -99,12 +100,6 @@ def assemble(
                 if keeper is not None:
                     sync_directory(out.parent)  # before what was there goes
                     sync_directory(out.parent.parent)
-    except OSError as error:
-        raise CacheError(
-            f"the pipeline cannot be written: {error.strerror or error}",
-            where=str(error.filename or out),
-            remedy="What was there before is unchanged. Free space or fix the permissions, then run again.",
-        ) from error
     return Assembled(out, changed=True, pinned=pinned)
 
 

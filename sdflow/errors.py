@@ -47,13 +47,21 @@ class UsageError(SdflowError):
 
 @contextmanager
 def telling(
-    what: str, where: Path | str, remedy: str | None = None, kind: type[SdflowError] = UsageError
+    what: str,
+    where: Path | str,
+    remedy: str | None = None,
+    kind: type[SdflowError] = UsageError,
+    *,
+    of_many: bool = False,
 ) -> Iterator[None]:
-    """An OSError in here is raised as one of ours: what could not be done ("cannot be written"), and the system's reason."""
+    """An OSError in here is raised as one of ours: what could not be done ("cannot be written"), and the system's reason.
+
+    of_many: `where` is many files, and the one that the system names is told in its place."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}", where=str(where), remedy=remedy) from error
+        place = error.filename if of_many and error.filename else where
+        raise kind(f"{what}: {error.strerror or error}", where=str(place), remedy=remedy) from error
 
 
 @dataclass(frozen=True, order=True)

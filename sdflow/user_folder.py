@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
 
 
 def user_folder(name: str, variable: str) -> Path:
@@ -27,11 +27,5 @@ def user_folder(name: str, variable: str) -> Path:
 @contextmanager
 def writing(what: str, where: Path, variable: str) -> Iterator[None]:
     """Raises UsageError in place of an OSError. what: is written there, in the plural. variable: names another folder."""
-    try:
+    with telling(f"no {what} can be kept there", where, f"Name another folder: {variable}=FOLDER."):
         yield
-    except OSError as error:
-        raise UsageError(
-            f"no {what} can be kept there: {error.strerror or error}",
-            where=str(where),
-            remedy=f"Name another folder: {variable}=FOLDER.",
-        ) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.atomic_write import write_whole
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
 from sdflow.families.base import Family
 from sdflow.families.schedulers import require_known
 from sdflow.runtime.schedule import IMAGE, named_scheduler, trace
@@ -52,10 +52,8 @@ class Coefficients:
     def write(self, path: Path) -> None:
         """As a JSON file, in one step."""
         content = {"format_version": FORMAT_VERSION, **self.to_json()}
-        try:
+        with telling("cannot be written", path):
             write_whole(path, (json.dumps(content) + "\n").encode())
-        except OSError as error:
-            raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
 def parse_schedule(text: str) -> tuple[str, int | None]:

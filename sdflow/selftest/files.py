@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sdflow.atomic_write import require_makable, write_whole
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
 from sdflow.selftest.html import page
 from sdflow.selftest.result import Report, document
 
@@ -17,17 +17,13 @@ def report_files(wanted: Path) -> tuple[Path, Path]:
     for path in files:
         if path.is_dir():
             raise UsageError("is a folder", where=str(path), remedy="Name a file with --report.")
-    try:
+    with telling("cannot be written", f"--report {wanted}"):
         require_makable(stem.absolute().parent)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=f"--report {wanted}") from error
     return files
 
 
 def write_report(report: Report, files: tuple[Path, Path]) -> None:
     """Write both, each whole. Raises UsageError."""
-    try:
-        write_whole(files[0], document(report))
-        write_whole(files[1], page(report).encode())
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(files[0])) from error
+    for path, content in zip(files, (document(report), page(report).encode()), strict=True):
+        with telling("cannot be written", path):
+            write_whole(path, content)

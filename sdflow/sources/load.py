@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import CheckpointError
+from sdflow.errors import CheckpointError, telling
 from sdflow.families import part_of
 from sdflow.families.part import Companion, Part
 from sdflow.file_stamp import check_stamps
@@ -244,10 +244,8 @@ def unpickled(file: Path, device: str) -> Any:
 
     import torch
 
-    try:
+    with telling("cannot be read", file, kind=CheckpointError):
         foreign = foreign_content(file)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
     if foreign:
         raise CheckpointError(f"not a pickle of weights alone: {foreign}", where=str(file))
     try:

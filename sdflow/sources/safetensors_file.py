@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow import stop
-from sdflow.errors import CheckpointError
+from sdflow.errors import CheckpointError, telling
 from sdflow.input_file import foreign_content, open_input, parse_json
 
 if TYPE_CHECKING:
@@ -74,18 +74,15 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, the position of the first tensor byte, the file's size."""
-    try:
-        with open_input(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if _MAX_HEADER < length <= size - 8:
-                raise _invalid(path, f"a header of {length >> 20} MB, where {_MAX_HEADER >> 20} are read at most")
-            if length == 0 or length > size - 8:
-                raise _invalid(path, foreign_content(path) or f"{size} bytes with a header of {length} bytes")
-            text = stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    with telling("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if _MAX_HEADER < length <= size - 8:
+            raise _invalid(path, f"a header of {length >> 20} MB, where {_MAX_HEADER >> 20} are read at most")
+        if length == 0 or length > size - 8:
+            raise _invalid(path, foreign_content(path) or f"{size} bytes with a header of {length} bytes")
+        text = stream.read(length)
     try:
         header = parse_json(text)
     except ValueError as error:

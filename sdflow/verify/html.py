@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from sdflow.atomic_write import write_whole
-from sdflow.errors import UsageError
+from sdflow.errors import telling
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
@@ -49,10 +49,8 @@ def write_html(verified: Verified, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    try:
+    with telling("cannot be written", path):
         write_whole(path, content)
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
 
 def page(result: Verification, images: Mapping[str, bytes]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.digest import canonical_json
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
 from sdflow.input_file import read_input
 from sdflow.store.records import BadRecord, load
 
@@ -32,13 +32,10 @@ def make_key(path: Path) -> str:
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:  # noqa: PTH123
+    with telling("the key cannot be written", path, "Name a new file."):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as stream:  # noqa: PTH123
             stream.write(data)
-    except OSError as error:
-        raise UsageError(
-            f"the key cannot be written ({error.strerror})", where=str(path), remedy="Name a new file."
-        ) from error
     return _spell(key.public_key())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
-from sdflow.errors import CheckpointError
+from sdflow.errors import CheckpointError, telling
 from sdflow.input_file import is_regular, parse_json, read_input
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
 from sdflow.sources.companions import KNOWN
@@ -88,10 +88,8 @@ def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Fin
 
 
 def _companion_file(folder: Path, file: str, theirs: Path, expected: Expected) -> Iterator[Finding]:
-    try:
+    with telling("cannot be read", theirs, kind=CheckpointError):
         wanted = read_input(theirs)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(theirs)) from error
     if theirs.suffix == ".json":
         try:
             content = parse_json(wanted)
