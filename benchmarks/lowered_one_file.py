@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from one_file_feeds import graph_feeds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -252,14 +253,7 @@ class Draw:
             runs = len(told["schedule"]["timesteps"])
             more = of_one_size(denoiser, family.denoiser, sizes, guided, runs)
         session = session_of(lowered(out, self.folder, names, more), out.parent, self.threads)
-        feeds: dict[str, Any] = {"latents": self.noise}
-        inputs = {each.name for each in session.get_inputs()}
-        for name in told["tokenizers"]:
-            tokenizer = companions[f"tokenizer{name.removeprefix('input_ids')}"]
-            ids = tokenizer([PROMPT], padding="max_length", truncation=True, return_tensors="np").input_ids
-            feeds[name] = np.repeat(ids.astype(np.int32), images, 0)
-        if "guidance_scale" in inputs:
-            feeds["guidance_scale"] = np.array([told["guidance_scale"]], np.float32)
+        feeds = graph_feeds(session, told, companions.__getitem__, self.noise, PROMPT)
         return session.run(["images"], feeds)[0], told
 
 

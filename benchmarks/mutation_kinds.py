@@ -5,129 +5,28 @@ A kind takes a Folder and a source of chance. It says in words what it did, or g
 
 from __future__ import annotations
 
-import filecmp
 import json
-import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+from mutated_folder import (
+    FLOATS,
+    Chance,
+    Folder,
+    Graph,
+    change_json,
+    get_attribute,
+    graph_among,
+    graph_of,
+    set_attribute,
+)
 from onnx import TensorProto, helper, numpy_helper
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.digest import FileEntry, digest_file, digest_tree
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.manifest import MANIFEST_FILE
-from sdflow.onnx_model.files import data_span, is_external
-
-Chance = random.Random
-FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
-
-
-class Folder:
-    """A copy of a pipeline folder that is to be damaged. What is not damaged stays a link to the cache."""
-
-    def __init__(self, source: Path, path: Path) -> None:
-        self.path = path
-        shutil.copytree(source, path, symlinks=True)
-        for link in [each for each in path.iterdir() if each.is_symlink()]:
-            target = (source / link.name).resolve()
-            link.unlink()
-            link.symlink_to(target)
-        self.submodels = [each.name for each in sorted(path.iterdir()) if (each / MODEL_FILE).is_file()]
-        self.touched: str | None = None
-        self.source = source
-
-    def own(self, submodel: str) -> Path:
-        """The submodel's folder, copied so that it can be changed."""
-        folder = self.path / submodel
-        if folder.is_symlink():
-            target = folder.resolve()
-            folder.unlink()
-            shutil.copytree(target, folder)
-        for path in folder.rglob("*"):
-            path.chmod(0o644 if path.is_file() else 0o755)
-        self.touched = submodel
-        return folder
-
-    def writable(self, name: str) -> Path:
-        """A file beside the graphs."""
-        path = self.path / name
-        path.chmod(0o644)
-        return path
-
-    def graph_differs(self) -> bool:
-        """Whether the touched submodel's graph or weights are others than before."""
-        if self.touched is None:
-            return False
-        pairs = [
-            (self.source / self.touched / name, self.path / self.touched / name) for name in (MODEL_FILE, WEIGHTS_FILE)
-        ]
-        return not all(
-            other.exists() and filecmp.cmp(one, other, shallow=False) for one, other in pairs if one.exists()
-        )
-
-    def sign(self) -> None:
-        """Write the digests of what is there, as whoever built it so would have: no fault is found by its digest."""
-        path = self.writable(MANIFEST_FILE)
-        manifest = json.loads(path.read_text())
-        for name, part in manifest["submodels"].items():
-            folder = self.path / name
-            if folder.is_symlink() or not folder.is_dir():
-                continue
-            files = sorted(each for each in folder.rglob("*") if each.is_file())
-            entries = [
-                FileEntry(each.relative_to(folder).as_posix(), each.stat().st_size, digest_file(each)) for each in files
-            ]
-            part["files"] = [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in entries]
-            part["artifact"] = digest_tree(entries)
-        path.write_text(json.dumps(manifest, indent=2))
-
-
-class Graph:
-    """A submodel's graph, its weights still in their file."""
-
-    def __init__(self, folder: Folder, submodel: str) -> None:
-        self.folder, self.submodel = folder, submodel
-        self.proto = onnx.load(str(folder.path / submodel / MODEL_FILE), load_external_data=False)
-        self.graph = self.proto.graph
-
-    def nodes(self, *types: str) -> list[Any]:
-        return [node for node in self.graph.node if node.op_type in types]
-
-    def save(self) -> None:
-        path = self.folder.own(self.submodel) / MODEL_FILE
-        path.write_bytes(self.proto.SerializeToString(deterministic=True))
-
-    def type_of(self, value: str) -> int:
-        """Of a value, as the graph declares it; 0 where it does not."""
-        return self.types().get(value, 0)
-
-    def types(self) -> dict[str, int]:
-        return {item.name: item.type.tensor_type.elem_type for item in (*self.graph.value_info, *self.graph.output)}
-
-    def behind(self, value: str, op_type: str, *constants: np.ndarray, **attributes: Any) -> None:
-        """Put a node behind a value: whoever read the value reads the node's output."""
-        new = f"{value}/changed"
-        for node in self.graph.node:
-            for index, name in enumerate(node.input):
-                if name == value:
-                    node.input[index] = new
-        names = []
-        for index, array in enumerate(constants):
-            names.append(f"{new}/{index}")
-            self.graph.node.append(helper.make_node("Constant", [], names[-1:], value=numpy_helper.from_array(array)))
-        self.graph.node.append(helper.make_node(op_type, [value, *names], [new], f"{new}/{op_type}", **attributes))
-
-    def read(self, value: str) -> bool:
-        return any(value in node.input for node in self.graph.node)
-
-
-def graph_of(folder: Folder, chance: Chance, submodels: Sequence[str] | None = None) -> Graph | None:
-    there = [name for name in (submodels or folder.submodels) if name in folder.submodels]
-    return Graph(folder, chance.choice(there)) if there else None
+from sdflow.onnx_model.files import is_external
 
 
 def _size(chance: Chance, least: float, most: float) -> float:
@@ -135,27 +34,11 @@ def _size(chance: Chance, least: float, most: float) -> float:
     return float(np.exp(chance.uniform(np.log(least), np.log(most))))
 
 
-def set_attribute(node: Any, name: str, value: Any) -> Any:
-    """Set an attribute; returns what it was, or None."""
-    before = None
-    for item in list(node.attribute):
-        if item.name == name:
-            before = helper.get_attribute_value(item)
-            node.attribute.remove(item)
-    node.attribute.append(helper.make_attribute(name, value))
-    return before
-
-
-def get_attribute(node: Any, name: str, default: Any = None) -> Any:
-    return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
-
-
 # In a graph
 
 
 def epsilon(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     types = ("LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm", "InstanceNormalization")
     if not (found := graph.nodes(*types)):
         return None
@@ -169,7 +52,6 @@ def epsilon(folder: Folder, chance: Chance) -> str | None:
 
 def attention_scale(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := graph.nodes("MultiHeadAttention", "Attention")):
         return None
     node, factor = chance.choice(found), 1 + _size(chance, 0.01, 0.5) * chance.choice([-1, 1])
@@ -193,7 +75,6 @@ def _width_of(graph: Graph, node: Any) -> int | None:
 def activation(folder: Folder, chance: Chance) -> str | None:
     """Another activation: Gelu by tanh, another factor of QuickGelu, a SiLU that is missing."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [*graph.nodes("Gelu", "FastGelu", "QuickGelu", "Sigmoid")]
     found += [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if get_attribute(node, "activation")]
     if not found:
@@ -217,7 +98,6 @@ def activation(folder: Folder, chance: Chance) -> str | None:
 
 def group_count(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (
         found := [node for node in graph.nodes("GroupNorm", "SkipGroupNorm") if get_attribute(node, "groups", 1) > 1]
     ):
@@ -243,7 +123,6 @@ def _element(graph: Graph, value: str) -> Any:
 
 def scaled(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := _floats(graph)):
         return None
     value, factor = chance.choice(found), 1 + _size(chance, 0.002, 0.2) * chance.choice([-1, 1])
@@ -254,7 +133,6 @@ def scaled(folder: Folder, chance: Chance) -> str | None:
 
 def shifted(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := _floats(graph)):
         return None
     value, by = chance.choice(found), _size(chance, 0.001, 0.3)
@@ -265,7 +143,6 @@ def shifted(folder: Folder, chance: Chance) -> str | None:
 
 def clipped(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := _floats(graph)):
         return None
     value, limit = chance.choice(found), _size(chance, 0.5, 50)
@@ -277,7 +154,6 @@ def clipped(folder: Folder, chance: Chance) -> str | None:
 def coarse(folder: Folder, chance: Chance) -> str | None:
     """A value in bfloat16, as a careless conversion leaves it."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := _floats(graph)):
         return None
     value = chance.choice(found)
@@ -293,7 +169,6 @@ def coarse(folder: Folder, chance: Chance) -> str | None:
 def sum_dropped(folder: Folder, chance: Chance) -> str | None:
     """A sum that forgets a part: a bias, or the connection past a block."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     floats = {*_floats(graph)}
     found = [node for node in graph.nodes("Add") if node.output[0] in floats]
     if not found:
@@ -302,10 +177,7 @@ def sum_dropped(folder: Folder, chance: Chance) -> str | None:
     kept = node.input[chance.randrange(2)]
     if kept in {tensor.name for tensor in graph.graph.initializer}:
         kept = next(name for name in node.input if name != kept)
-    for other in graph.graph.node:
-        for index, name in enumerate(other.input):
-            if name == node.output[0]:
-                other.input[index] = kept
+    graph.reread({node.output[0]: kept})
     graph.graph.node.remove(node)
     graph.save()
     return f"{graph.submodel}: {node.name} keeps {kept} alone"
@@ -314,7 +186,6 @@ def sum_dropped(folder: Folder, chance: Chance) -> str | None:
 def inputs_exchanged(folder: Folder, chance: Chance) -> str | None:
     """Two weights of one shape and type, each in the place of the other."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     alike: dict[Any, list[str]] = {}
     for tensor in graph.graph.initializer:
         if tensor.data_type in FLOATS and len(tensor.dims):
@@ -322,16 +193,13 @@ def inputs_exchanged(folder: Folder, chance: Chance) -> str | None:
     if not (found := [names for names in alike.values() if len(names) > 1]):
         return None
     one, other = chance.sample(chance.choice(found), 2)
-    swapped = {one: other, other: one}
-    for node in graph.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = swapped.get(name, name)
+    graph.reread({one: other, other: one})
     graph.save()
     return f"{graph.submodel}: {one} and {other} exchanged"
 
 
 def timestep(folder: Folder, chance: Chance) -> str | None:
-    graph = graph_of(folder, chance, ["unet"])
+    graph = graph_among(folder, chance, ["unet"])
     if graph is None:
         return None
     how = chance.choice(["clipped above", "clipped below", "whole", "moved"])
@@ -352,7 +220,7 @@ def timestep(folder: Folder, chance: Chance) -> str | None:
 
 
 def sinusoids(folder: Folder, chance: Chance) -> str | None:
-    graph = graph_of(folder, chance, ["unet"])
+    graph = graph_among(folder, chance, ["unet"])
     if graph is None or not graph.nodes("Sin"):
         return None
     angle = graph.nodes("Sin")[0].input[0]
@@ -374,7 +242,6 @@ def sinusoids(folder: Folder, chance: Chance) -> str | None:
 
 def padding(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [node for node in graph.nodes("Conv", "NhwcConv") if sum(get_attribute(node, "pads", []) or []) >= 4]
     if not found:
         return None
@@ -386,7 +253,6 @@ def padding(folder: Folder, chance: Chance) -> str | None:
 
 def resize(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := graph.nodes("Resize")):
         return None
     node = chance.choice(found)
@@ -396,7 +262,7 @@ def resize(folder: Folder, chance: Chance) -> str | None:
 
 
 def text_mask(folder: Folder, chance: Chance) -> str | None:
-    graph = graph_of(folder, chance, [name for name in folder.submodels if name.startswith("text_encoder")])
+    graph = graph_among(folder, chance, [name for name in folder.submodels if name.startswith("text_encoder")])
     if graph is None or not (
         found := [node for node in graph.nodes("Attention") if get_attribute(node, "unidirectional")]
     ):
@@ -410,7 +276,6 @@ def text_mask(folder: Folder, chance: Chance) -> str | None:
 def constant(folder: Folder, chance: Chance) -> str | None:
     """A number of floating point that the graph has of its own."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [node for node in graph.nodes("Constant") if node.attribute[0].t.data_type in FLOATS]
     found = [node for node in found if np.any(numpy_helper.to_array(node.attribute[0].t))]
     if not found:
@@ -427,12 +292,9 @@ def constant(folder: Folder, chance: Chance) -> str | None:
 
 def _weights(folder: Folder, chance: Chance, change: Callable[[np.ndarray], np.ndarray], what: str) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [tensor for tensor in graph.graph.initializer if tensor.data_type in FLOATS and is_external(tensor)]
     tensor = chance.choice(found)
-    _, offset, _ = data_span(tensor)
-    data = folder.own(graph.submodel) / WEIGHTS_FILE
-    values = np.memmap(data, FLOATS[tensor.data_type], "r+", offset, tuple(tensor.dims))
+    values = graph.weights_of(tensor)
     before = np.array(values)
     values[...] = change(before.copy()).astype(before.dtype)
     values.flush()
@@ -470,13 +332,6 @@ def weight_rolled(folder: Folder, chance: Chance) -> str | None:
 
 
 # Beside the graphs
-
-
-def change_json(folder: Folder, name: str, change: Callable[[Any], None]) -> None:
-    path = folder.writable(name)
-    value = json.loads(path.read_text(encoding="utf-8"))
-    change(value)
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def tokenizer_words(folder: Folder, chance: Chance) -> str | None:

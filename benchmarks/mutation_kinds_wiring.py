@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from mutation_kinds import FLOATS, Chance, Folder, Graph, change_json, get_attribute, graph_of, set_attribute
+from mutated_folder import FLOATS, Chance, Folder, Graph, change_json, get_attribute, graph_of, set_attribute
 from onnx import numpy_helper
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from sdflow.onnx_model.files import data_span, is_external
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE
+from sdflow.onnx_model.files import is_external
 
 OTHER_WORDS: Mapping[str, list[Any]] = {
     "prediction_type": ["epsilon", "v_prediction", "sample"],
@@ -57,7 +57,6 @@ def results_exchanged(folder: Folder, chance: Chance) -> str | None:
     """Results of two weights of one shape, neither computed from the other, each in the place of the other: a block's time bias
     in another block, queries for keys."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     sizes = {each.name: tuple(each.dims) for each in graph.graph.initializer}
     alike: dict[Any, list[str]] = {}
     for node in graph.nodes("Gemm", "MatMul", "Conv", "NhwcConv"):
@@ -68,10 +67,7 @@ def results_exchanged(folder: Folder, chance: Chance) -> str | None:
     one, other = chance.sample(chance.choice(groups), 2)
     if other in _behind(graph, one) or one in _behind(graph, other):
         return None
-    swapped = {one: other, other: one}
-    for node in graph.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = swapped.get(name, name)
+    graph.reread({one: other, other: one})
     graph.save()
     return f"{graph.submodel}: results {one} and {other} exchanged"
 
@@ -79,7 +75,6 @@ def results_exchanged(folder: Folder, chance: Chance) -> str | None:
 def block_skipped(folder: Folder, chance: Chance) -> str | None:
     """A sum's readers read an earlier sum of the same shape: what lies between is left out, as a wrong clip_skip does."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     shapes = _shapes(graph)
     sums = [node.output[0] for node in graph.nodes("Add") if shapes.get(node.output[0], (0,))[0] in FLOATS]
     pairs = [
@@ -91,17 +86,13 @@ def block_skipped(folder: Folder, chance: Chance) -> str | None:
     if not pairs:
         return None
     early, late = chance.choice(pairs)
-    for node in graph.graph.node:
-        for index, name in enumerate(node.input):
-            if name == late:
-                node.input[index] = early
+    graph.reread({late: early})
     graph.save()
     return f"{graph.submodel}: {early} is read for {late}"
 
 
 def heads(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [node for node in graph.nodes("MultiHeadAttention", "Attention") if get_attribute(node, "num_heads") > 1]
     if not found:
         return None
@@ -114,7 +105,6 @@ def heads(folder: Folder, chance: Chance) -> str | None:
 def order(folder: Folder, chance: Chance) -> str | None:
     """The parts of a concatenation in the other order."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     found = [node for node in graph.nodes("Concat") if len(set(node.input)) > 1]
     found = [node for node in found if graph.type_of(node.output[0]) in FLOATS]
     if not found:
@@ -129,7 +119,6 @@ def order(folder: Folder, chance: Chance) -> str | None:
 
 def softmax_axis(folder: Folder, chance: Chance) -> str | None:
     graph = graph_of(folder, chance)
-    assert graph is not None
     if not (found := graph.nodes("Softmax")):
         return None
     node = chance.choice(found)
@@ -141,7 +130,6 @@ def softmax_axis(folder: Folder, chance: Chance) -> str | None:
 def weight_transposed(folder: Folder, chance: Chance) -> str | None:
     """A square matrix as it is stored."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     square = [
         each
         for each in graph.graph.initializer
@@ -150,8 +138,7 @@ def weight_transposed(folder: Folder, chance: Chance) -> str | None:
     if not square:
         return None
     tensor = chance.choice(square)
-    data = folder.own(graph.submodel) / WEIGHTS_FILE
-    values = np.memmap(data, FLOATS[tensor.data_type], "r+", data_span(tensor)[1], tuple(tensor.dims))
+    values = graph.weights_of(tensor)
     values[...] = np.array(values).T
     values.flush()
     return f"{graph.submodel}: {tensor.name} transposed"
@@ -160,7 +147,6 @@ def weight_transposed(folder: Folder, chance: Chance) -> str | None:
 def bias_lost(folder: Folder, chance: Chance) -> str | None:
     """Zeros for a bias that the graph itself has, or a convolution without its bias."""
     graph = graph_of(folder, chance)
-    assert graph is not None
     tensors = {each.name: each for each in graph.graph.initializer}
     found = [
         node

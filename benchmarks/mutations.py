@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from in_process import Asked, Found, Here, Suspicion, verified
+from mutated_folder import Folder
 from mutation_kinds import KINDS as KINDS_OF_NUMBERS
-from mutation_kinds import Folder
 from mutation_kinds_wiring import WIRING
 
 from sdflow.artifact import MODEL_FILE

@@ -15,9 +15,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from one_file_feeds import graph_feeds
 
 PROMPT, NEGATIVE, SCALE = "a red circle", "", 5.0
 
@@ -56,13 +56,12 @@ def by_graph(pipeline: Path, out: Path, steps: int, size: int, threads: int) -> 
     session = onnxruntime.InferenceSession(out, options, providers=["CPUExecutionProvider"])
     print(f"session after {time.perf_counter() - begin:.1f} s")
     what = told["latents"]
-    feeds: dict[str, Any] = {"latents": noise(what["channels"], size // what["pixels"])}
-    feeds["guidance_scale"] = np.array([SCALE], np.float32)
-    for name in told["tokenizers"]:
-        tokenizer = CLIPTokenizer.from_pretrained(pipeline / f"tokenizer{name.removeprefix('input_ids')}")
-        for given, text in ((name, PROMPT), (f"negative_{name}", NEGATIVE)):
-            ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="np").input_ids
-            feeds[given] = ids.astype(np.int32)
+    latents = noise(what["channels"], size // what["pixels"])
+
+    def tokenizer(name: str) -> CLIPTokenizer:
+        return CLIPTokenizer.from_pretrained(pipeline / name)
+
+    feeds = graph_feeds(session, told, tokenizer, latents, PROMPT, NEGATIVE, SCALE)
     np.save(out.with_name("graph.npy"), session.run(["images"], feeds)[0])
 
 

@@ -12,10 +12,10 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
+from one_file_feeds import graph_feeds
 
 from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.runtime.pipeline import Pipeline
@@ -40,22 +40,13 @@ def main() -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = arguments.threads
         session = onnxruntime.InferenceSession(str(out), options, providers=["CPUExecutionProvider"])
-    inputs = {each.name for each in session.get_inputs()}
-    feeds: dict[str, Any] = {"latents": noise}
-    for name in told["tokenizers"]:
-        tokenizer = pipeline.companions[f"tokenizer{name.removeprefix('input_ids')}"]
-        for given, text in ((name, "a red circle"), (f"negative_{name}", "")):
-            if given in inputs:
-                ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="np").input_ids
-                feeds[given] = ids.astype(np.int32)
-    if "guidance_scale" in inputs:
-        feeds["guidance_scale"] = np.array([told["guidance_scale"]], np.float32)
+    feeds = graph_feeds(session, told, pipeline.companions.__getitem__, noise, "a red circle")
 
     def by_graph() -> np.ndarray:
         return np.asarray(session.run(["images"], feeds)[0])
 
     def by_pipeline() -> np.ndarray:
-        negative = "" if f"negative_{next(iter(told['tokenizers']))}" in inputs else None
+        negative = "" if any(name.startswith("negative_") for name in feeds) else None
         drawn = pipeline(
             "a red circle",
             negative_prompt=negative,

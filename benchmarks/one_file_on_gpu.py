@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+from one_file_feeds import graph_feeds
 from pipelines_on_gpu import distance, materialize, milliseconds, say
 
 PROMPT, NEGATIVE = "a large red circle on a blue background", ""
@@ -52,20 +53,6 @@ def session_of(graph: Path, target: str, profile: Path | None = None) -> Any:
     if made.get_providers()[0] != name:
         raise SystemExit(f"{name} could not be loaded")
     return made
-
-
-def feeds_of(session: Any, pipeline: Any, told: dict[str, Any], noise: Any) -> dict[str, Any]:
-    inputs = {each.name for each in session.get_inputs()}
-    feeds: dict[str, Any] = {"latents": noise}
-    for name in told["tokenizers"]:
-        tokenizer = pipeline.companions[f"tokenizer{name.removeprefix('input_ids')}"]
-        for given, text in ((name, PROMPT), (f"negative_{name}", NEGATIVE)):
-            if given in inputs:
-                ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="np").input_ids
-                feeds[given] = ids.astype(np.int32)
-    if "guidance_scale" in inputs:
-        feeds["guidance_scale"] = np.array([told["guidance_scale"]], np.float32)
-    return feeds
 
 
 def read_profile(path: Path) -> dict[str, Any]:
@@ -172,7 +159,7 @@ class Measured:
 
     def feeds(self, session: Any, label: str) -> dict[str, Any]:
         told = json.loads(Path(f"{self.graphs[label]}.json").read_bytes())
-        return feeds_of(session, self.pipeline, told, self.noise)
+        return graph_feeds(session, told, self.pipeline.companions.__getitem__, self.noise, PROMPT, NEGATIVE)
 
     def times(self) -> None:
         wanted = np.asarray(self.by_pipeline())
