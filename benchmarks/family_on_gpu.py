@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from image_latency import bind, say  # the same random weights and the same binding
+from image_latency import bind, fill_at_random, say  # the same random weights and the same binding
 
 PROMPT = "a photo of an astronaut riding a horse on mars"
 
@@ -36,16 +36,7 @@ def make_module(part: Any, config: dict[str, Any], device: str) -> Any:
     with torch.device(device):
         module = part.model.empty(config)
     generator = torch.Generator(device).manual_seed(0)
-    module.eval().requires_grad_(False)
-    for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, device=device)
-        if "embedding.weight" in name:
-            value = 0.02 * noise
-        elif parameter.dim() > 1:
-            value = noise / sqrt(prod(parameter.shape[1:]))
-        else:
-            value = 0.05 * noise if name.endswith("bias") else 1 + 0.1 * noise
-        parameter.copy_(value.half().float())
+    fill_at_random(module, generator, device)
     return module
 
 

@@ -79,6 +79,20 @@ class Machine:
         return (time.perf_counter() - begun) * 1e3
 
 
+def fill_at_random(module: Any, generator: Any, device: str) -> None:
+    """Random weights that float16 holds exactly."""
+    module.eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
+        if "embedding.weight" in name:
+            value = 0.02 * noise
+        elif parameter.dim() > 1:
+            value = noise / sqrt(prod(parameter.shape[1:]))
+        else:
+            value = 0.05 * noise if name.endswith("bias") else 1 + 0.1 * noise
+        parameter.copy_(value.half().float())
+
+
 def modules(graphs: Path, device: str) -> dict[str, Any]:
     """PyTorch modules in float32 with random weights that float16 holds exactly."""
     import diffusers
@@ -93,16 +107,7 @@ def modules(graphs: Path, device: str) -> dict[str, Any]:
         }
     generator = torch.Generator(device).manual_seed(0)
     for module in made.values():
-        module.eval().requires_grad_(False)
-        for name, parameter in module.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, device=device)
-            if "embedding.weight" in name:
-                value = 0.02 * noise
-            elif parameter.dim() > 1:
-                value = noise / sqrt(prod(parameter.shape[1:]))
-            else:
-                value = 0.05 * noise if name.endswith("bias") else 1 + 0.1 * noise
-            parameter.copy_(value.half().float())
+        fill_at_random(module, generator, device)
     return made
 
 

@@ -12,12 +12,12 @@ from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import with_projections
 from sdflow.families.part import Companion, Layout, Part
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.stable_diffusion import (
+from sdflow.families.shared_parts import (
     CONTROLNET,
     IMAGE_ENCODER,
-    IMAGE_MATRICES,
-    UNET_LAYOUT,
-    VAE_LAYOUT,
+    UNET,
+    VAE,
+    projected_text_fingerprint,
     text_fingerprint,
     unet_fingerprint,
     vae_fingerprint,
@@ -26,10 +26,6 @@ from sdflow.families.text import encode
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText, ClipTextWithProjection
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
-from sdflow.models.residuals import CONTROLLED
-from sdflow.models.unet import UNet
-from sdflow.models.vae import VaeDecoder, VaeEncoder
-from sdflow.models.vae_tiny import TinyVaeDecoder, TinyVaeEncoder
 from sdflow.prompts.reading import Reading
 
 if TYPE_CHECKING:
@@ -73,32 +69,8 @@ class StableDiffusionXL(Family):
             config=_LAYERS,
             embedding="clip_g",
         ),
-        Part(
-            "unet",
-            UNet(),
-            "unet",
-            "The denoiser, run once per step.",
-            layouts=(UNET_LAYOUT,),
-            lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
-            controlled={CONTROLLED: True},
-            adapted=IMAGE_MATRICES,
-        ),
-        Part(
-            "vae_encoder",
-            VaeEncoder(),
-            "vae",
-            "Pixels to latents; needed for image-to-image only.",
-            layouts=(VAE_LAYOUT,),
-            instead=(TinyVaeEncoder(),),
-        ),
-        Part(
-            "vae_decoder",
-            VaeDecoder(),
-            "vae",
-            "Latents to pixels.",
-            layouts=(VAE_LAYOUT,),
-            instead=(TinyVaeDecoder(),),
-        ),
+        UNET,
+        *VAE,
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
     net: Part | None = CONTROLNET
@@ -137,14 +109,11 @@ class StableDiffusionXL(Family):
     )
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-        second = configs["text_encoder_2"]
-        prefix = self.part("text_encoder_2").layouts[0].prefix
         return {
             **unet_fingerprint(configs["unet"]),
             **vae_fingerprint(configs["vae"]),
             **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
-            f"{prefix}token_embedding.weight": (second["vocab_size"], second["hidden_size"]),
-            f"{prefix}text_projection": (second["hidden_size"], second["projection_dim"]),
+            **projected_text_fingerprint(configs["text_encoder_2"], *self.part("text_encoder_2").layouts),
         }
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:

@@ -14,7 +14,7 @@ from sdflow.errors import UsageError
 from sdflow.families.defaults import Task
 from sdflow.families.part import Companion, Layout
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.stable_diffusion import unet_fingerprint, vae_fingerprint
+from sdflow.families.shared_parts import projected_text_fingerprint, unet_fingerprint, vae_fingerprint
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL, last_but_one_layer
 from sdflow.families.text import encode
 from sdflow.models.base import Config
@@ -56,13 +56,10 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
         return "image"
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-        second = configs["text_encoder_2"]
-        prefix = self.part("text_encoder_2").layouts[0].prefix
         return {
             **unet_fingerprint(configs["unet"]),
             **vae_fingerprint(configs["vae"]),
-            f"{prefix}token_embedding.weight": (second["vocab_size"], second["hidden_size"]),
-            f"{prefix}text_projection": (second["hidden_size"], second["projection_dim"]),
+            **projected_text_fingerprint(configs["text_encoder_2"], *self.part("text_encoder_2").layouts),
         }
 
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:

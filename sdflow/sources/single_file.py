@@ -17,7 +17,7 @@ from sdflow.families import family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.file_stamp import Stamp, file_stamp
-from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
+from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
@@ -112,11 +112,7 @@ def open_single_file(
             "files": {path.name: whole},
         },
         submodels=submodels,
-        companions={
-            name: companion_folder(architecture, name)
-            for name, companion in family.companions.items()
-            if companion.wanted(submodels)
-        },
+        companions=companion_folders(architecture, family.companions, submodels),
         facts={
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
             "requires_safety_checker": False,

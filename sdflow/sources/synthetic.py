@@ -16,7 +16,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
 from sdflow.families.part import Part
 from sdflow.models.base import Model
-from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
+from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (
     Checkpoint,
     SubmodelCheckpoint,
@@ -55,11 +55,7 @@ def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
         reference=reference,
         provenance=synthetic_provenance(architecture, seed),
         submodels=submodels,
-        companions={
-            name: companion_folder(architecture, name)
-            for name, companion in family.companions.items()
-            if companion.wanted(submodels)
-        },
+        companions=companion_folders(architecture, family.companions, submodels),
         facts={
             **pipeline_facts(family, {**configs, "scheduler": architecture_config(architecture, "scheduler")}),
             "requires_safety_checker": family.checker in submodels,

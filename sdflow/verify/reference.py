@@ -12,7 +12,8 @@ submodel that draws nothing. A module becomes float16 in place.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,15 +133,8 @@ class ReferenceRun:
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], guided)
         sample = encoded([case.prompt for case in sample_cases(selection)], guided) if selection.sample_cases else None
-        for name, network in networks.items():
-            self.progress(f"reference: {name} in fp32")
-            run_cases(results[name], "float32", network)
-        for network in networks.values():
-            network.model.to_float16(network.module)
-        with quick_halves(*(network.module for network in networks.values())):
-            for name, network in networks.items():
-                self.progress(f"reference: {name} in fp16")
-                run_cases(results[name], "float16", network)
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
             half = encoded(selection.prompts[:1], guided)
         return results, _Texts(exact, half, sample)
 
@@ -181,15 +175,11 @@ class ReferenceRun:
         exact = tokens()
         processor = self.companions["feature_extractor"]
         pixels = [processor(image, return_tensors="pt").pixel_values.numpy() for image in images]
-        cases = prompter_cases(selection, pixels, network)
-        self.progress(f"reference: {name}")
-        run_cases(cases, "float32", network)
-        self.progress(f"reference: {name} in fp16")
-        network.model.to_float16(network.module)
-        with quick_halves(network.module):
-            run_cases(cases, "float16", network)
+        results = {name: prompter_cases(selection, pixels, network)}
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
             half = tokens()
-        return Shown(exact, half), {name: cases}
+        return Shown(exact, half), results
 
     def set_scales(self, pipeline: Any, shown: Shown) -> None:
         """How much each IP-Adapter counts, where there are any."""
@@ -218,18 +208,11 @@ class ReferenceRun:
         denoiser_cases = stepped[family.denoiser]
         of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self.latents())
         results = {**stepped, family.decoder: of_decoder}
-        for name, network in networks.items():
-            self.progress(f"reference: {name} in fp32")
-            run_cases(results[name], "float32", network)
+        self._run_float32(networks, results)
         if texts.sample is not None:
             self.progress("reference: images of the sample")
             draw_sample(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
-        for network in networks.values():
-            network.model.to_float16(network.module)
-        with quick_halves(*(network.module for network in networks.values())):
-            for name, network in networks.items():
-                self.progress(f"reference: {name} in fp16")
-                run_cases(results[name], "float16", network)
+        with self._in_float16(networks, results):
             self.progress("reference: denoising in fp16")
             half_image = draw_by_torch(pipeline, selection, texts.float16, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
@@ -249,13 +232,26 @@ class ReferenceRun:
         return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
 
     def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
-        self.progress(f"reference: {submodel}")
-        run_cases(cases, "float32", network)
-        self.progress(f"reference: {submodel} in fp16")
-        network.model.to_float16(network.module)
-        with quick_halves(network.module):
-            run_cases(cases, "float16", network)
-        return cases
+        networks, results = {submodel: network}, {submodel: cases}
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
+            return cases
+
+    def _run_float32(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> None:
+        for name, network in networks.items():
+            self.progress(f"reference: {name} in fp32")
+            run_cases(results[name], "float32", network)
+
+    @contextmanager
+    def _in_float16(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> Iterator[None]:
+        """The modules in float16, from here on, and their cases run so."""
+        for network in networks.values():
+            network.model.to_float16(network.module)
+        with quick_halves(*(network.module for network in networks.values())):
+            for name, network in networks.items():
+                self.progress(f"reference: {name} in fp16")
+                run_cases(results[name], "float16", network)
+            yield
 
     def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
         """These submodels, and diffusers' pipeline of them alone."""

@@ -28,9 +28,9 @@ from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 from sdflow.sources.reference import AdapterReference
 from sdflow.weights.tensors import open_tensors
+from tests.sources.hub_cache import COMMIT, cached_repository
 
 MODEL, XL = "synthetic:sd15-tiny", "synthetic:sdxl-tiny"
-COMMIT = "a" * 40
 READS, DENOISES = "image_encoder", "unet"
 Parts = dict[str, dict[str, torch.Tensor]]
 
@@ -220,13 +220,11 @@ def test_one_file_alone_is_no_encoder(folder: Path, tmp_path: Path) -> None:
 
 def in_the_hub_cache(home: Path, folder: Path) -> Path:
     """owner/adapters in a local cache of the hub, laid out as h94/IP-Adapter, whose branch `main` is at COMMIT."""
-    repository = home / "models--owner--adapters"
+    repository = cached_repository(home, "owner/adapters")
     shutil.copytree(folder, repository / "snapshots" / COMMIT / "models")
     (repository / "snapshots" / COMMIT / "sdxl_models").mkdir()
     file = repository / "snapshots" / COMMIT / "sdxl_models/plain.safetensors"
     save_adapter(file, tensors("sdxl-tiny"))
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(COMMIT)
     return repository
 
 

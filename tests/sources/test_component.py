@@ -24,12 +24,12 @@ from sdflow.sources import (
     open_checkpoint,
     reopen_checkpoint,
 )
+from tests.sources.hub_cache import COMMIT, cached_repository
 
 Tensors = Mapping[str, torch.Tensor]
 Write = Callable[[Path, Any, Checkpoint], str]
 MODEL, OTHER = "synthetic:sd15-tiny", "synthetic:sdxl-tiny?seed=1"
 VAE = ("vae_encoder", "vae_decoder")
-COMMIT = "a" * 40
 
 
 def opened(reference: str = MODEL, **options: Any) -> Checkpoint:
@@ -290,10 +290,8 @@ def test_only_what_nothing_lies_beside_is_exchanged() -> None:
 
 def in_the_hub_cache(home: Path, vae: Any) -> Path:
     """owner/vae in a local cache of the hub, whose branch `main` is at COMMIT."""
-    repository = home / "models--owner--vae"
+    repository = cached_repository(home, "owner/vae")
     vae.save_pretrained(repository / "snapshots" / COMMIT)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(COMMIT)
     return repository
 
 
@@ -319,10 +317,8 @@ def test_a_checkpoint_of_the_hub_is_the_same_though_its_branch_is_now_named_by_i
     tmp_path: Path, other: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--owner--tiny"
+    repository = cached_repository(tmp_path, "owner/tiny")
     load_pipeline(other).save_pretrained(repository / "snapshots" / COMMIT)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(COMMIT)
     built = opened("hf:owner/tiny")
     origin = Origin("x", "cpu", "hf:owner/tiny", built.provenance)
     assert reopen_checkpoint(origin, "here", digests=PlainDigests()).submodels == built.submodels

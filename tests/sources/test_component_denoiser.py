@@ -22,11 +22,11 @@ from sdflow.sources import (
     open_checkpoint,
     reopen_checkpoint,
 )
+from tests.sources.hub_cache import COMMIT, cached_repository
 
 MODELS = {"synthetic:sd15-tiny": "synthetic:lcm-tiny?seed=1", "synthetic:sdxl-tiny": "synthetic:lcm-sdxl-tiny?seed=1"}
 """A model, and one whose denoiser takes the guidance as an input, as that of latent-consistency/lcm-sdxl does."""
 XL = "synthetic:sdxl-tiny"
-COMMIT = "a" * 40
 
 
 def opened(reference: str, **options: Any) -> Checkpoint:
@@ -137,11 +137,9 @@ def test_from_the_hub_it_is_opened_again_at_the_commit_that_was_used(
     reference, unet = "hf:latent-consistency/lcm-sdxl", unets["synthetic:lcm-sdxl-tiny?seed=1"]
     with pytest.raises(CheckpointNotLocal):
         with_unet(reference)
-    repository = tmp_path / "models--latent-consistency--lcm-sdxl"
+    repository = cached_repository(tmp_path, "latent-consistency/lcm-sdxl")
     unet.save_pretrained(repository / "snapshots" / COMMIT)
     unet.save_pretrained(repository / "snapshots" / COMMIT, variant="fp16")
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(COMMIT)
     built = with_unet(reference)
     assert_taken(built, opened(XL), unet)
     assert built.submodels["unet"].identity["commit"] == COMMIT

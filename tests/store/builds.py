@@ -84,3 +84,10 @@ def assert_complete(record: Record, files: dict[str, bytes]) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Other content for a file of an entry, which is read-only."""
+    path.chmod(0o644)
+    path.write_bytes(data)
+    path.chmod(0o444)

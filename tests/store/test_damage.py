@@ -16,17 +16,11 @@ from sdflow.artifact import Record
 from sdflow.digest import canonical_json
 from sdflow.store import Cache, CorruptArtifactError
 
-from .builds import assert_complete, build, contents, make_action, names, publish
+from .builds import assert_complete, build, contents, make_action, names, overwrite, publish
 
 
 def action_file(cache: Cache, record: Record) -> Path:
     return cache.root / "v1/actions" / record.action.digest[:2] / f"{record.action.digest}.json"
-
-
-def overwrite(path: Path, data: bytes) -> None:
-    path.chmod(0o644)
-    path.write_bytes(data)
-    path.chmod(0o444)
 
 
 def flip_bit(path: Path, *, restore_time: bool) -> None:

@@ -14,7 +14,7 @@ from sdflow.errors import CacheError
 from sdflow.store import Cache
 from sdflow.store.layout import remove_tree
 
-from .builds import assert_complete, contents, make_action, publish
+from .builds import assert_complete, contents, make_action, overwrite, publish
 from .faults import in_process, ordinary_user, read_only
 
 
@@ -112,9 +112,7 @@ def test_damage_in_a_read_only_cache_is_a_miss(filled: Cache, bar: Callable[[Cac
     record = filled.lookup(make_action())
     assert record is not None
     path = record.artifact.path / "model.onnx"
-    path.chmod(0o644)
-    path.write_bytes(bytes(path.stat().st_size))
-    path.chmod(0o444)
+    overwrite(path, bytes(path.stat().st_size))
 
     def run() -> None:
         bar(filled)
@@ -182,9 +180,7 @@ def test_verify_of_a_read_only_cache_says_that_damage_cannot_be_moved(
     record = filled.lookup(make_action())
     assert record is not None
     path = record.artifact.path / "model.onnx"
-    path.chmod(0o644)
-    path.write_bytes(bytes(path.stat().st_size))
-    path.chmod(0o444)
+    overwrite(path, bytes(path.stat().st_size))
 
     def run() -> None:
         bar(filled)

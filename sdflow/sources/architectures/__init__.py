@@ -7,12 +7,14 @@ and for what `_LENDERS` and `_BASES` say.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
+from sdflow.families.part import Companion
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -86,6 +88,17 @@ def companion_folder(architecture: str, companion: str) -> Path:
     if base is not None and not (_ROOT / architecture / companion).is_dir():
         return companion_folder(base, companion)
     return _ROOT / _LENDERS.get((architecture, companion), f"{architecture}/{companion}")
+
+
+def companion_folders(
+    architecture: str, companions: Mapping[str, Companion], submodels: Collection[str]
+) -> dict[str, Path]:
+    """The folders of those companions that a pipeline of these submodels has."""
+    return {
+        name: companion_folder(architecture, name)
+        for name, companion in companions.items()
+        if companion.wanted(submodels)
+    }
 
 
 def _check(architecture: str) -> None:
