@@ -97,7 +97,7 @@ def read_profile(path: Path) -> dict[str, Any]:
     }
 
 
-def busy_ms(draw: Callable[[], Any]) -> dict[str, float] | None:
+def work_of_gpu(draw: Callable[[], Any]) -> dict[str, float] | None:
     """What the GPU computed and copied for one image, by torch's profiler (CUPTI); None where there is no GPU."""
     if not torch.cuda.is_available():
         return None
@@ -205,7 +205,7 @@ class Measured:
 
     def profiles(self) -> None:
         """Behind all times."""
-        self.found["gpu"] = busy_ms(self.by_pipeline)
+        self.found["gpu"] = work_of_gpu(self.by_pipeline)
         say(f"{self.given.name}: GPU in the pipeline: {json.dumps(self.found['gpu'])}")
         for label in self.graphs:
             try:
@@ -219,7 +219,7 @@ class Measured:
         feeds = self.feeds(session, label)
         session.run(["images"], feeds)
         session.run(["images"], feeds)
-        busy = busy_ms(lambda: session.run(["images"], feeds))
+        busy = work_of_gpu(lambda: session.run(["images"], feeds))
         profiled = session_of(self.graphs[label], self.options.target, self.scratch / "profile")
         for _ in range(2):
             profiled.run(["images"], feeds)

@@ -18,8 +18,8 @@ from sdflow.config.workflow import LoraSpec
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families import EXCHANGEABLE
 from sdflow.input_file import is_regular, read_input
-from sdflow.inspection import Finding, inspect
-from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, PIPELINE
+from sdflow.inspection import Description, inspect
+from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, PIPELINE
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.shipped import shipped_workflow, shipped_workflows
@@ -98,15 +98,15 @@ def write_workflow(request: InitRequest) -> Path:
     return request.out
 
 
-def _inspected(lora: LoraSpec) -> Finding | None:
+def _inspected(lora: LoraSpec) -> Description | None:
     """What a LoRA's file is; None for one of the hub, and for a folder of several."""
     if lora.reference.startswith("hf:"):
         return None
     path = Path(lora.reference)
-    findings = inspect(path / lora.weight_name if lora.weight_name else path)
-    if len(findings) != 1:
+    described = inspect(path / lora.weight_name if lora.weight_name else path)
+    if len(described) != 1:
         return None
-    (found,) = findings
+    (found,) = described
     if found.kind != "LoRA":
         raise UsageError(f"is no LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
     if found.workflow is None:
@@ -114,7 +114,7 @@ def _inspected(lora: LoraSpec) -> Finding | None:
     return found
 
 
-def _model(request: InitRequest, loras: Sequence[Finding]) -> _Model:
+def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
     if request.model is None:
         architecture = architecture_for(loras[0].of) if loras else USUAL
         if request.base is not None:
@@ -135,21 +135,21 @@ def _model(request: InitRequest, loras: Sequence[Finding]) -> _Model:
         return _of_the_hub(request, request.model)
     if isinstance(parsed, SampleReference):
         (found,) = inspect(sample_folder(parsed.name))
-        return _of_finding(request, found, request.model)
+        return _of_description(request, found, request.model)
     assert isinstance(parsed, LocalReference)
-    findings = inspect(parsed.path)
-    if len(findings) != 1:
+    described = inspect(parsed.path)
+    if len(described) != 1:
         raise UsageError(
-            f"holds {len(findings)} files of weights", where=str(parsed.path), remedy="Name one of them with --model."
+            f"holds {len(described)} files of weights", where=str(parsed.path), remedy="Name one of them with --model."
         )
     reference = _from(request.out, parsed.path)
     if parsed.architecture is not None:
         base = _known(request.base) if request.base else base_of(parsed.architecture)
-        return _Model(base, f"{reference}#{parsed.architecture}", title_of(parsed.architecture), findings[0].kind)
-    return _of_finding(request, findings[0], reference)
+        return _Model(base, f"{reference}#{parsed.architecture}", title_of(parsed.architecture), described[0].kind)
+    return _of_description(request, described[0], reference)
 
 
-def _of_finding(request: InitRequest, found: Finding, reference: str) -> _Model:
+def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
     if found.kind not in _KINDS or found.workflow is None:
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
         option = " Give a LoRA with --lora." if found.kind == "LoRA" else ""
@@ -201,7 +201,7 @@ def _from(out: Path, path: Path) -> str:
     return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
 
 
-def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Finding | None]]) -> str:
+def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Description | None]]) -> str:
     of = model.of or "the model"
     file, name = shlex.quote(request.out.name), slug(request.out.stem) or "pipeline"
     others = ", ".join(name for name in TARGETS if name != request.target)
@@ -242,7 +242,7 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, F
     return "\n".join(lines) + "\n"
 
 
-def _lora(request: InitRequest, lora: LoraSpec, found: Finding | None) -> str:
+def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> str:
     hub = lora.reference.startswith("hf:")
     file = lora.reference if hub else _from(request.out, Path(lora.reference))
     name = f", weight_name: {quoted(lora.weight_name)}" if lora.weight_name else ""

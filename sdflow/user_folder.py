@@ -18,10 +18,10 @@ def user_folder(name: str, variable: str) -> Path:
     if named := os.environ.get(variable):
         return Path(named)
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
         raise UsageError(f"no folder for {name}: {error}", remedy=f"Name one: {variable}=FOLDER.") from error
-    return base / "sdflow" / name
+    return caches / "sdflow" / name
 
 
 @contextmanager

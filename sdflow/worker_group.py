@@ -170,7 +170,7 @@ class WorkerGroup:
                 on_start=add,
                 start=start,
             )
-        except Exception as error:
+        except Exception as error:  # whatever the worker ended in, an end of the group comes first
             self.check(error)  # it was killed: what it died of says nothing
             raise
         finally:

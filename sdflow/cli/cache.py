@@ -50,11 +50,11 @@ def list_entries(
     from sdflow import stop
     from sdflow.store.remote.catalog import listed
 
-    shared = _shared(cache, url)
-    with _must_answer(shared):
-        entries = listed(shared.place, stop.check)
-        claims = shared.claims(each.entry.object for each in entries)
-        print_remote_entries(entries, claims, shared.spec.shown, as_json=json)
+    remote_cache = _shared(cache, url)
+    with _must_answer(remote_cache):
+        entries = listed(remote_cache.share, stop.check)
+        claims = remote_cache.claims(each.entry.object for each in entries)
+        print_remote_entries(entries, claims, remote_cache.spec.shown, as_json=json)
 
 
 @app.command()
@@ -65,14 +65,14 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
     from sdflow.store.remote.up import Sent
 
     opened, plans = _planned(cache, url, workflow or [])
-    shared = _remote_of(opened)
+    remote_cache = _remote_of(opened)
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     total = Sent()
-    with opened.lease(), _must_answer(shared):
+    with opened.lease(), _must_answer(remote_cache):
         for record in {record.action.digest: record for record in records}.values():
-            total += shared.push(record, stop.check) or Sent()
-            _require_usable(shared)
-    print_pushed(total, len(records), shared.spec.shown, as_json=json)
+            total += remote_cache.push(record, stop.check) or Sent()
+            _require_usable(remote_cache)
+    print_pushed(total, len(records), remote_cache.spec.shown, as_json=json)
 
 
 @app.command()
@@ -83,21 +83,23 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
     from sdflow.store.remote.catalog import listed
 
     opened, plans = _planned(cache, url, workflow or [])
-    shared = _remote_of(opened)
-    with opened.lease(), _must_answer(shared):
+    remote_cache = _remote_of(opened)
+    with opened.lease(), _must_answer(remote_cache):
         if workflow:
             actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
         else:
             # Steps alone: a verdict is each machine's own, whatever somebody has put there.
-            actions = [each.entry.action for each in listed(shared.place, stop.check) if each.entry.action.of_step]
+            actions = [
+                each.entry.action for each in listed(remote_cache.share, stop.check) if each.entry.action.of_step
+            ]
         fetched = []
         missing = {action.digest: action for action in actions if opened.lookup(action) is None}
         for action in missing.values():
             with opened.lock(action, meanwhile=stop.check):
                 record = opened.lookup(action) or opened.fetch(action, stop.check)
-            _require_usable(shared)
+            _require_usable(remote_cache)
             fetched += [] if record is None else [record]
-    print_pulled(fetched, len(missing), shared.spec.shown, as_json=json)
+    print_pulled(fetched, len(missing), remote_cache.spec.shown, as_json=json)
 
 
 @app.command()
@@ -192,22 +194,22 @@ def _remote_of(cache: Cache) -> Remote:
 
 
 @contextmanager
-def _must_answer(shared: Remote) -> Iterator[None]:
+def _must_answer(remote_cache: Remote) -> Iterator[None]:
     """Here the remote is what it is about: raises CacheError when it cannot be used."""
     from sdflow.errors import CacheError
-    from sdflow.store.remote.place import Unusable
+    from sdflow.store.remote.share import Unusable
 
     try:
         yield
     except Unusable as error:
-        raise CacheError(str(error), where=shared.spec.shown, remedy=_REMEDY) from error
+        raise CacheError(str(error), where=remote_cache.spec.shown, remedy=_REMEDY) from error
 
 
-def _require_usable(shared: Remote) -> None:
+def _require_usable(remote_cache: Remote) -> None:
     from sdflow.errors import CacheError
 
-    if (why := shared.unusable or shared.closed) is not None:
-        raise CacheError(why, where=shared.spec.shown, remedy=_REMEDY)
+    if (why := remote_cache.unusable or remote_cache.closed) is not None:
+        raise CacheError(why, where=remote_cache.spec.shown, remedy=_REMEDY)
 
 
 @app.command()
@@ -258,10 +260,10 @@ def gc(
 
         if older_than is None or max_size is not None:
             raise UsageError("a remote cache shrinks by age", where="--remote", remedy="Give --older-than 30d.")
-        shared = _shared(cache, url)
-        with _must_answer(shared):
-            swept = sweep(shared.place, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
-        print_swept(swept, shared.spec.shown, dry_run=dry_run, as_json=json)
+        remote_cache = _shared(cache, url)
+        with _must_answer(remote_cache):
+            swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
+        print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)
         return
     if older_than is not None or url is not None:
         raise UsageError("belongs to --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")

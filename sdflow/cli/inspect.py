@@ -21,9 +21,9 @@ def inspect(
 ) -> None:
     """Say what files are, what they are for, and print the lines of a workflow that takes them. Reads headers only."""
     from sdflow.inspection import inspect as look
-    from sdflow.report.inspect import print_findings
+    from sdflow.report.inspect import print_inspection
 
-    print_findings([finding for path in paths for finding in look(path)], as_json=json)
+    print_inspection([each for path in paths for each in look(path)], as_json=json)
 
 
 def init(

@@ -23,7 +23,7 @@ def _halved(*rows: Row) -> tuple[Row, ...]:
     return tuple((red / 2, green / 2, blue / 2) for red, green, blue in rows)
 
 
-def _bytes(red: tuple[int, ...], green: tuple[int, ...], blue: tuple[int, ...]) -> tuple[Row, ...]:
+def _of_bytes(red: tuple[int, ...], green: tuple[int, ...], blue: tuple[int, ...]) -> tuple[Row, ...]:
     """From pixel values of 0 to 255, a tuple for each color."""
     return tuple((one / 255, two / 255, three / 255) for one, two, three in zip(red, green, blue, strict=True))
 
@@ -36,7 +36,7 @@ STABLE_DIFFUSION = LatentColors(
 Versions 1 and 2 have the same latents."""
 
 STABLE_DIFFUSION_XL = LatentColors(
-    _bytes((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150 / 255, 140 / 255, 130 / 255)
+    _of_bytes((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150 / 255, 140 / 255, 130 / 255)
 )
 """By Timothy Alexis Vass, https://huggingface.co/blog/TimothyAlexisVass/explaining-the-sdxl-latent-space, as in diffusers'
 manual: https://huggingface.co/docs/diffusers/using-diffusers/callback."""

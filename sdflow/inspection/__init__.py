@@ -9,7 +9,7 @@ from sdflow.errors import CheckpointError, SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
 from sdflow.inspection.adapters import inspect_adapter, is_adapter, told
 from sdflow.inspection.contents import SUFFIXES, Contents, read_contents
-from sdflow.inspection.finding import EMBEDDING, UNKNOWN, Finding
+from sdflow.inspection.description import EMBEDDING, UNKNOWN, Description
 from sdflow.inspection.folders import CONFIG_FILE, inspect_built, inspect_component, inspect_pipeline
 from sdflow.inspection.lines import titles_of
 from sdflow.inspection.weights import inspect_weights
@@ -17,10 +17,10 @@ from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.embedding import MOST_VECTORS, embedding_names
 
-__all__ = ["Finding", "inspect"]
+__all__ = ["Description", "inspect"]
 
 
-def inspect(path: Path) -> list[Finding]:
+def inspect(path: Path) -> list[Description]:
     """What a file or folder is; of a folder of files, what each of them is.
 
     Raises CheckpointError and UsageError for what is missing or damaged.
@@ -43,15 +43,15 @@ def inspect(path: Path) -> list[Finding]:
     return [_or_damaged(file) for file in files]
 
 
-def _or_damaged(file: Path) -> Finding:
+def _or_damaged(file: Path) -> Description:
     """One of several: that it cannot be read hides none of the others."""
     try:
         return inspect_file(file)
     except SdflowError as error:
-        return Finding(str(file), UNKNOWN, notes=(f"{error.what}.",))
+        return Description(str(file), UNKNOWN, notes=(f"{error.what}.",))
 
 
-def inspect_file(path: Path) -> Finding:
+def inspect_file(path: Path) -> Description:
     """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
     contents = read_contents(path)
     if (widths := _vectors(contents)) is not None:
@@ -71,7 +71,7 @@ def _vectors(contents: Contents) -> dict[str, tuple[int, int]] | None:
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
-def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Finding:
+def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Description:
     fitting = []
     for architecture in ARCHITECTURES:
         family = family_of_architecture(architecture)
@@ -80,7 +80,7 @@ def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Findin
             fitting.append(architecture)
     vectors = {count for count, _ in widths.values()}
     option = f"--embedding {contents.path}" + (" --allow-pickle" if contents.pickled else "")
-    return Finding(
+    return Description(
         str(contents.path),
         EMBEDDING,
         titles_of(fitting),

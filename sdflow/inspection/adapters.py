@@ -12,7 +12,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import WITH_LORAS
 from sdflow.families.few_steps import spelled
 from sdflow.inspection.contents import Contents
-from sdflow.inspection.finding import DRAWS_WITH, Finding
+from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import architecture_for, lora_lines
 from sdflow.sources.few_steps import few_steps_of_file
 from sdflow.sources.lora import lora_submodels
@@ -56,7 +56,7 @@ def _stem(name: str) -> str | None:
     return bare if parsed is None else f"{parsed.submodel}.{parsed.module}"
 
 
-def inspect_adapter(contents: Contents) -> Finding:
+def inspect_adapter(contents: Contents) -> Description:
     """What a LoRA's header and metadata tell."""
     names = {name: parsed for name in contents.shapes if (parsed := _parsed(name)) is not None}
     entries = {name: TensorEntry("F32", shape, 0, 0) for name, shape in contents.shapes.items()}
@@ -87,7 +87,7 @@ def inspect_adapter(contents: Contents) -> Finding:
         else:
             lines = lora_lines(architecture, str(contents.path))
     details = {name: value for name, value in details.items() if value not in (None, {}, [])}
-    return Finding(str(contents.path), "LoRA", titles, None, contents.precision, (), details, tuple(notes), lines)
+    return Description(str(contents.path), "LoRA", titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _parsed(name: str) -> LoraName | None:

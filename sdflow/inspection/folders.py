@@ -12,7 +12,7 @@ from sdflow.errors import CheckpointError, SdflowError
 from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, FAMILIES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.inspection.contents import Contents, precision_of, read_contents
-from sdflow.inspection.finding import BUILT, PIPELINE, UNKNOWN, Finding
+from sdflow.inspection.description import BUILT, PIPELINE, UNKNOWN, Description
 from sdflow.inspection.lines import (
     base_of,
     by_part,
@@ -33,7 +33,7 @@ from sdflow.sources.folder import find_weights, read_config
 CONFIG_FILE = "config.json"
 
 
-def inspect_built(folder: Path) -> Finding:
+def inspect_built(folder: Path) -> Description:
     """A pipeline that sdflow built. Raises UsageError for a damaged one."""
     manifest = read_manifest(folder)
     origin = manifest.origin
@@ -42,17 +42,17 @@ def inspect_built(folder: Path) -> Finding:
         details["quantized"] = ", ".join(f"{name} to {to}" for name, to in origin.quantized.items())
     missing = tuple(name for name in manifest.files if not (folder / name).exists())
     command = None if missing else f'sdflow generate {folder} --prompt "a horse on the moon"'
-    return Finding(str(folder), BUILT, details=details, missing=missing, command=command)
+    return Description(str(folder), BUILT, details=details, missing=missing, command=command)
 
 
-def inspect_pipeline(folder: Path) -> Finding:
+def inspect_pipeline(folder: Path) -> Description:
     """A folder with a model_index.json. Raises CheckpointError where that is damaged."""
     index = read_config(folder / INDEX_FILE)
     name = index.get("_class_name")
     family = next((each for each in FAMILIES.values() if name in each.classes), None)
     if family is None:
         known = ", ".join(name for each in FAMILIES.values() for name in each.classes)
-        return Finding(
+        return Description(
             str(folder),
             UNKNOWN,
             precision=precision_of(_every(folder)),
@@ -90,7 +90,7 @@ def inspect_pipeline(folder: Path) -> Finding:
     if lines and pickled:
         lines += "allow_pickle: true\n"
     details = {"class": index["_class_name"], **_size(configs), "parameters": _count(contents)}
-    return Finding(
+    return Description(
         str(folder),
         PIPELINE,
         (title,),
@@ -124,7 +124,7 @@ def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -
     return sorted(found, key=lambda name: architecture_config(name, "scheduler")["prediction_type"] != said)
 
 
-def inspect_component(folder: Path) -> Finding:
+def inspect_component(folder: Path) -> Description:
     """A folder with a config.json: one network. Raises CheckpointError where that is damaged."""
     config = read_config(folder / CONFIG_FILE)
     named = class_names(config)
@@ -149,10 +149,12 @@ def inspect_component(folder: Path) -> Finding:
         if part.model.class_name in named and part.model.telling(own) == _telling(part.model, config):
             lines = component_lines(architecture, part.component, str(folder)) if contents else None
             missing = () if contents else ("weights",)
-            return Finding(str(folder), part.component, (), architecture, precision, missing, details, (), lines)
+            return Description(str(folder), part.component, (), architecture, precision, missing, details, (), lines)
     if component is None:
         said = details["class"] or "of no class that it names"
-        return Finding(str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",))
+        return Description(
+            str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",)
+        )
     lines = None
     if component in EXCHANGEABLE and fitting and contents:
         lines = component_lines(fitting[0], component, str(folder))
@@ -162,7 +164,7 @@ def inspect_component(folder: Path) -> Finding:
         lines = net_lines(fitting[0], str(folder))
     missing = () if contents else ("weights",)
     kind = component.replace("_", " ")
-    return Finding(
+    return Description(
         str(folder), kind, titles_of(fitting), fitting[0] if fitting else None, precision, missing, details, (), lines
     )
 

@@ -11,7 +11,7 @@ from sdflow.families.base import Family
 from sdflow.families.few_steps import known_model, spelled
 from sdflow.families.part import Part
 from sdflow.inspection.contents import Contents
-from sdflow.inspection.finding import CHECKPOINT, DRAWS_WITH, UNKNOWN, Finding
+from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, UNKNOWN, Description
 from sdflow.inspection.lines import (
     adapter_lines,
     architecture_for,
@@ -56,7 +56,7 @@ class _Match:
     components: tuple[str, ...]
 
 
-def inspect_weights(contents: Contents) -> Finding:
+def inspect_weights(contents: Contents) -> Description:
     """A file that is no adapter: a checkpoint, a part of one, another network that is known, or unknown."""
     path, shapes = str(contents.path), {**contents.shapes, **current_shapes(contents.shapes)}
     for begin, kind in _OTHERS:
@@ -66,20 +66,20 @@ def inspect_weights(contents: Contents) -> Finding:
                 return _adapter(contents, shapes, titles)
             net = _net(titles)
             lines = net_lines(net, path) + _pickles(contents) if kind == "ControlNet" and net is not None else None
-            return Finding(path, kind, titles, precision=contents.precision, workflow=lines)
+            return Description(path, kind, titles, precision=contents.precision, workflow=lines)
     for architecture in COMPONENT_ARCHITECTURES:
         part, config = part_alone(architecture)
         if _holds(shapes, part.model.telling(config)):
             lines = component_lines(architecture, part.component, path) + _pickles(contents)
-            return Finding(path, part.component, (), architecture, contents.precision, workflow=lines)
+            return Description(path, part.component, (), architecture, contents.precision, workflow=lines)
         if (half := half_of(shapes, part.model.halves(config))) is not None:
             lines = component_lines(architecture, part.component, path) + _pickles(contents)
             beside = (f"It is its {half}; the file of the other half must lie beside it.",)
-            return Finding(path, part.component, (), architecture, contents.precision, notes=beside, workflow=lines)
+            return Description(path, part.component, (), architecture, contents.precision, notes=beside, workflow=lines)
     matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
     most = max(len(match.components) for match in matches)
     if most == 0:
-        return Finding(path, UNKNOWN, precision=contents.precision, notes=(_why(contents),))
+        return Description(path, UNKNOWN, precision=contents.precision, notes=(_why(contents),))
     fitting = [match for match in matches if len(match.components) == most]
     family = family_of_architecture(fitting[0].architecture)
     if most == 1:
@@ -96,12 +96,12 @@ def inspect_weights(contents: Contents) -> Finding:
     lines = None if missing else model_lines(base_of(architecture), path) + _pickles(contents)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
-    return Finding(
+    return Description(
         path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, details, notes, lines
     )
 
 
-def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Finding:
+def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Description:
     """An IP-Adapter: its kind, how many tokens it makes of an image, and lines of a workflow if it is one that sdflow takes."""
     path, architecture = str(contents.path), architecture_for(titles)
     details, notes, lines = {}, [], None
@@ -121,7 +121,7 @@ def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Fin
             notes.append(
                 "It is read with its image encoder: the folder that diffusers looks for beside it, or `encoder`."
             )
-    return Finding(path, _IMAGE_PROMPTS, titles, None, contents.precision, (), details, tuple(notes), lines)
+    return Description(path, _IMAGE_PROMPTS, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _match(architecture: str, shapes: Shapes) -> _Match:
@@ -158,7 +158,7 @@ def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
     return any(wanted.values()) and all(shapes.get(name) == shape for name, shape in wanted.items())
 
 
-def _part(contents: Contents, fitting: list[_Match]) -> Finding:
+def _part(contents: Contents, fitting: list[_Match]) -> Description:
     (component,) = fitting[0].components
     fitting = [match for match in fitting if match.components == (component,)]
     architectures = [match.architecture for match in fitting]
@@ -174,7 +174,7 @@ def _part(contents: Contents, fitting: list[_Match]) -> Finding:
         notes = (
             f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {', '.join(EXCHANGEABLE)}.",
         )
-    return Finding(
+    return Description(
         path, kind, titles_of(architectures), architectures[0], contents.precision, notes=notes, workflow=lines
     )
 

@@ -117,7 +117,7 @@ def describe(name: str, folder: Path) -> PassDescription:
     origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
     try:
         options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
-    except Exception as cause:
+    except Exception as cause:  # a script's defaults are made here, and may raise anything; ours have no excuse
         if not is_user_pass(name):
             raise
         raise PassNotFound(f"{name}: its options cannot be described: {type(cause).__name__}: {cause}") from cause

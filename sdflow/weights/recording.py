@@ -45,7 +45,7 @@ def recording() -> Iterator[None]:
             setattr(owner, name, replacement(getattr(owner, name)))
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # a library may pack our refusal into any error of its own
             if reads and error is not reads[0]:
                 raise reads[0] from error
             raise

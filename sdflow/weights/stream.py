@@ -149,10 +149,10 @@ def _computed_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[Any]]:
     waiting: deque[tuple[int, Future[Any]]] = deque()
 
     def values() -> Iterator[Any]:
-        todo = deque((piece.length, piece.compute) for piece in pieces if piece.compute is not None)
-        while todo or waiting:
-            while todo and (len(waiting) <= THREADS or sum(length for length, _ in waiting) < AHEAD):
-                length, compute = todo.popleft()
+        left = deque((piece.length, piece.compute) for piece in pieces if piece.compute is not None)
+        while left or waiting:
+            while left and (len(waiting) <= THREADS or sum(length for length, _ in waiting) < AHEAD):
+                length, compute = left.popleft()
                 waiting.append((length, pool.submit(compute)))
             yield waiting.popleft()[1].result()
 

@@ -28,7 +28,7 @@ from sdflow.bench.weights import quantized_of
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.inspection import Finding, inspect
+from sdflow.inspection import Description, inspect
 from sdflow.inspection.lines import configs_of, title_of
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
@@ -54,7 +54,7 @@ def write_header(path: Path, shapes: Shapes, metadata: Mapping[str, str] | None 
     return path
 
 
-def only(path: Path) -> Finding:
+def only(path: Path) -> Description:
     (finding,) = inspect(path)
     return finding
 

@@ -30,8 +30,8 @@ def image(value: int, spot: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def drawn(picture: Image.Image, shows: bool = True) -> dict[str, Any]:
-    return {"prompt": "a large red circle", "seed": 7, "png": png_of(picture), "shows": shows}
+def drawn(image: Image.Image, shows: bool = True) -> dict[str, Any]:
+    return {"prompt": "a large red circle", "seed": 7, "png": png_of(image), "shows": shows}
 
 
 def ran(element: str = "float32", fallen: tuple[tuple[str, str, str], ...] = ()) -> Ran:

@@ -55,7 +55,7 @@ def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: 
 
 
 def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
-    webuiapi = pytest.importorskip("webuiapi")
+    webuiapi = pytest.importorskip("webuiapi", reason="pip install -e '.[test]'")
     client = webuiapi.WebUIApi(baseurl=f"{server.url}/sdapi/v1", sampler="DPM++ 2M Karras", steps=2)
     client.util_set_model("tiny")
     assert (client.util_get_model_names(), client.util_get_current_model()) == (["tiny"], "tiny")

@@ -1,7 +1,7 @@
 """The architectures that sdflow ships configurations of: what a single file or random weights are filled into.
 
 Each family says which are its own (`Family.architectures`). A folder here is a whole pipeline folder but for the weights,
-and for what `_LENDERS` and `_BASES` say.
+and for what `_LENDERS` and `_LIKE` say.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LENDERS = {
     ("sdxl-tiny", "tokenizer_2"): "sd21/tokenizer",
 }
 
-# Architecture -> the one that it is, but for the entries of the JSON files in its own folder.
-_BASES = {
+# Architecture -> the one that it is like, but for the entries of the JSON files in its own folder.
+_LIKE = {
     "sd-turbo": "sd21-base",
     "sd-turbo-tiny": "sd21-tiny",
     "sdxl-turbo": "sdxl",
@@ -58,12 +58,12 @@ _BASES = {
 
 @cache
 def _read(architecture: str, path: str) -> str:
-    """The JSON of a file of an architecture: that of its base, if it has one, with its own entries."""
-    base, own = _BASES.get(architecture), _ROOT / architecture / path
-    if base is None:
+    """The JSON of a file of an architecture: that of the one that it is like, if there is one, with its own entries."""
+    like, own = _LIKE.get(architecture), _ROOT / architecture / path
+    if like is None:
         return own.read_text("utf-8")
     entries = json.loads(own.read_text("utf-8")) if own.is_file() else {}
-    return json.dumps({**json.loads(_read(base, path)), **entries})
+    return json.dumps({**json.loads(_read(like, path)), **entries})
 
 
 def architecture_config(architecture: str, component: str) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def architecture_index(architecture: str) -> dict[str, Any]:
 def companion_folder(architecture: str, companion: str) -> Path:
     """The folder of "tokenizer", "tokenizer_2", "scheduler" or "feature_extractor"; of a tokenizer it may be another's."""
     _check(architecture)
-    base = _BASES.get(architecture)
-    if base is not None and not (_ROOT / architecture / companion).is_dir():
-        return companion_folder(base, companion)
+    like = _LIKE.get(architecture)
+    if like is not None and not (_ROOT / architecture / companion).is_dir():
+        return companion_folder(like, companion)
     return _ROOT / _LENDERS.get((architecture, companion), f"{architecture}/{companion}")
 
 

@@ -18,7 +18,7 @@ from sdflow.store.remote.claims import FOLDER as CLAIMS
 from sdflow.store.remote.claims import named as claimed
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.place import UNFINISHED, Absent, Found, Place
+from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -46,21 +46,21 @@ class Swept:
     bytes_kept: int
 
 
-def listed(place: Place, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
+def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
     """Every action of the remote that can be read. Raises Unusable."""
-    files = _list(place, "actions", meanwhile)
+    files = _list(share, "actions", meanwhile)
     entries: list[tuple[Found, RemoteEntry]] = []
 
     def read(file: Found) -> tuple[Found, RemoteEntry] | None:
         with suppress(Absent, BadRecord):
-            return file, read_entry(place.read(file.path, LIMIT), _digest(file))
+            return file, read_entry(share.read(file.path, LIMIT), _digest(file))
         return None
 
-    timeout = place.spec.timeout
+    timeout = share.spec.timeout
     for_each(
         files, read, timeout=timeout, meanwhile=meanwhile, done=lambda found: entries.append(found) if found else None
     )
-    contents = _manifests(place, sorted({entry.object for _, entry in entries}), meanwhile)
+    contents = _manifests(share, sorted({entry.object for _, entry in entries}), meanwhile)
     return [
         Listed(entry, content.bytes if (content := contents.get(entry.object)) else None, file.changed)
         for file, entry in sorted(entries, key=lambda each: each[0].path)
@@ -68,15 +68,15 @@ def listed(place: Place, meanwhile: Callable[[], None] = lambda: None) -> list[L
 
 
 def sweep(
-    place: Place, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
+    share: Share, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
 ) -> Swept:
     """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to.
 
     Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
     """
-    told = None if dry_run else _now(place, meanwhile)
+    told = None if dry_run else _now(share, meanwhile)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.
-    folders = [_all(place, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
+    folders = [_all(share, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
     pieces, manifests, actions = ([file for file in files if _in_place(file)] for files in folders)
     left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
     # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
@@ -87,7 +87,7 @@ def sweep(
 
     def remove(files: list[Found]) -> None:
         if not dry_run:
-            for_each(files, lambda file: place.remove(file.path), timeout=place.spec.timeout, meanwhile=meanwhile)
+            for_each(files, lambda file: share.remove(file.path), timeout=share.spec.timeout, meanwhile=meanwhile)
 
     old = [file for file in actions if older(file, older_than)]
     gone = {file.path for file in old}
@@ -95,23 +95,23 @@ def sweep(
 
     def read(file: Found) -> str | None:
         with suppress(Absent, BadRecord):
-            return read_entry(place.read(file.path, LIMIT), _digest(file)).object
+            return read_entry(share.read(file.path, LIMIT), _digest(file)).object
         return None
 
     for_each(
         [file for file in actions if file.path not in gone],
         read,
-        timeout=place.spec.timeout,
+        timeout=share.spec.timeout,
         meanwhile=meanwhile,
         done=lambda found: named.add(found) if found else None,
     )
     loose = [file for file in manifests if _digest(file) not in named and older(file, min(GRACE, older_than))]
     lost = {file.path for file in loose}
-    kept = _manifests(place, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
+    kept = _manifests(share, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
     used = {sha256 for content in kept.values() for sha256 in content.pieces}
     unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
     left += [
-        file for file in _all(place, CLAIMS, meanwhile) if (digest := claimed(file)) is not None and digest not in kept
+        file for file in _all(share, CLAIMS, meanwhile) if (digest := claimed(file)) is not None and digest not in kept
     ]
     for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
         remove(files)
@@ -119,13 +119,13 @@ def sweep(
         known, gone_pieces = {file.path for file in actions} - gone, {_digest(file) for file in unused}
         come: list[tuple[Found, str | None]] = []
         for_each(
-            [file for file in _list(place, "actions", meanwhile) if file.path not in known],
+            [file for file in _list(share, "actions", meanwhile) if file.path not in known],
             lambda file: (file, read(file)),
-            timeout=place.spec.timeout,
+            timeout=share.spec.timeout,
             meanwhile=meanwhile,
             done=come.append,
         )
-        whole = _manifests(place, sorted({digest for _, digest in come if digest}), meanwhile)
+        whole = _manifests(share, sorted({digest for _, digest in come if digest}), meanwhile)
         # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
         remove(
             [
@@ -138,14 +138,14 @@ def sweep(
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 
 
-def _list(place: Place, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
+def _list(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
     """The files of a folder that have a place in it."""
-    return [file for file in _all(place, folder, meanwhile) if _in_place(file)]
+    return [file for file in _all(share, folder, meanwhile) if _in_place(file)]
 
 
-def _all(place: Place, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
+def _all(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
     """A long list takes its time."""
-    return one(lambda: list(place.list(folder)), timeout=20 * place.spec.timeout, meanwhile=meanwhile)
+    return one(lambda: list(share.list(folder)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
 
 
 def _in_place(file: Found) -> bool:
@@ -156,34 +156,34 @@ def _digest(file: Found) -> str:
     return file.path.rpartition("/")[2].removesuffix(".json")
 
 
-def _manifests(place: Place, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
+def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
     contents: dict[str, RemoteObject] = {}
 
     def read(digest: str) -> tuple[str, RemoteObject] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(place.read(f"objects/{digest[:2]}/{digest}.json", LIMIT), digest)
+            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", LIMIT), digest)
         return None
 
     for_each(
         digests,
         read,
-        timeout=place.spec.timeout,
+        timeout=share.spec.timeout,
         meanwhile=meanwhile,
         done=lambda found: contents.update([found]) if found else None,
     )
     return contents
 
 
-def _now(place: Place, meanwhile: Callable[[], None]) -> float:
+def _now(share: Share, meanwhile: Callable[[], None]) -> float:
     """What time it is by the store's clock: that of a file written just now."""
     path = f"probe/{os.urandom(8).hex()}"
 
     def ask() -> float | None:
-        place.write(path, b"probe")
+        share.write(path, b"probe")
         try:
-            return place.changed(path)
+            return share.changed(path)
         finally:
-            place.remove(path)
+            share.remove(path)
 
-    told = one(ask, timeout=place.spec.timeout, meanwhile=meanwhile)
+    told = one(ask, timeout=share.spec.timeout, meanwhile=meanwhile)
     return time.time() if told is None else told

@@ -20,7 +20,7 @@ from sdflow.errors import UsageError
 from sdflow.store.records import BadRecord, dump, load
 from sdflow.store.remote.entry import LIMIT
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.place import Absent, Found, Place
+from sdflow.store.remote.share import Absent, Found, Share
 from sdflow.store.remote.trust import SIGNATURES, Signer, Untrusted, require_signed
 
 FOLDER = "verified"
@@ -49,7 +49,7 @@ class Claim:
         return f"verified elsewhere ({self.level}, for {self.target}; {who}{doubt}): {versions}"
 
 
-def claim(place: Place, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
+def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
     """Write that these were verified. What is said already is not said again. Raises Unusable."""
     for object_digest in objects:
         body = {
@@ -64,23 +64,23 @@ def claim(place: Place, objects: Iterable[str], said: Claim, signer: Signer | No
         data = dump({**body, "verified": time.time()})
 
         def write(path: str = path, data: bytes = signer.signed(data) if signer else data) -> None:
-            if place.size(path) is None:
-                place.write(path, data)
+            if share.size(path) is None:
+                share.write(path, data)
 
-        one(write, timeout=place.spec.timeout, meanwhile=lambda: None)
+        one(write, timeout=share.spec.timeout, meanwhile=lambda: None)
 
 
 def claims(
-    place: Place, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
+    share: Share, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
     wanted, found = set(objects), defaultdict(list)
-    files = one(lambda: list(place.list(FOLDER)), timeout=20 * place.spec.timeout, meanwhile=meanwhile)
+    files = one(lambda: list(share.list(FOLDER)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
 
     def read(file: Found) -> tuple[str, Claim] | None:
         object_digest = named(file)
         with suppress(Absent, BadRecord, Untrusted):
-            return str(object_digest), read_claim(place.read(file.path, LIMIT), str(object_digest), trust)
+            return str(object_digest), read_claim(share.read(file.path, LIMIT), str(object_digest), trust)
         return None
 
     counts: dict[str | None, int] = defaultdict(int)
@@ -92,7 +92,7 @@ def claims(
     for_each(
         chosen,
         read,
-        timeout=place.spec.timeout,
+        timeout=share.spec.timeout,
         meanwhile=meanwhile,
         done=lambda pair: found[pair[0]].append(pair[1]) if pair else None,
     )

@@ -17,7 +17,7 @@ from sdflow import stop
 from sdflow.store.remote.entry import RemoteObject
 from sdflow.store.remote.parallel import for_each
 from sdflow.store.remote.pieces import Piece
-from sdflow.store.remote.place import Unusable
+from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
 
 LOOKED_INTO = 2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from sdflow.store.remote.place import Unusable
+from sdflow.store.remote.share import Unusable
 
 LINES = 12
 LOOK = 0.1
@@ -33,18 +33,18 @@ def for_each(
     Raises what `do` raises first, Unusable when `timeout` seconds pass without a result, and what `meanwhile` raises: it is
     called again and again.
     """
-    todo: SimpleQueue[T] = SimpleQueue()
+    left: SimpleQueue[T] = SimpleQueue()
     results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
     ended = threading.Event()
     count = 0
     for item in items:
-        todo.put(item)
+        left.put(item)
         count += 1
 
     def work() -> None:
         while not ended.is_set():
             try:
-                item = todo.get_nowait()
+                item = left.get_nowait()
             except Empty:
                 return
             try:

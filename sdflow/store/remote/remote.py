@@ -24,7 +24,7 @@ from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import LIMIT, RemoteEntry, action_path, object_path, read_entry, read_object
 from sdflow.store.remote.parallel import one
 from sdflow.store.remote.pieces import Cuts, no_cuts
-from sdflow.store.remote.place import Absent, Place, Refused, Unusable
+from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
 from sdflow.store.remote.up import DamagedHere, Sent, send
@@ -47,7 +47,7 @@ class Remote:
         if spec.trust:
             require_cryptography()
         self.spec = spec
-        self.place = Place(spec)
+        self.share = Share(spec)
         self.tell: Callable[[str], None] = log.warning
         self.unusable: str | None = None  # why it is not asked any more
         self.closed: str | None = None  # why nothing is pushed any more; it may still be read
@@ -153,7 +153,7 @@ class Remote:
         """Read a file; a line that breaks is tried again."""
         for attempt in range(1, TRIES + 1):
             try:
-                return self.place.read(path, size)
+                return self.share.read(path, size)
             except Unusable as error:
                 if attempt == TRIES or error.final or self._abandoned.is_set():
                     raise
@@ -216,7 +216,7 @@ class Remote:
             try:
                 sent = send(
                     record,
-                    self.place,
+                    self.share,
                     self._cuts,
                     mend=digest in self._mend,
                     rewrite=digest in self._wrongs,
@@ -243,7 +243,7 @@ class Remote:
         if not self.spec.push or self._shut:
             return
         try:
-            claim(self.place, objects, said, self._signer)
+            claim(self.share, objects, said, self._signer)
         except Unusable as error:
             self._close(error)
 
@@ -251,7 +251,7 @@ class Remote:
         """Who says to have verified these; empty where the remote cannot be listed."""
         if self.unusable is None:
             with contextlib.suppress(Unusable):
-                return claims(self.place, self.spec.trust, objects, stop.check)
+                return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
 
     def _push_offered(self) -> None:

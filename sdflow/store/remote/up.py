@@ -14,7 +14,7 @@ from sdflow.store.records import Stored, dump_action
 from sdflow.store.remote.entry import LIMIT, RemoteObject, action_path, dump_object, object_path
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.pieces import Cuts, Piece, cut
-from sdflow.store.remote.place import Absent, Place
+from sdflow.store.remote.share import Absent, Share
 from sdflow.store.remote.trust import Signer, is_signed
 
 FROM = "from"
@@ -39,7 +39,7 @@ class Sent:
 
 def send(
     record: Record,
-    place: Place,
+    share: Share,
     cuts: Cuts,
     *,
     mend: bool = False,
@@ -53,11 +53,11 @@ def send(
 
     Raises Unusable, DamagedHere, OSError.
     """
-    timeout = place.spec.timeout
+    timeout = share.spec.timeout
     committed = action_path(record.action.digest)
 
     def is_there() -> bool:
-        return not mend and one(lambda: place.size(committed), timeout=timeout, meanwhile=meanwhile) is not None
+        return not mend and one(lambda: share.size(committed), timeout=timeout, meanwhile=meanwhile) is not None
 
     if is_there():
         return Sent()
@@ -81,7 +81,7 @@ def send(
             offset += piece.size
 
     def send_piece(piece: Piece) -> Sent:
-        if not rewrite and place.size(piece.path) == piece.size:
+        if not rewrite and share.size(piece.path) == piece.size:
             return Sent(there=piece.size)
         path, offset = where[piece]
         with path.open("rb") as stream:
@@ -89,28 +89,28 @@ def send(
             data = stream.read(piece.size)
         if hashlib.sha256(data).hexdigest() != piece.sha256:
             raise DamagedHere(f"{path} has changed while it was read")
-        place.write(piece.path, data)
+        share.write(piece.path, data)
         return Sent(bytes=piece.size)
 
     sent: list[Sent] = []
     for_each(where, send_piece, timeout=timeout, meanwhile=meanwhile, done=sent.append)
     manifest = dump_object(artifact.digest, RemoteObject(tuple(files)))
-    one(lambda: place.write(object_path(artifact.digest), manifest), timeout=timeout, meanwhile=meanwhile)
+    one(lambda: share.write(object_path(artifact.digest), manifest), timeout=timeout, meanwhile=meanwhile)
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
         if signer is not None and FROM not in record.built:  # a signature says who has built it
             data = signer.signed(data)
-        if mend and one(lambda: _there(place, committed, data, trust), timeout=timeout, meanwhile=meanwhile):
+        if mend and one(lambda: _there(share, committed, data, trust), timeout=timeout, meanwhile=meanwhile):
             return sum(sent, Sent())
-        one(lambda: place.write(committed, data), timeout=timeout, meanwhile=meanwhile)
+        one(lambda: share.write(committed, data), timeout=timeout, meanwhile=meanwhile)
     return sum(sent, Sent(results=1))
 
 
-def _there(place: Place, path: str, data: bytes, trust: Sequence[str]) -> bool:
+def _there(share: Share, path: str, data: bytes, trust: Sequence[str]) -> bool:
     """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
     try:
-        there = place.read(path, LIMIT)
+        there = share.read(path, LIMIT)
     except Absent:
         return False
     return any(is_signed(there, keys) and not is_signed(data, keys) for keys in (trust, ()))

@@ -77,7 +77,7 @@ def require_a_round(url: str, one: Machine, other: Machine) -> None:
     assert other.fetch(make_action("not there")) is None
     assert one.told == [f"pushed 1 results to {url}: 20.3 kB sent, 0 B were there"]
     assert other.told == []
-    (found,) = catalog.listed(other.remote.place)
+    (found,) = catalog.listed(other.remote.share)
     assert (found.entry.action, found.bytes) == (action, record.artifact.bytes)
     assert found.pushed is not None
 

@@ -11,7 +11,7 @@ from sdflow.store import Cache
 from sdflow.store.records import BadRecord, dump
 from sdflow.store.remote import Claim, RemoteSpec, catalog
 from sdflow.store.remote.claims import claims, read_claim
-from sdflow.store.remote.place import FOLDER
+from sdflow.store.remote.share import FOLDER
 from sdflow.store.remote.trust import Signer, Untrusted, make_key
 
 from .machines import Machine, make_action
@@ -76,21 +76,21 @@ def test_a_claim_that_was_altered_or_is_none_is_not_shown(tmp_path: Path) -> Non
         with pytest.raises(BadRecord):
             read_claim(dump(wrong), "0" * 64, ())
     path.write_bytes(data[:-9])
-    assert claims(remote.place, (), ["0" * 64]) == {}
+    assert claims(remote.share, (), ["0" * 64]) == {}
 
 
 def test_gc_removes_claims_of_what_is_gone(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "one", str(tmp_path / "shared"))
     kept = machine.build(make_action()).artifact.digest
     machine.remote.vouch([kept, "0" * 64], SAID)
-    catalog.sweep(machine.remote.place, 3600.0)
+    catalog.sweep(machine.remote.share, 3600.0)
     assert len(files(tmp_path)) == 2, "an object that belongs to it may be on its way"
-    catalog.sweep(machine.remote.place, 30 * 24 * 3600.0)
+    catalog.sweep(machine.remote.share, 30 * 24 * 3600.0)
     assert len(files(tmp_path)) == 2
     import os
     import time
 
     for path in files(tmp_path):
         os.utime(path, (0, time.time() - 40 * 24 * 3600))
-    catalog.sweep(machine.remote.place, 30 * 24 * 3600.0)
+    catalog.sweep(machine.remote.share, 30 * 24 * 3600.0)
     assert [path.name.partition(".")[0] for path in files(tmp_path)] == [kept]

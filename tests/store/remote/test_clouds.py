@@ -90,12 +90,12 @@ def test_a_round(store: str, tmp_path: Path, request: pytest.FixtureRequest) -> 
     one, other = Machine(tmp_path / "one", url), Machine(tmp_path / "other", url)
     require_a_round(url, one, other)
     third = Machine(tmp_path / "third", url)
-    piece = max(third.remote.place.list("pieces"), key=lambda each: each.size)
-    third.remote.place.write(piece.path, b"\0" * piece.size)
+    piece = max(third.remote.share.list("pieces"), key=lambda each: each.size)
+    third.remote.share.write(piece.path, b"\0" * piece.size)
     assert third.fetch(ACTION) is None
     assert "is wrong" in third.told[0]
-    assert catalog.sweep(other.remote.place, 3600.0).actions == 0
-    assert catalog.sweep(other.remote.place, -60.0).actions == 1
-    assert catalog.listed(other.remote.place) == []
+    assert catalog.sweep(other.remote.share, 3600.0).actions == 0
+    assert catalog.sweep(other.remote.share, -60.0).actions == 1
+    assert catalog.listed(other.remote.share) == []
     said = " ".join((*one.told, *other.told, *third.told))
     assert KEY not in said

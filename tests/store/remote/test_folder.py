@@ -17,7 +17,7 @@ from sdflow import stop
 from sdflow.store.layout import Layout
 from sdflow.store.remote import catalog, down, parallel, remote
 from sdflow.store.remote.pieces import MOST, SMALL, TOGETHER, sizes
-from sdflow.store.remote.place import FOLDER, Place, Unusable
+from sdflow.store.remote.share import FOLDER, Share, Unusable
 from sdflow.store.remote.spec import without_secrets
 
 from .machines import BUILT, Machine, files_of, make_action
@@ -86,9 +86,9 @@ def test_a_push_that_ends_at_any_moment_leaves_nothing_that_counts(
     record = one.build(action, files)
     for path in stored(shared, ""):
         path.unlink()
-    write, order = Place.write, []
+    write, order = Share.write, []
 
-    def breaks(self: Place, path: str, data: bytes) -> None:
+    def breaks(self: Share, path: str, data: bytes) -> None:
         if order:
             raise Unusable("the line is cut", final=True)
         order.append(path)
@@ -96,10 +96,10 @@ def test_a_push_that_ends_at_any_moment_leaves_nothing_that_counts(
 
     for _ in range(5):
         order.clear()
-        monkeypatch.setattr(Place, "write", breaks)
+        monkeypatch.setattr(Share, "write", breaks)
         one.again()
         assert one.remote.push(record) is None
-        monkeypatch.setattr(Place, "write", write)
+        monkeypatch.setattr(Share, "write", write)
         assert other.fetch(action) is None
         assert other.told == []
         assert not stored(shared, "actions")
@@ -223,16 +223,16 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     """By another process too; what is left of it is hashed again, not believed."""
     action, files = make_action(), big(b"a", 17 << 20)
     one.build(action, files)
-    read, pieces = Place.read, []
+    read, pieces = Share.read, []
 
-    def breaks(self: Place, path: str, limit: int) -> bytes:
+    def breaks(self: Share, path: str, limit: int) -> bytes:
         if path.startswith("pieces/"):
             if len(pieces) == 3:
                 raise Unusable("the line is cut", final=True)
             pieces.append(path)
         return read(self, path, limit)
 
-    monkeypatch.setattr(Place, "read", breaks)
+    monkeypatch.setattr(Share, "read", breaks)
     monkeypatch.setattr(parallel, "LINES", 1)
     assert other.fetch(action) is None
     assert other.told == [f"the remote cache {other.url} is not used from here on: the line is cut"]
@@ -244,12 +244,12 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
     first = len(pieces)
     pieces.clear()
 
-    def counts(self: Place, path: str, limit: int) -> bytes:
+    def counts(self: Share, path: str, limit: int) -> bytes:
         if path.startswith("pieces/"):
             pieces.append(path)
         return read(self, path, limit)
 
-    monkeypatch.setattr(Place, "read", counts)
+    monkeypatch.setattr(Share, "read", counts)
     age(part.parent, 20 * 24 * 3600.0)
     assert remote.incoming(Layout(other.folder), other.remote._known[action.digest]) == part.parent
     other.cache.gc()
@@ -291,14 +291,14 @@ def test_what_this_machine_has_is_not_fetched(one: Machine, other: Machine, monk
             (staging.files / name).write_bytes(data)
         staging.publish({}, {})
     other.cache.remote = remote
-    read, pieces = Place.read, []
+    read, pieces = Share.read, []
 
-    def counts(self: Place, path: str, limit: int) -> bytes:
+    def counts(self: Share, path: str, limit: int) -> bytes:
         data = read(self, path, limit)
         pieces.extend([len(data)] if path.startswith("pieces/") else [])
         return data
 
-    monkeypatch.setattr(Place, "read", counts)
+    monkeypatch.setattr(Share, "read", counts)
     fetched = other.fetch(make_action("lora"))
     assert fetched is not None
     assert files_of(fetched) == lora
@@ -398,7 +398,7 @@ def test_gc_removes_what_is_old_and_what_nothing_refers_to(one: Machine, other: 
     (new,) = (path for path in stored(shared, "actions") if path.stem == make_action("new").digest)
     age(new, 2 * day)
     before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
-    would = catalog.sweep(one.remote.place, 30 * day, dry_run=True)
+    would = catalog.sweep(one.remote.share, 30 * day, dry_run=True)
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before, "who only looks writes nothing"
     assert (would.actions, would.manifests, would.pieces) == (1, 1, 1)
     assert len(stored(shared, "actions")) == 2
@@ -407,20 +407,20 @@ def test_gc_removes_what_is_old_and_what_nothing_refers_to(one: Machine, other: 
     for path, seconds in zip(parts, (2 * day, 0), strict=True):
         path.write_bytes(b"half")
         age(path, seconds)
-    assert catalog.sweep(one.remote.place, 30 * day) == would
+    assert catalog.sweep(one.remote.share, 30 * day) == would
     assert [path.exists() for path in parts] == [False, True]
     assert other.fetch(make_action("old")) is None
     fetched = other.fetch(make_action("new"))
     assert fetched is not None
     assert files_of(fetched) == {**files, "model.onnx": b"new"}
-    assert [each.entry.action.digest for each in catalog.listed(one.remote.place)] == [make_action("new").digest]
+    assert [each.entry.action.digest for each in catalog.listed(one.remote.share)] == [make_action("new").digest]
 
 
 def test_gc_goes_by_the_clock_of_the_store(one: Machine, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one.build(make_action())
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 90 * 24 * 3600)
-    assert catalog.sweep(one.remote.place, 24 * 3600.0).actions == 0
+    assert catalog.sweep(one.remote.share, 24 * 3600.0).actions == 0
     assert len(stored(shared, "actions")) == 1
 
 
@@ -429,9 +429,9 @@ def test_gc_leaves_what_is_on_its_way_where_listings_lag(
 ) -> None:
     """The action was pushed, and the listing does not have it and its manifest yet."""
     one.build(make_action())
-    listing = Place.list
-    monkeypatch.setattr(Place, "list", lambda self, folder: listing(self, folder) if folder == "pieces" else iter(()))
-    swept = catalog.sweep(one.remote.place, 30 * 24 * 3600.0)
+    listing = Share.list
+    monkeypatch.setattr(Share, "list", lambda self, folder: listing(self, folder) if folder == "pieces" else iter(()))
+    swept = catalog.sweep(one.remote.share, 30 * 24 * 3600.0)
     assert (swept.manifests, swept.pieces) == (0, 0)
     assert other.fetch(make_action()) is not None
 
@@ -446,7 +446,7 @@ def test_an_action_that_is_no_map_is_not_listed(one: Machine, shared: Path) -> N
     odd = shared / FOLDER / "actions" / digest[:2] / f"{digest}.json"
     odd.parent.mkdir(exist_ok=True)
     odd.write_bytes(dump({**load(entry.read_bytes()), "action": ["x"]}))
-    assert [each.entry.action for each in catalog.listed(one.remote.place)] == [make_action()]
+    assert [each.entry.action for each in catalog.listed(one.remote.share)] == [make_action()]
 
 
 def test_what_is_pushed_again_while_gc_removes_it_does_not_stay_in_parts(
@@ -455,17 +455,17 @@ def test_what_is_pushed_again_while_gc_removes_it_does_not_stay_in_parts(
     one.build(make_action())
     for path in stored(shared, ""):
         age(path, 40 * 24 * 3600.0)
-    remove, place = Place.remove, Place(one.remote.spec)
+    remove, share = Share.remove, Share(one.remote.spec)
 
-    def and_pushed(self: Place, path: str) -> None:
+    def and_pushed(self: Share, path: str) -> None:
         remove(self, path)
         if path.startswith("actions/"):
             monkeypatch.undo()
             one.again()
             one.build(make_action())
 
-    monkeypatch.setattr(Place, "remove", and_pushed)
-    catalog.sweep(place, 30 * 24 * 3600.0)
+    monkeypatch.setattr(Share, "remove", and_pushed)
+    catalog.sweep(share, 30 * 24 * 3600.0)
     assert stored(shared, "actions") == []
     one.again()
     one.build(make_action())

@@ -141,9 +141,9 @@ def test_an_s3_server(tmp_path: Path) -> None:
     url = bucket("roundtrip")
     one, other = Machine(tmp_path / "one", url), Machine(tmp_path / "other", url)
     require_a_round(url, one, other)
-    assert catalog.sweep(other.remote.place, 3600.0).actions == 0
-    assert catalog.sweep(other.remote.place, -60.0).pieces == 4
-    assert catalog.listed(other.remote.place) == []
+    assert catalog.sweep(other.remote.share, 3600.0).actions == 0
+    assert catalog.sweep(other.remote.share, -60.0).pieces == 4
+    assert catalog.listed(other.remote.share) == []
 
 
 @pytest.mark.usefixtures("credentials")

@@ -14,7 +14,7 @@ from sdflow.errors import UsageError
 from sdflow.store import Cache
 from sdflow.store.records import dump, load
 from sdflow.store.remote import RemoteSpec
-from sdflow.store.remote.place import FOLDER
+from sdflow.store.remote.share import FOLDER
 
 from .machines import BUILT, files_of, make_action
 

@@ -52,7 +52,7 @@ class Found:
     changed: float | None
 
 
-class Place:
+class Share:
     """A remote's files. Opening it reaches for nothing. Its methods may be called from several threads."""
 
     def __init__(self, spec: RemoteSpec) -> None:

@@ -19,7 +19,7 @@ DRAWS_WITH = "draws with"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Description:
     """kind: what it is, in words. of: titles of the models that it is of or for. architecture: the shipped one of its shapes.
     precision: of its weights. missing: what a pipeline needs besides. details: what else is known, by name. notes: for the
     user to hear of. workflow: lines of a workflow that takes it; command: a command that does.
