@@ -17,7 +17,8 @@ from sdflow.errors import MOST_PROBLEMS, CheckpointError, SdflowError, UsageErro
 from sdflow.init import InitRequest, write_workflow
 from sdflow.inspection.contents import read_contents
 from sdflow.passes.registry import catalog
-from sdflow.runtime.draw_request import open_image, read_prompts
+from sdflow.runtime.draw_request import read_prompts
+from sdflow.runtime.image_files import open_image
 from sdflow.runtime.start import MOST_PIXELS, require_size
 from sdflow.serve.server import read_key
 from sdflow.sources import PlainDigests, open_checkpoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from sdflow.atomic_write import require_makable
 from sdflow.errors import UsageError, telling
 from sdflow.families.approximation import Approximation
 from sdflow.families.schedulers import require_known
-from sdflow.input_file import open_input, read_input
+from sdflow.input_file import read_input
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.beside_refiner import require_exact, require_no_mask
@@ -203,37 +202,6 @@ def _check_arguments(request: GenerateRequest) -> None:
     if refiner is not None:
         taken = {name: value for name, value in request.more.items() if name in known}
         refiner.require_arguments(taken, len(request.prompts))
-
-
-RUN = frozenset({"EPS"})
-"""Formats that Pillow hands over to another program."""
-NO_IMAGE = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RuntimeError,
-    struct.error,
-)
-"""What Pillow raises for files of its many formats."""
-
-
-def open_image(path: Path) -> Image:
-    """An image file, in RGB. Raises UsageError for what is none."""
-    from PIL import Image
-
-    Image.init()
-    try:
-        with (
-            open_input(path) as stream,
-            Image.open(stream, formats=[name for name in Image.ID if name not in RUN]) as opened,
-        ):
-            return opened.convert("RGB")
-    except (*NO_IMAGE, Image.DecompressionBombError) as error:
-        raise UsageError(f"cannot be read as an image: {error}", where=str(path)) from error
 
 
 def control_of(file: ControlFile, image: Image | None) -> Control:

@@ -21,16 +21,14 @@ from sdflow.runtime.draw_request import (
     approximation_of,
     check_request,
     control_of,
-    open_image,
     read_whole,
     require_sound_folders,
     with_refiner,
     words_of,
 )
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.folder import (
-    folder_adapters,
-)
+from sdflow.runtime.folder import folder_adapters
+from sdflow.runtime.image_files import open_image
 from sdflow.runtime.image_prompt_files import for_adapters
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.preview import Preview
