@@ -77,7 +77,7 @@ def read_peft_configs(path: Path, submodels: tuple[str, ...], alone: str | None 
         prefix = f"{submodel}."
         fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         if fields:
-            configs[submodel] = _config(fields, _Place(METADATA_KEY, prefix, str(path)))
+            configs[submodel] = _config(fields, _Where(METADATA_KEY, prefix, str(path)))
     return configs
 
 
@@ -98,7 +98,7 @@ def _beside(path: Path) -> PeftConfig:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
-    return _config(_parsed(text, BESIDE, str(path)), _Place(BESIDE, "", str(path)))
+    return _config(_parsed(text, BESIDE, str(path)), _Where(BESIDE, "", str(path)))
 
 
 def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Where:
     """Where a configuration stands: under which name in which file, and how its fields begin there."""
 
     name: str
@@ -128,22 +128,22 @@ class _Place:
         )
 
 
-def _config(fields: Mapping[str, Any], place: _Place) -> PeftConfig:
+def _config(fields: Mapping[str, Any], at: _Where) -> PeftConfig:
     for field, value in fields.items():
-        _require_plain(field, value, place)
+        _require_plain(field, value, at)
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):
-        raise place.bad("use_rslora", "neither true nor false")
+        raise at.bad("use_rslora", "neither true nor false")
     return PeftConfig(
-        _rank(fields.get("r", _DEFAULT), "r", place),
-        _alpha(fields.get("lora_alpha", _DEFAULT), "lora_alpha", place),
-        _patterns(fields.get("rank_pattern"), "rank_pattern", _rank, place),
-        _patterns(fields.get("alpha_pattern"), "alpha_pattern", _alpha, place),
+        _rank(fields.get("r", _DEFAULT), "r", at),
+        _alpha(fields.get("lora_alpha", _DEFAULT), "lora_alpha", at),
+        _patterns(fields.get("rank_pattern"), "rank_pattern", _rank, at),
+        _patterns(fields.get("alpha_pattern"), "alpha_pattern", _alpha, at),
         rslora,
     )
 
 
-def _require_plain(field: str, value: Any, place: _Place) -> None:
+def _require_plain(field: str, value: Any, at: _Where) -> None:
     """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set."""
     known = LORA_CONFIG.get(field)
     plain = _UNSET if known is None else known.plain
@@ -151,29 +151,27 @@ def _require_plain(field: str, value: Any, place: _Place) -> None:
         return
     # 0 and 1 are no booleans here, although Python holds them for equal.
     if not any(type(value) is type(one) and value == one for one in plain):
-        kind = "DoRA" if field == "use_dora" else f"{place.prefix}{field} = {json.dumps(value)[:100]}"
+        kind = "DoRA" if field == "use_dora" else f"{at.prefix}{field} = {json.dumps(value)[:100]}"
         why = "a field that this version of sdflow does not know" if known is None else known.why
         raise CheckpointError(
-            f"{kind} is not supported (in its {place.name}): {why}", where=place.where, remedy="Use a plain LoRA."
+            f"{kind} is not supported (in its {at.name}): {why}", where=at.where, remedy="Use a plain LoRA."
         )
 
 
-def _patterns(
-    value: Any, field: str, number: Callable[[Any, str, _Place], float], place: _Place
-) -> tuple[_Pattern, ...]:
+def _patterns(value: Any, field: str, number: Callable[[Any, str, _Where], float], at: _Where) -> tuple[_Pattern, ...]:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise place.bad(field, "not a JSON object")
-    return tuple((_compiled(key, field, place), number(one, f"{field}[{key!r}]", place)) for key, one in value.items())
+        raise at.bad(field, "not a JSON object")
+    return tuple((_compiled(key, field, at), number(one, f"{field}[{key!r}]", at)) for key, one in value.items())
 
 
-def _compiled(pattern: str, field: str, place: _Place) -> re.Pattern[str]:
+def _compiled(pattern: str, field: str, at: _Where) -> re.Pattern[str]:
     """peft's own expression around a pattern, from peft.utils.other.get_pattern_key."""
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise place.bad(f"{field}[{pattern[:100]!r}]", f"no valid regular expression ({error})") from error
+        raise at.bad(f"{field}[{pattern[:100]!r}]", f"no valid regular expression ({error})") from error
 
 
 def _first(patterns: tuple[_Pattern, ...], module: str, default: float) -> float:
@@ -181,13 +179,13 @@ def _first(patterns: tuple[_Pattern, ...], module: str, default: float) -> float
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _rank(value: Any, field: str, place: _Place) -> int:
+def _rank(value: Any, field: str, at: _Where) -> int:
     if type(value) is not int or not 0 < value < _LARGEST:
-        raise place.bad(field, "no whole number above 0")
+        raise at.bad(field, "no whole number above 0")
     return value
 
 
-def _alpha(value: Any, field: str, place: _Place) -> float:
+def _alpha(value: Any, field: str, at: _Where) -> float:
     if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise place.bad(field, "no number that can be an alpha")
+        raise at.bad(field, "no number that can be an alpha")
     return float(value)

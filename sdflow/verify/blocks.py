@@ -97,13 +97,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def first_block(whole: Block, values: Sequence[np.ndarray], case: str) -> BlockVerdict:
     """The block to blame. values: of the graph, its inputs among them."""
-    places = _Places(values)
+    held = _Values(values)
     for tensor in whole.given:
-        places.add(tensor.numpy())
+        held.add(tensor.numpy())
     blocks = [*_all(whole)]
     for block in blocks:
-        block.distance = inf if block.gave is None else places.distance(block.gave)
-        block.given_there = all(places.distance(tensor) <= EXACT_LIMIT for tensor in block.given)
+        block.distance = inf if block.gave is None else held.distance(block.gave)
+        block.given_there = all(held.distance(tensor) <= EXACT_LIMIT for tensor in block.given)
     blamed = _blame(whole)
     around = _around(whole, blamed)
     before = [block for block in blocks if block.start < blamed.start and block not in around]
@@ -146,7 +146,7 @@ def _passed_on(block: Block, later: Sequence[Block]) -> bool:
     return any(other.there for other in (readers or later))
 
 
-class _Places:
+class _Values:
     """The values of a graph, by their size."""
 
     def __init__(self, values: Sequence[np.ndarray]) -> None:
