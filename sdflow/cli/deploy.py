@@ -2,79 +2,160 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from sdflow.cli.serve import Folders, Host, KeyFile, NoAuth, RequireVerified
+from sdflow.cli.serve import read_sizes, serve
 
 Name = Annotated[str, typer.Argument(help="What it is called.", metavar="NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+
+OWN = ("name", "pipeline", "api_key_file", "json")
+"""What `deploy` itself does something with; all else goes to the server as it was said."""
 
 
-def deploy(
-    name: Name,
-    pipeline: Folders,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    api_key_file: KeyFile = None,
-    no_auth: NoAuth = False,
-    require_verified: RequireVerified = False,
-    loras: Annotated[Path | None, typer.Option(help="As of `sdflow serve`.", metavar="DIR", show_default=False)] = None,
-    cache: Annotated[
-        Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache that the pipelines were built with.")
-    ] = Path("cache"),
-    json: AsJson = False,
-) -> None:
+def _with_options_of(command: Callable[..., Any], **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A command takes these options too, but those of `others` as they are there, by name."""
+
+    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]  # the last stands for them
+        taken = inspect.signature(command, eval_str=True).parameters.values()
+        found = [others.get(each.name, each) for each in taken]
+        ordered = sorted([*own[:2], *found, *own[2:]], key=lambda each: each.default is not each.empty)
+        function.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]  # which typer reads
+        return function
+
+    return taking
+
+
+@_with_options_of(
+    serve, port=inspect.Parameter("port", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0, annotation=Port)
+)
+def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any) -> None:
     """Start a server in the background. It outlives the terminal; its log lies in the user's cache folder."""
     from sdflow.machine.packages import DRAWS, require_packages
 
     require_packages("`sdflow deploy`", *DRAWS)
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
+    from sdflow.serve.on_ray.spread import read_spread
     from sdflow.serve.served_model import read_all_served
     from sdflow.serve.server import access_of, require_installed
 
     require_installed()  # what can be told at once is told here, and not in the log
-    access_of(host, api_key_file, (), no_auth=no_auth)
-    read_all_served(pipeline, require_verified=require_verified)
-    options = ["--host", host, "--port", str(port), "--cache", str(cache.absolute())]
-    options += ["--no-auth"] if no_auth else []
-    options += ["--require-verified"] if require_verified else []
-    options += ["--loras", str(loras.absolute())] if loras is not None else []
-    print_deployments([start(name, pipeline, options, key_file=api_key_file)], as_json=json)
+    access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"])
+    read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    read_sizes(said["batch_sizes"])
+    read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False)  # the server does that
+    print_deployments(
+        [
+            start(
+                name, said["pipeline"], ["--port", str(said["port"]), *_spelled(context)], key_file=said["api_key_file"]
+            )
+        ],
+        as_json=json,
+    )
+
+
+def _spelled(context: typer.Context) -> list[str]:
+    """The options that were said, or stand in the environment, as `serve` takes them; paths from the root."""
+    spelled = []
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        if name in (*OWN, "port") or source is None or source.name in ("DEFAULT", "DEFAULT_MAP"):
+            continue
+        value = context.params[name]
+        if isinstance(value, bool):
+            spelled.append((option.opts if value else option.secondary_opts)[0])
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                spelled += [option.opts[0], str(each.absolute() if isinstance(each, Path) else each)]
+    return spelled
 
 
 def query(
     name: Name,
     prompt: Annotated[str, typer.Argument(help="What to draw.", metavar="PROMPT")],
-    images: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    images: Annotated[int, typer.Option("--images", "-n", min=1, help="How many.")] = 1,
     size: Annotated[
         str | None, typer.Option(help="WIDTHxHEIGHT. Default: the model's own.", show_default=False)
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Default: the model's.", show_default=False)] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Default: the model's.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Default: a random one.", show_default=False)] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Default: the pipeline's.", show_default=False)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the first image; counts up. Default: a random one.", show_default=False),
+    ] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA of the server and its scale (default 1.0). Repeatable.", metavar="NAME[:SCALE]"),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Start from this image.", metavar="FILE", show_default=False)
+    ] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw only where this image is transparent, or white where it has no transparency.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(help="Part of the steps that the image goes through. Default: the model's.", show_default=False),
+    ] = None,
+    prompt_syntax: Annotated[
+        str | None, typer.Option(help="How prompts are read.", metavar="plain|a1111", show_default=False)
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Which of its pipelines.", show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
 ) -> None:
     """Draw with a server that was deployed."""
+    from sdflow.errors import UsageError
     from sdflow.serve.client import query_files
 
+    if image is None and (mask is not None or strength is not None):
+        raise UsageError("belongs to an image to start from", where="--mask, --strength", remedy="Add --image FILE.")
     fields = {
         "n": images,
         "size": size,
         "steps": steps,
         "guidance_scale": guidance_scale,
+        "scheduler": scheduler,
         "seed": seed,
         "negative_prompt": negative_prompt,
+        "loras": [_lora(each) for each in lora or ()] or None,
+        "image": image,
+        "mask": mask,
+        "strength": strength,
+        "prompt_syntax": prompt_syntax,
         "model": model,
     }
     drawn = query_files(name, prompt, **{key: value for key, value in fields.items() if value is not None})
     for number, (content, of) in enumerate(drawn, 1):
         print(_written(out / f"{number:03d}-{of}.png", content))
+
+
+def _lora(text: str) -> dict[str, Any]:
+    """NAME or NAME:SCALE, as a request has it. Raises UsageError."""
+    from sdflow.errors import UsageError
+
+    name, scale = text.rsplit(":", 1) if ":" in text else (text, "1")
+    try:
+        return {"name": name, "scale": float(scale)}
+    except ValueError as error:
+        raise UsageError(
+            f"{scale!r} is no scale", where=f"--lora {text}", remedy="Write NAME, or NAME:SCALE as ink:0.8."
+        ) from error
 
 
 def _written(path: Path, content: bytes) -> Path:

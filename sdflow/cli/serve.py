@@ -124,7 +124,7 @@ def serve(
         models,
         WorkerOptions(
             folders,
-            _sizes(batch_sizes),
+            read_sizes(batch_sizes),
             threads,
             checker,
             cache.absolute(),
@@ -166,8 +166,8 @@ def _open(url: str) -> None:
         print(f"No browser was found. The page is at {url}", file=sys.stderr, flush=True)
 
 
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    """The sizes of batches; 1 is always one of them."""
+def read_sizes(text: str | None) -> tuple[int, ...] | None:
+    """The sizes of batches; 1 is always one of them. Raises UsageError."""
     from sdflow.errors import UsageError
 
     if text is None:

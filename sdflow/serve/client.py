@@ -9,22 +9,28 @@ terminate("shapes")
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import urllib.error
 import urllib.request
+import uuid
 from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, telling
+from sdflow.input_file import read_input
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
 from sdflow.serve.server import read_key
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MOST_IMAGE = 1 << 30
+"""Bytes of a file that is sent. The server says how many it takes."""
 
 __all__ = ["Deployment", "deploy", "query", "query_files", "terminate"]
 
@@ -53,7 +59,8 @@ def _spelled(name: str, value: Any) -> list[str]:
 
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:
-    """Images from a deployed server. fields: of `/v1/images/generations`. Raises UsageError as the server refuses."""
+    """Images from a deployed server. fields: of `/v1/images/generations`. With image, and mask, which are files' paths or what
+    is in them: of `/v1/images/edits`. Raises UsageError as the server refuses, and for a file that cannot be read."""
     import PIL.Image
 
     return [PIL.Image.open(io.BytesIO(content)) for content, _ in query_files(name, prompt, **fields)]
@@ -62,11 +69,13 @@ def query(name: str, prompt: str, **fields: Any) -> list[Image]:
 def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]]:
     """The same as files, each with its seed."""
     deployed = find_deployment(name)
-    body = json.dumps({"prompt": prompt, **fields, "response_format": "b64_json"}).encode()
-    headers = {"Content-Type": "application/json"}
+    files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
+    asked = {"prompt": prompt, **fields, "response_format": "b64_json"}
+    path, kind, body = _form(asked, files) if files else _json(asked)
+    headers = {"Content-Type": kind}
     if deployed.key_file is not None:
         headers["Authorization"] = f"Bearer {read_key(Path(deployed.key_file))}"
-    url = f"{_reachable(deployed.url)}/v1/images/generations"
+    url = f"{_reachable(deployed.url)}/v1/images/{path}"
     try:
         # Straight there: a proxy knows nothing of this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -74,9 +83,38 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
             data = json.loads(answer.read())["data"]
     except urllib.error.HTTPError as error:
         raise UsageError(_said(error), where=name) from error
-    except OSError as error:
-        raise UsageError(f"{url} does not answer: {error}", where=name, remedy="See its log: sdflow status.") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise UsageError(
+            f"{url} does not answer: {error or type(error).__name__}", where=name, remedy="See its log: sdflow status."
+        ) from error
     return [(b64decode(each["b64_json"]), each["seed"]) for each in data]
+
+
+def _json(fields: dict[str, Any]) -> tuple[str, str, bytes]:
+    """Where to, of what kind, and the body."""
+    return "generations", "application/json", json.dumps(fields).encode()
+
+
+def _form(fields: dict[str, Any], files: dict[str, bytes]) -> tuple[str, str, bytes]:
+    """The same of a form (RFC 7578); lists in it are JSON."""
+    boundary, parts = uuid.uuid4().hex, list[bytes]()
+    for name, value in fields.items():
+        if value is None:
+            continue
+        text = json.dumps(value) if isinstance(value, list | tuple) else str(value)
+        parts.append(f'Content-Disposition: form-data; name="{name}"\r\n\r\n{text}'.encode())
+    for name, content in files.items():
+        head = f'Content-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
+        parts.append(head.encode() + content)
+    body = b"".join(b"--%s\r\n%s\r\n" % (boundary.encode(), part) for part in parts)
+    return "edits", f"multipart/form-data; boundary={boundary}", body + b"--%s--\r\n" % boundary.encode()
+
+
+def _content(name: str, given: Path | str | bytes) -> bytes:
+    if isinstance(given, bytes):
+        return given
+    with telling("cannot be read", given):
+        return read_input(Path(given), MOST_IMAGE)
 
 
 def _reachable(url: str) -> str:

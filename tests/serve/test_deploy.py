@@ -9,10 +9,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import typer
 from serve.conftest import PATIENCE, wait_until
 from typer.testing import CliRunner
 
@@ -62,6 +64,18 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
     assert drawn.split() == [str(out / "001-3.png")]
     (image,) = client.query("tiny", "a", size="64x64", steps=1, seed=3)
     assert image.size == (64, 64)
+    start = ("--image", str(out / "001-3.png"), "--mask", str(out / "001-3.png"), "--strength", "0.5")
+    more = ("--steps", "4", "--scheduler", "ddim", "--prompt-syntax", "plain", "-n", "2", "--seed", "5")
+    again = here("query", "tiny", "a", *start, *more, "--out", str(tmp_path / "again"))
+    assert [Path(each).name for each in again.split()] == ["001-5.png", "002-6.png"]
+    for wrong, says in (
+        (("--lora", "ink:much"), "'much' is no scale"),
+        (("--lora", "ink:0.5", "--lora", "pen"), "no LoRA is named 'ink' here"),
+        (("--mask", "m.png"), "belongs to an image to start from"),
+        (("--image", "m.png"), "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            here("query", "tiny", "a", *wrong)
     with pytest.raises(UsageError, match="steps is 1000, and may be at most 150"):
         client.query("tiny", "a", steps=1000)
     assert "running" in here("status")
@@ -76,6 +90,38 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
     ending.join(PATIENCE)
     assert not found.running
     assert here("status") == "nothing is deployed\n"
+
+
+def test_every_option_of_serve_is_one_of_deploy() -> None:
+    """And it reaches the server as it was said."""
+    commands: Any = typer.main.get_command(app)
+    served, deployed = ({each.name: each for each in commands.commands[name].params} for name in ("serve", "deploy"))
+    assert deployed.keys() == {*served, "name", "json"}
+    for name in served:
+        same = [(each.opts, each.secondary_opts, each.nargs) for each in (served[name], deployed[name])]
+        assert same[0] == same[1]
+
+
+def test_options_reach_the_server_as_they_were_said(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, of every kind, read by `serve` as it reads its own; and none that was not said."""
+    given: list[list[str]] = []
+
+    def started(name: str, pipelines: Any, options: list[str], key_file: Path | None) -> Deployment:
+        given.append(options)
+        return Deployment(name, 1, 0.0, "", "", (), None, "")
+
+    monkeypatch.setattr("sdflow.serve.deployments.deploy", started)
+    said = "--lanes 2 --max-queue 8 --deadline 2.5 --loras l --cache c --cors-origin http://a --cors-origin http://b"
+    flags = "--no-safety-checker --no-check --log-prompts --open --batch-sizes 1,2 --host 127.0.0.1"
+    here("deploy", "x", str(tiny_pipeline), *said.split(), *flags.split(), "--json")
+    here("deploy", "x", str(tiny_pipeline))
+    whole = said.replace("--loras l --cache c", f"--loras {Path('l').absolute()} --cache {Path('c').absolute()}")
+    assert sorted(given[0]) == sorted(["--port", "0", *whole.split(), *flags.split()])
+    assert given[1] == ["--port", "0"]
+    serve: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    read = serve.make_context("serve", [str(tiny_pipeline), *given[0]]).params
+    assert (read["lanes"], read["deadline"], read["checker"], read["open_page"]) == (2, 2.5, False, True)
+    assert (read["cors_origin"], read["port"]) == (["http://a", "http://b"], 0)
 
 
 @pytest.mark.slow  # another server
