@@ -12,6 +12,7 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -33,7 +34,7 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, _sendable(message), param and _sendable(param), code
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
@@ -46,6 +47,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def _sendable(text: str) -> str:
+    """A name that a request made up may hold half a surrogate pair, which UTF-8 has not."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 PARAMS = {

@@ -119,10 +119,12 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
 
 
 def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["Server"], summary="Whether the server answers")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["Server"], summary="Whether it draws: 200, else 503")
     async def readyz() -> Response:
         if drawing.ready:
@@ -135,10 +137,12 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
     if (PAGE_FOLDER / "index.html").is_file():
 
+        @app.head("/", include_in_schema=False)
         @app.get("/", include_in_schema=False)
         async def page() -> Response:
             return FileResponse(PAGE_FOLDER / "index.html")
 
+        @app.head("/docs", include_in_schema=False)
         @app.get("/docs", include_in_schema=False)
         async def docs() -> Response:
             return FileResponse(PAGE_FOLDER / "docs.html")
@@ -158,12 +162,19 @@ def _errors(app: FastAPI) -> None:
         problem = error.errors()[0]
         if problem["type"] == "json_invalid":
             problem = {**problem, "loc": (), "msg": f"the body is no JSON: {problem['ctx']['error']}"}
+        kind = request.headers.get("content-type", "")
+        if problem["loc"] == ("body",) and "json" not in kind:
+            words = f"the body is to be JSON: Content-Type application/json, not {kind or 'nothing'}."
+            unread = ApiError(400, words, code="unsupported_content_type")
+            return JSONResponse(unread.body(), unread.status)
         found = of_problem(problem)
         return JSONResponse(found.body(), found.status)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        words = f"there is no {request.url.path} here." if error.status_code == 404 else f"{error.detail}."
+        words = (
+            f"there is no {request.url.path} here." if error.status_code == 404 else f"{str(error.detail).rstrip('.')}."
+        )
         found = ApiError(error.status_code, words)
         return JSONResponse(found.body(), error.status_code, dict(error.headers or {}))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,8 @@ class Engine:
         if isinstance(error, SdflowError):
             self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
             return
-        traceback.print_exception(error)
+        with suppress(OSError):  # a log that is full stops no drawing
+            traceback.print_exception(error)
         self._tell(Failed(job.request, job.index, kind, str(error)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -28,6 +29,9 @@ OPEN = ("/healthz", "/readyz", "/", "/docs")
 """Paths that need no key: they tell nothing but that the server is there. So is what the pages are made of."""
 
 PAGE = "/page/"
+
+BODY_SECONDS = 30.0
+"""How long a client may send nothing before its request is whole."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -89,17 +93,28 @@ class Guard:
             self._metrics.refusals.labels("guard").inc()
             await answer(error, send)
             return
-        received, begun, refused = 0, False, False
+        received, begun, refused, whole = 0, False, False, False
 
         async def counted() -> Message:
-            nonlocal received, refused
-            message = await receive()
+            nonlocal received, refused, whole
+            try:
+                async with asyncio.timeout(None if whole else BODY_SECONDS):
+                    message = await receive()
+            except TimeoutError:
+                return await refuse(_too_slow())
             received += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if received > most and not begun:
-                refused = True
-                await answer(_too_large(most), send)
-                return {"type": "http.disconnect"}
+                return await refuse(_too_large(most))
             return message
+
+        async def refuse(error: ApiError) -> Message:
+            nonlocal refused
+            refused = True
+            self._metrics.refusals.labels("guard").inc()
+            if not begun:
+                await answer(error, send)
+            return {"type": "http.disconnect"}
 
         async def once(message: Message) -> None:
             nonlocal begun
@@ -155,6 +170,10 @@ def _require_body(length: bytes, most: int) -> None:
         raise _too_large(most)
 
 
+def _too_slow() -> ApiError:
+    return ApiError(408, f"nothing of the request came for {BODY_SECONDS:g} s.", code="too_slow")
+
+
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the request has more than {most} bytes.", code="body_too_large")
 
@@ -169,7 +188,8 @@ async def answer(error: ApiError, send: Send) -> None:
 
 
 def log_line(event: str, **fields: Any) -> None:
-    """One line of JSON on standard error."""
+    """One line of JSON on standard error. Where that cannot be written, as on a full disk, it is lost, and no request with it."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    sys.stderr.write(json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False) + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.write(json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False) + "\n")
+        sys.stderr.flush()

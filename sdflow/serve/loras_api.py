@@ -10,6 +10,7 @@ from starlette.datastructures import UploadFile
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.loras import Loras
+from sdflow.serve.openai_api import require_form
 
 _FORM = {
     "type": "object",
@@ -34,6 +35,7 @@ def lora_routes(loras: Loras) -> APIRouter:
 
     @routes.post("/loras", summary="Send one; it is there until the server ends", status_code=201, openapi_extra=body)
     async def sent(request: Request) -> dict[str, Any]:
+        require_form(request)
         async with request.form(max_files=1, max_fields=4) as form:
             file, name = form.get("file"), form.get("name")
             if not isinstance(file, UploadFile):

@@ -86,6 +86,7 @@ async def read_form(request: Request, limits: Limits) -> tuple[Edit, Image, Imag
 
     Raises ApiError.
     """
+    require_form(request)
     texts: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {"image": [], "mask": []}
     async with request.form(max_files=4, max_fields=100, max_part_size=1 << 20) as form:
@@ -113,6 +114,17 @@ async def read_form(request: Request, limits: Limits) -> tuple[Edit, Image, Imag
     return fields, as_rgb(image), None if mask is None else as_mask(mask)
 
 
+def require_form(request: Request) -> None:
+    """Raises ApiError for a body of another kind, in which no file would be found."""
+    kind = request.headers.get("content-type", "")
+    if not kind.startswith("multipart/form-data"):
+        raise ApiError(
+            400,
+            f"the body is to be a form: multipart/form-data, not {kind or 'nothing'}.",
+            code="unsupported_content_type",
+        )
+
+
 def of_validation(error: ValidationError | ValueError) -> ApiError:
     """The first thing that is wrong, in words."""
     if not isinstance(error, ValidationError):
@@ -124,8 +136,11 @@ def of_problem(problem: Mapping[str, Any]) -> ApiError:
     """One of pydantic's."""
     place = [str(each) for each in problem["loc"] if each != "body"]
     param, kind = ".".join(place) or None, problem["type"]
-    unknown = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "no such field is known"
-    words = unknown if kind == "extra_forbidden" else problem["msg"]
+    words = problem["msg"]
+    if kind == "extra_forbidden":
+        words = EXACT_ONLY if param in (REUSE, GUIDANCE_INTERVAL) else "no such field is known"
+    elif kind == "value_error":
+        words = str(problem["ctx"]["error"])  # without pydantic's "Value error, "
     code = {"missing": "missing", "extra_forbidden": "unknown_parameter"}.get(kind, "invalid_value")
     return ApiError(400, f"{param}: {words}." if param else f"{words}.", param=param, code=code)
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sdflow.families.schedulers import SchedulerName
+from sdflow.input_file import parse_json
+
+
+def _characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"there is half of a character at place {error.start}") from error
+    return text
+
+
+Words = Annotated[str, AfterValidator(_characters)]
+"""A text that a tokenizer can read: JSON can spell half a surrogate pair, which is none."""
 
 
 class Lora(BaseModel):
@@ -42,9 +55,7 @@ class ImagePromptField(BaseModel):
 def _from_json(value: Any) -> Any:
     """A form has texts only: what is a list there comes as JSON."""
     if isinstance(value, str):
-        import json
-
-        return json.loads(value)
+        return parse_json(value)
     return value
 
 
@@ -53,7 +64,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str = Field(description="What to draw.")
+    prompt: Words = Field(description="What to draw.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
     n: int | None = Field(1, ge=1, description="How many images.")
     size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
@@ -73,13 +84,13 @@ class Fields(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63, description="Of the first image; counts up. Default: a random one.")
     steps: int | None = Field(None, ge=1, description="Of denoising. Default: the model's.")
     guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False, description="Default: the model's.")
-    negative_prompt: str | None = Field(None, description="What not to draw.")
+    negative_prompt: Words | None = Field(None, description="What not to draw.")
     scheduler: SchedulerName | None = Field(None, description="Default: the pipeline's.")
     eta: float | None = Field(None, ge=0, le=1, description="How much noise DDIM and TCD add in a step.")
     clip_skip: int | None = Field(None, ge=0, le=30, description="Last layers of the text encoders to leave out.")
     prompt_syntax: Literal["plain", "a1111"] | None = "plain"
-    prompt_2: str | None = Field(None, description="SDXL: another prompt for the second text encoder.")
-    negative_prompt_2: str | None = Field(None, description="SDXL: the same for what not to draw.")
+    prompt_2: Words | None = Field(None, description="SDXL: another prompt for the second text encoder.")
+    negative_prompt_2: Words | None = Field(None, description="SDXL: the same for what not to draw.")
     loras: Annotated[list[Lora], BeforeValidator(_from_json)] = Field(
         default_factory=list, description="LoRAs of `/v1/loras`."
     )

@@ -40,6 +40,7 @@ def serve(
     import uvicorn
 
     from sdflow.serve.app import make_app
+    from sdflow.serve.connection import Connection
 
     listening = listen(host, port)
     found = listening.getsockname()[1]
@@ -51,6 +52,8 @@ def serve(
         access_log=False,  # the guard writes it
         timeout_graceful_shutdown=DRAIN_SECONDS,
         server_header=False,
+        http=Connection,
+        ws="none",
         h11_max_incomplete_event_size=64 << 10,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end

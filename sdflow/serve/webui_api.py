@@ -12,11 +12,12 @@ from base64 import b64encode
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.jobs import Drawn, Image, Job, Stepped
-from sdflow.serve.openai_api import Served, note, wanted_still
+from sdflow.serve.openai_api import Served, note, of_validation, wanted_still
 from sdflow.serve.openai_fields import Edit
 from sdflow.serve.openai_fields import Lora as LoraField
 from sdflow.serve.requested import find_model, jobs_of
@@ -35,7 +36,7 @@ SAMPLERS = {
 }
 """What the webui calls a sampler -> the scheduler."""
 
-_LORA = re.compile(r"<lora:([^:<>]+)(?::([^:<>]*))?>")
+_LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
 
 
 def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
@@ -44,6 +45,8 @@ def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
     for name, scale in _LORA.findall(prompt):
         try:
             found.append(LoraField(name=name, scale=float(scale) if scale else 1.0))
+        except ValidationError as error:
+            raise ApiError(400, f"<lora:{name}:{scale}>: {of_validation(error).message}", param="prompt") from error
         except ValueError as error:
             raise ApiError(400, f"{scale!r} is no scale of the LoRA {name}.", param="prompt") from error
     return _LORA.sub("", prompt).strip() if found else prompt, found
@@ -66,7 +69,7 @@ def webui_routes(served: Served) -> APIRouter:
     async def draw(request: Request, asked: Text, image: Image | None, mask: Image | None) -> dict[str, Any]:
         prompt, wanted = loras_in(asked.prompt)
         scheduler = _scheduler(asked.sampler_name or asked.sampler_index)
-        name = asked.override_settings.get("sd_model_checkpoint") or now.model
+        name = asked.override_settings.sd_model_checkpoint or now.model
         model = find_model(served.models, name)
         side = model.latents.image_size
         fields = Edit.model_validate(

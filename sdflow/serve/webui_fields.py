@@ -3,12 +3,20 @@ either, or are features that sdflow does not have: they are taken, since its cli
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
+
+from sdflow.serve.openai_fields import Words
 
 ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
 """A PNG file, for examples."""
+
+
+class Options(BaseModel):
+    """Settings: the pipeline that requests take which name none."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
+
+    sd_model_checkpoint: Words | None = None
 
 
 class Text(BaseModel):
@@ -19,8 +27,8 @@ class Text(BaseModel):
         json_schema_extra={"examples": [{"prompt": "a large red circle <lora:stripes:0.8>", "steps": 20, "seed": 7}]},
     )
 
-    prompt: str = ""
-    negative_prompt: str = ""
+    prompt: Words = ""
+    negative_prompt: Words = ""
     seed: int = Field(-1, ge=-1, lt=2**63)
     steps: int = Field(20, ge=1)
     cfg_scale: float = Field(7.0, ge=0, le=100, allow_inf_nan=False)
@@ -28,10 +36,10 @@ class Text(BaseModel):
     height: int | None = Field(None, ge=1)
     batch_size: int = Field(1, ge=1)
     n_iter: int = Field(1, ge=1)
-    sampler_name: str | None = None
-    sampler_index: str | None = None
+    sampler_name: Words | None = None
+    sampler_index: Words | None = None
     eta: float | None = Field(None, ge=0, le=1)
-    override_settings: dict[str, Any] = Field(default_factory=dict)
+    override_settings: Options = Field(default_factory=Options)
 
 
 class FromImage(Text):
@@ -48,11 +56,3 @@ class FromImage(Text):
     mask: str | None = None
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
     denoising_strength: float = Field(0.75, gt=0, le=1)
-
-
-class Options(BaseModel):
-    """Settings: the pipeline that requests take which name none."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
-
-    sd_model_checkpoint: str | None = None

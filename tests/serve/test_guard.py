@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from sdflow.serve.app import Settings, make_app
-from sdflow.serve.guard import LOOPBACK, Access
+from sdflow.serve.connection import Connection
+from sdflow.serve.guard import LOOPBACK, Access, log_line
 from sdflow.serve.limits import Limits
 from sdflow.serve.loras import Loras
-from sdflow.serve.server import access_of
+from sdflow.serve.server import access_of, listen
 from sdflow.serve.worker_options import WorkerOptions
 
 PAGE = "https://page.example"
@@ -127,6 +130,72 @@ def test_a_request_that_is_too_large_is_refused(path: str) -> None:
         headers = {"Content-Type": "multipart/form-data; boundary=x" if "edits" in path else "application/json"}
         answer = ask(Access(), path, "POST", content=content, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_body_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdflow.serve.guard.BODY_SECONDS", 0.1)
+    sent: list[dict[str, Any]] = []
+    loras = Loras(None)
+    settings = Settings({}, WorkerOptions({}), Access(), Limits(), loras, log=lambda event, **fields: None)
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"100")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/images/generations",
+        "headers": headers,
+        "query_string": b"",
+    }
+    coming = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> Any:
+        if not coming:
+            await asyncio.sleep(60)
+        return coming.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(make_app(settings)(scope, receive, send))
+    loras.close()
+    assert [each.get("status") for each in sent] == [408, None]
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says nothing, and one that stops within its head; one that asks is answered, and asks again."""
+    monkeypatch.setattr("sdflow.serve.connection.HEAD_SECONDS", 0.5)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(1)  # longer than a head may take
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def tried() -> None:
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_level="error", port=0)
+        with listen("127.0.0.1", 0) as listening:
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve([listening]))
+            opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(3)]
+            opened[1][1].write(b"GET / HTTP/1.1\r\nHost:")
+            for _ in range(2):
+                opened[2][1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert b" 204 " in await asyncio.wait_for(opened[2][0].readuntil(b"\r\n\r\n"), 60)
+            for reader, _ in opened[:2]:
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+            for _, writer in opened:
+                writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(tried())
+
+
+def test_a_log_that_cannot_be_written_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        log_line("request", path="/")
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
 
 
 def test_a_length_that_is_none_is_refused() -> None:

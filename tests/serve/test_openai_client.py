@@ -197,6 +197,47 @@ def test_what_is_wrong_is_told_in_openais_form(
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "kind", "says"),
+    [
+        (
+            "images/generations",
+            b'{"prompt": "a\\ud800"}',
+            "application/json",
+            "prompt: there is half of a character at place 1.",
+        ),
+        (
+            "images/generations",
+            b'{"prompt": "a", "\\ud800": 1}',
+            "application/json",
+            "\\ud800: no such field is known.",
+        ),
+        ("images/generations", b'{"prompt": "a", "loras": "[["}', "application/json", "loras: Expecting value"),
+        ("images/generations", b"prompt=a", "text/plain", "to be JSON: Content-Type application/json, not text/plain."),
+        ("images/generations", b"[]", "application/json", "valid dictionary"),
+        ("images/edits", b'{"prompt": "a"}', "application/json", "a form: multipart/form-data, not application/json."),
+        ("images/edits", b"", "multipart/form-data", "Missing boundary in multipart."),
+        ("loras", b"weights", "application/octet-stream", "a form: multipart/form-data, not application/octet-stream."),
+    ],
+)
+def test_a_body_that_is_none_is_told(server: RunningServer, path: str, content: bytes, kind: str, says: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers={"Content-Type": kind}, timeout=240)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert not answer.json()["error"]["message"].endswith("..")
+
+
+def test_lists_of_a_form_that_are_nested_too_deeply_are_told(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+        client.images.edit(image=png("RGB"), prompt="a", extra_body={"loras": "[" * 100_000})
+
+
+def test_pages_and_health_answer_head(server: RunningServer) -> None:
+    for path in ("/", "/docs", "/healthz", "/readyz"):
+        answer = httpx.head(f"{server.url}{path}", timeout=240)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_an_error_on_the_way_ends_a_stream(client: openai.OpenAI) -> None:
     stream = client.images.generate(prompt="a", size=SIZE, stream=True, extra_body={"clip_skip": 20})
     with pytest.raises(openai.APIError, match="cannot be left out"):

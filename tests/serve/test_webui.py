@@ -104,6 +104,8 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
     ("fields", "says"),
     [
         ({"sampler_name": "Heun"}, "no sampler is named 'Heun' here, only Euler"),
+        ({"prompt": "a\ud800"}, "half of a character"),
+        ({"override_settings": {"sd_model_checkpoint": ["tiny"]}}, "valid string"),
         ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
         ({"width": 70}, "multiples of 64"),
         ({"steps": 1000}, "at most 150"),
@@ -121,5 +123,10 @@ def test_loras_are_taken_out_of_a_prompt() -> None:
     assert prompt == "a cat  in a  hat"
     assert [(each.name, each.scale) for each in loras] == [("ink", 0.8), ("my style", 1.0)]
     assert loras_in("a < b > c") == ("a < b > c", [])
-    with pytest.raises(ApiError, match="'strong' is no scale"):
-        loras_in("<lora:ink:strong>")
+    for wrong, says in (
+        ("<lora:ink:strong>", "'strong' is no scale"),
+        ("<lora:ink:0.8:0.5>", "'0.8:0.5' is no scale"),
+        (f"<lora:{'x' * 300}:1>", "at most 200 characters"),
+    ):
+        with pytest.raises(ApiError, match=says):
+            loras_in(wrong)
