@@ -94,25 +94,27 @@ class Drawing:
         request = jobs[0].request
         queue = self._requests[request] = asyncio.Queue()
         self._open[request] = {job.index for job in jobs}
-        drawn = 0
+        drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
-            async with asyncio.timeout(self._limits.seconds):
-                for job in jobs:
-                    self._send(job)
-                while drawn < len(jobs):
+            for job in jobs:
+                self._send(job)
+            while drawn < len(jobs):
+                async with asyncio.timeout_at(
+                    end
+                ):  # not around `yield`: it would end whoever asks, wherever that is then
                     message = await queue.get()
-                    if isinstance(message, Lost):
-                        raise self._refusal(
-                            "worker_lost",
-                            503,
-                            f"The process that draws ended: {message.what}. It is started again.",
-                            code="worker_lost",
-                            retry_after=RESTART_SECONDS,
-                        )
-                    if isinstance(message, Failed):
-                        raise of_failure(message)
-                    drawn += isinstance(message, Drawn)
-                    yield message
+                if isinstance(message, Lost):
+                    raise self._refusal(
+                        "worker_lost",
+                        503,
+                        f"The process that draws ended: {message.what}. It is started again.",
+                        code="worker_lost",
+                        retry_after=RESTART_SECONDS,
+                    )
+                if isinstance(message, Failed):
+                    raise of_failure(message)
+                drawn += isinstance(message, Drawn)
+                yield message
         except TimeoutError as error:
             raise self._refusal(
                 "deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", code="deadline", retry_after=1

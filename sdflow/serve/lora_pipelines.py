@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdflow.digest import digest_file
+from sdflow.errors import CheckpointError, telling
 from sdflow.families import DEFAULT
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.live_loras import Layers, LiveLoras, Names, Structure
@@ -183,7 +185,9 @@ class LoraPipelines:
             shapes = {name: each.parameters for name, each in self._structures.items()}
             while len(self._read) >= LORAS_READ:
                 self._read.pop(next(iter(self._read)))
-            self._read[lora.sha256] = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+            read = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+            _require_same(lora)
+            self._read[lora.sha256] = read
         self._read[lora.sha256] = self._read.pop(lora.sha256)
         return self._read[lora.sha256]
 
@@ -216,6 +220,8 @@ class LoraPipelines:
                     ),
                     out,
                 )
+            for lora in loras:
+                _require_same(lora)
             made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
         except BaseException:
             shutil.rmtree(scratch)
@@ -223,6 +229,14 @@ class LoraPipelines:
         weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
         size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
         return Made(loras, made, size, unused=True)
+
+
+def _require_same(lora: LoraFile) -> None:
+    """What was read is kept by its digest. Raises CheckpointError for a file that became another since it was asked for."""
+    with telling("cannot be read", lora.path, kind=CheckpointError):
+        found = digest_file(Path(lora.path))
+    if found != lora.sha256:
+        raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")
 
 
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +40,7 @@ class Loras:
         self.folder, self.sent_below, self.require_fit = folder, sent_below, require_fit
         self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-", dir=sent_below))
         self._removed: set[str] = set()
+        self._naming = threading.Lock()
         self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
 
     def close(self) -> None:
@@ -57,11 +59,13 @@ class Loras:
         for name, path in self.files().items():
             entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
             try:
-                sha256, submodels = self._look_at(path)
+                size, sha256, submodels = self._look_at(path)
+            except FileNotFoundError:  # taken away meanwhile
+                continue
             except (CheckpointError, OSError) as error:
-                listed.append({**entry, "error": getattr(error, "what", str(error))})
+                listed.append({**entry, "error": _reason(error)})
             else:
-                listed.append({**entry, "bytes": path.stat().st_size, "sha256": sha256, "submodels": submodels})
+                listed.append({**entry, "bytes": size, "sha256": sha256, "submodels": submodels})
         return listed
 
     def find(self, wanted: Sequence[tuple[str, float]]) -> tuple[LoraFile, ...]:
@@ -72,9 +76,9 @@ class Loras:
                 known = ", ".join(files) or "there is none"
                 raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
             try:
-                sha256, _ = self._look_at(files[name])
+                _, sha256, _ = self._look_at(files[name])
             except (CheckpointError, OSError) as error:
-                raise ApiError(400, f"{name} is no LoRA: {getattr(error, 'what', error)}.", param="loras") from error
+                raise ApiError(400, f"{name} is no LoRA: {_reason(error)}.", param="loras") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
         return tuple(found)
 
@@ -85,7 +89,7 @@ class Loras:
         if not _NAME.fullmatch(name):
             raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
         if name in self.files():
-            raise ApiError(409, f"a LoRA is named {name} already.", param="name", code="lora_exists")
+            raise _taken(name)
         with tempfile.NamedTemporaryFile(dir=self._sent, suffix=".part", delete=False) as part:
             shutil.copyfileobj(content, part)
         path = Path(part.name)
@@ -102,22 +106,37 @@ class Loras:
                 400, f"no pipeline here can draw with it: {error.what}.", param="file", code="invalid_lora"
             ) from error
         size = path.stat().st_size
-        path.rename(self._sent / f"{name}{_SUFFIX}")
+        with self._naming:
+            if name in self.files():  # another was sent meanwhile
+                path.unlink()
+                raise _taken(name)
+            path.rename(self._sent / f"{name}{_SUFFIX}")
         return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
 
     def remove(self, name: str) -> None:
         """Offer it no more. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
-        path = self.files().get(name)
-        if path is None:
-            raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
-        if path.parent == self._sent:
-            path.unlink()
-        else:
-            self._removed.add(name)
+        with self._naming:
+            path = self.files().get(name)
+            if path is None:
+                raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
+            if path.parent == self._sent:
+                path.unlink()
+            else:
+                self._removed.add(name)
 
-    def _look_at(self, path: Path) -> tuple[str, tuple[str, ...]]:
+    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...]]:
+        """Its bytes, its digest, and the submodels that it is for. Raises CheckpointError, OSError."""
         stat = path.stat()
         key = path, stat.st_size, stat.st_mtime_ns
         if key not in self._read:
             self._read[key] = digest_file(path), lora_submodels(path)
-        return self._read[key]
+        return stat.st_size, *self._read[key]
+
+
+def _reason(error: CheckpointError | OSError) -> str:
+    """Without the path, which is nobody's business."""
+    return error.what if isinstance(error, CheckpointError) else error.strerror or type(error).__name__
+
+
+def _taken(name: str) -> ApiError:
+    return ApiError(409, f"a LoRA is named {name} already.", param="name", code="lora_exists")

@@ -9,7 +9,7 @@ import pytest
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.drawing import Drawing
-from sdflow.serve.jobs import Cancel, Drawn, Job, Lost, Message, Ready
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Job, Lost, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
@@ -45,6 +45,21 @@ def test_what_takes_too_long_is_given_up_and_drawn_no_more(said: tuple[Message, 
     assert (error.status, error.code, error.retry_after) == (504, "deadline", 1)
     assert sent == [*JOBS, Cancel("one")]
     assert drawing.images == 0 and drawing.ready
+
+
+def test_who_reads_slowly_is_not_ended_by_the_deadline_where_it_stands() -> None:
+    """As a stream's client that takes nothing for a while: it is told when it asks for more, and not where it waits."""
+    drawing = Drawing(Limits(seconds=0.05), Metrics(), lambda message: None)
+    drawing.hear(Ready({"tiny": {}}))
+
+    async def draw() -> None:
+        asyncio.get_running_loop().call_soon(drawing.hear, Begun("one", 0))
+        async for _ in drawing.draw(JOBS):
+            await asyncio.sleep(0.2)
+
+    with pytest.raises(ApiError) as error:
+        asyncio.run(draw())
+    assert error.value.code == "deadline" and drawing.images == 0
 
 
 def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there() -> None:

@@ -150,6 +150,23 @@ def test_what_gives_infinite_weights_is_refused_by_its_file(built: Path, tmp_pat
     assert told.value.where == str(tmp_path / "large.safetensors")
 
 
+def test_a_file_that_became_another_is_not_taken_for_what_was_asked_for(built: Path, tmp_path: Path) -> None:
+    """It is kept by the digest that it had when it was asked for."""
+    path = tmp_path / "mine.safetensors"
+    shutil.copyfile(SAMPLES / "outline.safetensors", path)
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    asked = Loras(tmp_path).find([("mine", 1.0)])
+    shutil.copyfile(SAMPLES / "stripes.safetensors", path)
+    with pytest.raises(CheckpointError, match="exchanged for another"):
+        pipelines.read(asked)
+    path.unlink()
+    with pytest.raises(CheckpointError):
+        pipelines.read(asked)
+    shutil.copyfile(SAMPLES / "outline.safetensors", path)
+    assert pipelines.read(asked).names == pipelines.read(of_samples(("outline", 1.0))).names
+
+
 def test_what_failed_for_one_request_is_tried_again_for_the_next(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +334,33 @@ def test_one_is_sent_used_and_taken_away(server: RunningServer) -> None:
     gone = draw(server, ("mine", 1.0))
     assert (gone.status_code, gone.json()["error"]["code"]) == (400, "lora_not_found")
     assert httpx.delete(f"{url}/mine", timeout=PATIENCE).status_code == 404
+
+
+def test_of_two_that_are_sent_under_one_name_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are looked at side by side, and so both were free to be taken."""
+    loras, together = Loras(None), threading.Barrier(2)
+    loras.require_fit = lambda path: together.wait(60) and None
+    content = (SAMPLES / "stripes.safetensors").read_bytes()
+    said: list[object] = []
+
+    def send() -> None:
+        try:
+            said.append(loras.add("mine", io.BytesIO(content))["id"])
+        except ApiError as error:
+            said.append(error.status)
+
+    both = [threading.Thread(target=send) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(60)
+    assert sorted(map(str, said)) == ["409", "mine"]
+    assert [path.name for path in loras.files()["mine"].parent.iterdir()] == ["mine.safetensors"]
+    there = loras.files()
+    loras.remove("mine")
+    monkeypatch.setattr(loras, "files", lambda: there)
+    assert loras.to_json() == [], "it was taken away while all were listed"
+    loras.close()
 
 
 @pytest.mark.parametrize(
