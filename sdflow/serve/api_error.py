@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sdflow import errors
 from sdflow.serve.jobs import Failed
 
 KINDS = {
@@ -34,7 +35,7 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, _sendable(message), param and _sendable(param), code
+        self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
@@ -49,11 +50,6 @@ class ApiError(Exception):
         return headers
 
 
-def _sendable(text: str) -> str:
-    """A name that a request made up may hold half a surrogate pair, which UTF-8 has not."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 PARAMS = {
     "num_inference_steps": "steps",
     "--scheduler": "scheduler",
@@ -62,6 +58,10 @@ PARAMS = {
     "width": "size",
 }
 """What a pipeline's call names -> the field of a request."""
+
+
+NO_MEMORY = ("allocate memory", "bad_alloc")
+"""What ONNX Runtime and torch say, among other words, when there is none left."""
 
 
 def of_failure(failed: Failed) -> ApiError:
@@ -74,8 +74,10 @@ def of_failure(failed: Failed) -> ApiError:
         return ApiError(400, said, param=param, code="invalid_value")
     if failed.kind == "ReplicaLost":
         return ApiError(503, f"The image could not be drawn: {said}.", code="replica_lost", retry_after=5)
-    if failed.kind in ("MemoryError", "OutOfMemoryError") or "allocate memory" in failed.what:
+    if failed.kind in ("MemoryError", "OutOfMemoryError") or any(each in failed.what for each in NO_MEMORY):
         return ApiError(
             503, "There is not enough memory for this image: take a smaller size.", code="out_of_memory", retry_after=5
         )
-    return ApiError(500, f"The image could not be drawn: {said}", code=failed.kind)
+    if not hasattr(errors, failed.kind):  # what nobody foresaw may name files of the server
+        said = "the server's log says why"
+    return ApiError(500, f"The image could not be drawn: {said}.", code=failed.kind)

@@ -150,8 +150,11 @@ def terminate(name: str) -> Deployment:
                 with suppress(ProcessLookupError):
                     os.kill(found.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             time.sleep(0.05)
-    with alone_in(folder):
-        if _read(folder) == found:  # and not one that was deployed since
+    with suppress(FileNotFoundError), alone_in(folder):  # another may end it, too
+        if _read(folder) in (
+            found,
+            None,
+        ):  # and not one that was deployed since; None: whoever was deploying it gave up
             shutil.rmtree(folder)
     return found
 
@@ -189,6 +192,8 @@ def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str
         events = {line["event"]: line for line in _events(log)}
         if event in events:
             return events[event]
+        if "ended" in events:
+            raise UsageError("it was ended before it could draw", where=name, remedy="Deploy it again.")
         if ended or "worker lost" in events:
             raise UsageError(
                 f"it could not start:\n{_end_of(log)}",

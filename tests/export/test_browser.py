@@ -132,6 +132,19 @@ def test_without_a_webgpu_device_the_page_takes_the_processor(site: str, page_wi
     assert " on wasm: " in said
 
 
+def test_where_webgpu_refuses_a_kernel_the_page_says_so_and_takes_the_processor(
+    site: str, page_with_webgpu: Any, tiny_pipeline: Path
+) -> None:
+    """Its attention knows no mask, which the text encoder's fused attention has. It says so only when that is run."""
+    page_with_webgpu.goto(f"{site}?ort=ort/")
+    found, said = drawn(page_with_webgpu)
+    assert " on wasm: " in said
+    assert abs(found - wanted(tiny_pipeline)).max() <= 1
+    assert page_with_webgpu.is_visible("#fallback")
+    told = page_with_webgpu.text_content("#fallback")
+    assert told.startswith("WebGPU cannot run this graph here, so the processor draws. It says: "), told
+
+
 def test_a_missing_graph_is_told(site: str, page: Any) -> None:
     page.goto(f"{site}?device=wasm&ort=ort/&graph=none.onnx")
     page.wait_for_function("document.getElementById('said').textContent.startsWith('failed')")

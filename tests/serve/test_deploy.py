@@ -148,6 +148,28 @@ def test_one_that_died_is_told_and_may_be_deployed_again(tiny_pipeline: Path, tm
     assert deployments() == []
 
 
+@pytest.mark.slow  # another server
+def test_one_that_is_ended_while_it_starts_is_told_and_leaves_nothing(tiny_pipeline: Path, deployed: Path) -> None:
+    said: list[str] = []
+
+    def start() -> None:
+        try:
+            client.deploy("early", [tiny_pipeline], batch_sizes="1")
+        except UsageError as error:
+            said.append(error.what)
+
+    deploying = threading.Thread(target=start)
+    deploying.start()
+    wait_until(lambda: any(each.running for each in deployments()))
+    both = [threading.Thread(target=terminate, args=("early",)) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in [*both, deploying]:
+        each.join(PATIENCE)
+    assert said == ["it was ended before it could draw"]
+    assert not (deployed / "early").exists()
+
+
 def test_a_pid_that_is_another_process_by_now_is_not_taken_for_it() -> None:
     this = psutil.Process()
     same = Deployment("x", this.pid, this.create_time(), "", "", (), None, "")

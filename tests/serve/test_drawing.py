@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import ApiError, of_failure
 from sdflow.serve.drawing import Drawing
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Job, Lost, Message, Ready
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
@@ -71,3 +71,23 @@ def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there(
     assert (refused.value.status, refused.value.code) == (503, "not_ready")
     drawing.hear(Ready({"tiny": {}}))
     drawing.require_place(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "status", "says"),
+    [
+        (
+            "FileNotFoundError",
+            "[Errno 2] No such file or directory: '/home/me/unet/model.onnx'",
+            500,
+            "the server's log",
+        ),
+        ("VerificationError", "the folder is damaged", 500, "the folder is damaged"),
+        ("RuntimeException", "Failed to allocate memory for requested buffer of size 9", 503, "take a smaller size"),
+        ("RuntimeException", "std::bad_alloc", 503, "take a smaller size"),
+        ("UsageError", "no step is left", 400, "no step is left"),
+    ],
+)
+def test_what_fails_is_answered_without_a_path(kind: str, what: str, status: int, says: str) -> None:
+    told = of_failure(Failed("one", 0, kind, what))
+    assert told.status == status and says in told.message and "/home" not in told.message

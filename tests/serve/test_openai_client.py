@@ -201,27 +201,43 @@ def test_what_is_wrong_is_told_in_openais_form(
     ("path", "content", "kind", "says"),
     [
         (
-            "images/generations",
+            "v1/images/generations",
             b'{"prompt": "a\\ud800"}',
             "application/json",
             "prompt: there is half of a character at place 1.",
         ),
         (
-            "images/generations",
+            "v1/images/generations",
             b'{"prompt": "a", "\\ud800": 1}',
             "application/json",
-            "\\ud800: no such field is known.",
+            "valid string",
         ),
-        ("images/generations", b'{"prompt": "a", "loras": "[["}', "application/json", "loras: Expecting value"),
-        ("images/generations", b"prompt=a", "text/plain", "to be JSON: Content-Type application/json, not text/plain."),
-        ("images/generations", b"[]", "application/json", "valid dictionary"),
-        ("images/edits", b'{"prompt": "a"}', "application/json", "a form: multipart/form-data, not application/json."),
-        ("images/edits", b"", "multipart/form-data", "Missing boundary in multipart."),
-        ("loras", b"weights", "application/octet-stream", "a form: multipart/form-data, not application/octet-stream."),
+        ("v1/images/generations", b'{"prompt": "a", "loras": "[["}', "application/json", "loras: Expecting value"),
+        (
+            "v1/images/generations",
+            b"prompt=a",
+            "text/plain",
+            "to be JSON: Content-Type application/json, not text/plain.",
+        ),
+        ("v1/images/generations", b"[]", "application/json", "valid dictionary"),
+        (
+            "v1/images/edits",
+            b'{"prompt": "a"}',
+            "application/json",
+            "a form: multipart/form-data, not application/json.",
+        ),
+        ("v1/images/edits", b"", "multipart/form-data", "Missing boundary in multipart."),
+        ("sdapi/v1/txt2img", b'{"prompt": "a\\ud800"}', "application/json", "prompt: there is half of a character"),
+        (
+            "v1/loras",
+            b"weights",
+            "application/octet-stream",
+            "a form: multipart/form-data, not application/octet-stream.",
+        ),
     ],
 )
 def test_a_body_that_is_none_is_told(server: RunningServer, path: str, content: bytes, kind: str, says: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers={"Content-Type": kind}, timeout=240)
+    answer = httpx.post(f"{server.url}/{path}", content=content, headers={"Content-Type": kind}, timeout=240)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert not answer.json()["error"]["message"].endswith("..")
