@@ -24,6 +24,7 @@ from sdflow.onnx_model.files import data_span, initializers_and_constants, is_ex
 from sdflow.replace_files import replacing_all
 from sdflow.runtime.folder import (
     SCHEDULER,
+    folder_adapters,
     folder_defaults,
     folder_family,
     folder_task,
@@ -97,9 +98,10 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
             where=str(folder),
             remedy="One file draws from text alone: give a pipeline for text to image.",
         )
-    if family.nets(there):
+    kinds = {"ControlNets": family.nets(there), "IP-Adapters": folder_adapters(folder)}
+    if images := [kind for kind, found in kinds.items() if found]:
         raise UsageError(
-            "the pipeline has ControlNets, which need an image",
+            f"the pipeline has {' and '.join(images)}, which take images besides texts",
             where=str(folder),
             remedy="Export one that was built without them.",
         )

@@ -322,3 +322,18 @@ def test_what_generate_does_besides_is_told(tiny_pipeline: Path, tmp_path: Path)
     assert reuse.endswith("--reuse off")
     assert interval == "guidance_interval from=0.25,to=1: it draws as with --guidance-interval off"
     assert refiner == "the refiner: it draws as with --refiner-start 1"
+
+
+def test_a_pipeline_that_takes_images_is_refused_as_that(tiny_pipeline: Path, tmp_path: Path) -> None:
+    for path in tiny_pipeline.iterdir():
+        if path.name != "unet":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "unet").mkdir()
+    for path in (tiny_pipeline / "unet").iterdir():
+        (tmp_path / "unet" / path.name).symlink_to(path)
+    config = json.loads((tiny_pipeline / "unet/config.json").read_bytes())
+    (tmp_path / "unet/config.json").unlink()
+    (tmp_path / "unet/config.json").write_text(json.dumps({**config, "ip_adapter_tokens": [4]}))
+    with pytest.raises(UsageError, match="has IP-Adapters, which take images"):
+        exported(tmp_path, tmp_path / "out/one.onnx")
+    assert not (tmp_path / "out").exists()
