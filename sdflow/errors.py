@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdflow.printable import printable
+
 MOST_PLACE = 1000
 """Characters of a place or a remedy: a path of any length may be in it."""
 MOST_PROBLEMS = 50
@@ -17,6 +19,7 @@ MOST_PROBLEMS = 50
 
 
 def _told(text: str, most: int) -> str:
+    text = printable(text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -38,6 +38,11 @@ def is_there(path: Path) -> bool:
     return False
 
 
+def no_file(path: Path) -> str:
+    """What to say of a name that is neither a regular file nor a folder."""
+    return "a pipe, a socket or a device, not a file" if is_there(path) else "no such file or folder"
+
+
 def require_regular(path: Path) -> os.stat_result:
     """The status of a regular file. Raises OSError for anything else."""
     try:
@@ -81,12 +86,15 @@ def read_json(path: Path, limit: int = TEXT_LIMIT) -> Any:
 def parse_json(content: bytes | str) -> Any:
     """As `read_json`. Raises ValueError."""
     try:
-        value = json.loads(content, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")  # by itself json takes UTF-16 too
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
         require_shallow(value)
-        if (b"\\u" if isinstance(content, bytes) else "\\u") in content:  # type: ignore[operator]
+        if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
     except UnicodeEncodeError as error:
         raise ValueError("it holds half a character") from error
     return value

@@ -17,14 +17,17 @@ from sdflow.errors import MOST_PROBLEMS, CheckpointError, SdflowError, UsageErro
 from sdflow.init import InitRequest, write_workflow
 from sdflow.inspection.contents import read_contents
 from sdflow.passes.registry import catalog
+from sdflow.printable import printable
 from sdflow.runtime.draw_request import read_prompts
 from sdflow.runtime.image_files import open_image
 from sdflow.runtime.start import MOST_PIXELS, require_size
 from sdflow.serve.server import read_key
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
+from sdflow.sources.lora import find_lora
 from sdflow.store.archive import read_archive
 from tests.small_lora import write_lora
+from tests.verify.described_folder import opened
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(60)
@@ -150,10 +153,21 @@ def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
         lambda: read_archive(pipe, tmp_path),
         lambda: read_prompts(pipe),
         lambda: write_workflow(InitRequest(out=pipe, force=True, model="synthetic:sd15-tiny")),
+        lambda: read_contents(pipe),
+        lambda: find_lora(str(pipe), None, download=False),
+        lambda: open_checkpoint(str(pipe), digests=PlainDigests(), download=False),
+        lambda: opened("synthetic:sd15-tiny", components={"vae": str(pipe)}),
     )
     for read in taken:
-        with pytest.raises(UsageError, match="a pipe, a socket or a device|is no file"):
+        with pytest.raises((UsageError, CheckpointError), match="a pipe, a socket or a device|is no file"):
             read()
+
+
+def test_what_others_wrote_moves_no_terminals_cursor() -> None:
+    told = str(CheckpointError("tensor \x1b[2J\x07", where="a\udcffb", remedy="\u202eabc"))
+    assert told == "a\\udcffb: tensor \\x1b[2J\\x07\n  \\u202eabc"
+    written = "日本語\u3000\U0001f468\u200d\U0001f469 é\t\n"
+    assert printable(written) == written
 
 
 def test_of_an_image_only_pixels_are_read(tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b'{"format_version": 1', r"is damaged: .*\n  Run the pipeline's workflow again"),
-        (b"\xff\xfe", "is damaged: "),
+        (b"\xff\xfe", "is damaged: it is not UTF-8"),
+        ('{"format_version": 1}'.encode("utf-16"), "is damaged: it is not UTF-8"),
         (b"[]", "this is no pipeline of sdflow: no format_version"),
         (b'{"name": "x"}', "this is no pipeline of sdflow: no format_version"),
         (b'{"format_version": 2}', r"a newer sdflow wrote it: format_version 2 .* only 1\n  Update sdflow"),
@@ -197,6 +198,7 @@ def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
         (lambda content: content.pop("target"), "'target' is missing"),
         (lambda content: content.update(target=5), "'target' is 5, which is no text"),
         (lambda content: content.update(name=None), "'name' is None, which is no text"),
+        (lambda content: content.update(name="a\x1b[2J"), "'name' holds characters that a terminal takes for commands"),
         (lambda content: content.update(submodels=[]), r"'submodels' is \[\], which is no object"),
         (lambda content: content.update(submodels={"unet": 1}), "'submodels': unet is no object"),
         (lambda content: content["submodels"]["unet"].pop("artifact"), "'artifact' is missing"),
@@ -268,7 +270,7 @@ def test_every_file_that_it_names_is_in_its_folder(folder: Path, path: str) -> N
     ):
         before = (folder / MANIFEST_FILE).read_bytes()
         edit(folder, change)
-        with pytest.raises(UsageError, match="is no file in its folder|is no folder's name") as raised:
+        with pytest.raises(UsageError, match="is no file in its folder|is no folder's name|holds characters") as raised:
             read_manifest(folder)
         assert len(str(raised.value)) < 500
         (folder / MANIFEST_FILE).write_bytes(before)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
+from sdflow.input_file import is_regular, no_file
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_header, read_metadata
 
@@ -46,8 +47,8 @@ def read_contents(path: Path) -> Contents:
 
     Raises CheckpointError for what is missing, damaged, or no file of weights.
     """
-    if not path.is_file():
-        raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path.")
+    if not is_regular(path):
+        raise CheckpointError(no_file(path), where=str(path), remedy="Check the path.")
     if path.suffix.lower() == ".safetensors":
         header = read_header(path)
         return Contents(

@@ -30,6 +30,7 @@ from sdflow.manifest.content import (
     Quantization,
     WrittenPass,
 )
+from sdflow.printable import printable
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
@@ -306,6 +307,8 @@ def _get(value: Mapping[str, Any], key: str, kind: Any) -> Any:
     found = value[key]
     if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
         raise ValueError(f"'{key}' is {found!r:.40}, which is no {_KINDS.get(kind, 'number')}")
+    if isinstance(found, str) and printable(found) != found:
+        raise ValueError(f"'{key}' holds characters that a terminal takes for commands")
     return found
 
 

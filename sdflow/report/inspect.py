@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdflow.inspection import Description
+from sdflow.printable import printable
 from sdflow.report.output import print_json
 
 
@@ -14,7 +15,7 @@ def print_inspection(described: Sequence[Description], *, as_json: bool = False)
     if as_json:
         print_json("inspect", {"findings": [each.to_json() for each in described]})
         return
-    print("\n\n".join(_text(each) for each in described))
+    print(printable("\n\n".join(_text(each) for each in described)))
 
 
 def _text(description: Description) -> str:

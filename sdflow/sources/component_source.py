@@ -19,6 +19,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import COMPONENT_ARCHITECTURES
 from sdflow.families.part import Part
 from sdflow.file_stamp import file_stamp
+from sdflow.input_file import is_regular, no_file
 from sdflow.models.base import Shapes
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import (
@@ -84,10 +85,10 @@ class Source:
             )
         if path.is_dir():
             return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
-        if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) and path.is_file():
+        if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) and is_regular(path):
             return self._file(path)
         raise CheckpointError(
-            f"a file of the unknown kind {path.suffix!r}" if path.is_file() else "no such file or folder",
+            f"a file of the unknown kind {path.suffix!r}" if is_regular(path) else no_file(path),
             where=str(path),
             remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sdflow.digest import digest_json
 from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
-from sdflow.input_file import is_regular, is_there
+from sdflow.input_file import is_regular, is_there, no_file
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_family import made_for, misfit
@@ -62,7 +62,7 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
             f"is no folder that could hold {weight_name}", where=str(path), remedy="Name the file alone, or its folder."
         )
     elif not is_regular(path):
-        raise CheckpointError("no such file or folder", where=str(path), remedy="Check the path of the LoRA.")
+        raise CheckpointError(no_file(path), where=str(path), remedy="Check the path of the LoRA.")
     _refuse_pickle(path.name, str(path))
     return path
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular, is_there
+from sdflow.input_file import is_regular, is_there, no_file
 from sdflow.sources.adapters import with_adapters
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
@@ -93,7 +93,7 @@ def _open_local(local: LocalReference, reference: str, digests: FileDigests, all
             path, architecture=local.architecture, reference=reference, digests=digests, allow_pickle=allow_pickle
         )
     raise CheckpointError(
-        "a pipe, a socket or a device" if is_there(path) else "no such file or folder",
+        no_file(path),
         where=str(path),
         remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
     )

@@ -31,6 +31,8 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", 
 _MAX_HEADER = 16 << 20
 """Bytes. The format allows 100 MB, which take gigabytes once they are read; a header of Stable Diffusion XL has 0.3 MB, and what
 training programs write down a few."""
+_MOST_TENSORS = 50_000
+"""A LoRA of Stable Diffusion XL has two or three thousand, a checkpoint in one file 2,500."""
 _BLOCK = 1 << 22
 
 
@@ -89,6 +91,8 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
         raise _invalid(path, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
+    if len(header) > _MOST_TENSORS:
+        raise _invalid(path, f"{len(header):,} tensors, where {_MOST_TENSORS:,} are read at most")
     return header, 8 + length, size
 
 

@@ -13,9 +13,10 @@ from sdflow.sources import Checkpoint
 
 LARGE_CHANNELS = 512
 """Denoisers with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
-EDGE_TIMESTEPS = (999.0, 500.5, 1.0, 0.5, 0.0)
-QUICK_TIMESTEPS = (999.0, 500.5, 0.5)
-"""Both ends, where a timestep may be clipped. Half a step changes most near 0: one that is cut to a whole number shows there."""
+EDGE_TIMESTEPS = (999.0, 700.3, 1.0, 0.5, 0.0)
+QUICK_TIMESTEPS = (999.0, 700.3, 0.5)
+"""Both ends, where a timestep may be clipped. Half a step changes most near 0: one that is cut to a whole number shows there.
+Neither float16 nor bfloat16 holds 700.3, and many schedulers give such timesteps: one that went through either shows there."""
 QUICK_LATENTS = 8
 """Rows and columns of the latents at the quick level, where the denoiser's levels allow it."""
 QUICK_STEPS, FULL_STEPS = 3, 10

@@ -32,6 +32,7 @@ from sdflow.inspection import Description, inspect
 from sdflow.inspection.lines import configs_of, title_of
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
+from sdflow.report.inspect import print_inspection
 from sdflow.serve.served_model import read_served
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
@@ -454,6 +455,17 @@ def test_damaged_folders_have_an_answer_or_are_refused_in_words(tmp_path: Path, 
     except SdflowError:
         return
     assert all(each.kind for each in findings)
+
+
+def test_what_a_file_says_of_itself_is_no_command_to_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"ss_output_name": "\x1b]0;title\x07", "ss_base_model_version": "\x1b[2J"}
+    save_file(lora(ATTENTION, 768), tmp_path / "a.safetensors", said)
+    print_inspection(inspect(tmp_path / "a.safetensors"))
+    told = capsys.readouterr().out
+    assert "\\x1b[2J" in told
+    assert {each for each in told if not each.isprintable()} == {"\n"}
 
 
 def test_the_command_prints_lines_or_json_and_refuses_in_words(tmp_path: Path, sdflow: Command) -> None:

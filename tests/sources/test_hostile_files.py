@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zipfile
@@ -78,6 +79,21 @@ def test_a_header_that_would_take_gigabytes_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CheckpointError, match="a header of 17 MB, where 16 are read at most"):
         read_header(tmp_path / "model.safetensors")
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_not_looked_at(tmp_path: Path) -> None:
+    """Their names would be compared with those of every model for minutes."""
+    text = json.dumps({f"{index}.lora_up.weight": {} for index in range(50_001)}).encode()
+    (tmp_path / "lora.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="50,001 tensors, where 50,000 are read at most"):
+        read_header(tmp_path / "lora.safetensors")
+
+
+def test_a_header_is_utf8_as_the_format_says(tmp_path: Path) -> None:
+    text = "{}".encode("utf-16")
+    (tmp_path / "lora.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="its header is not JSON"):
+        read_header(tmp_path / "lora.safetensors")
 
 
 def test_json_that_would_take_gigabytes_is_not_read(tmp_path: Path) -> None:

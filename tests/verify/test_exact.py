@@ -68,6 +68,19 @@ def timestep_clipped(graph: Graph) -> None:
     graph.proto.graph.node[-1].input.append("last")
 
 
+def timestep_in(kind: int) -> Callable[[Graph], None]:
+    """Through a type that holds whole timesteps, and not what lies between them."""
+
+    def plant(graph: Graph) -> None:
+        graph.behind("timestep", "Cast", to=kind)
+        graph.proto.graph.node[-1].output[0] += "/short"
+        graph.proto.graph.node.append(
+            helper.make_node("Cast", ["timestep/Cast/short"], ["timestep/Cast"], to=TensorProto.FLOAT)
+        )
+
+    return plant
+
+
 def one_epsilon(graph: Graph) -> None:
     graph.attribute(graph.nodes("SkipGroupNorm")[-1], "epsilon", 1e-3)
 
@@ -90,6 +103,8 @@ FAULTS = (
     Fault("a matrix 1 % too large", "unet", matrix_scaled),
     Fault("angles in float16", "unet", angles_in_float16),
     Fault("a timestep clipped to 990", "unet", timestep_clipped),
+    Fault("a timestep in float16", "unet", timestep_in(TensorProto.FLOAT16)),
+    Fault("a timestep in bfloat16", "unet", timestep_in(TensorProto.BFLOAT16)),
     Fault("epsilon of one group normalization", "unet", one_epsilon),
     Fault("QuickGelu's factor half a percent off, once", "text_encoder", quick_gelu),
 )

@@ -165,6 +165,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a component more": (entry(INDEX, "vae", ["diffusers", "AutoencoderKL"]), (f"{INDEX}: vae is",)),
     "a filter that is not asked for": (entry(INDEX, "requires_safety_checker", False), (f"{INDEX}: requires_safety",)),
     "the encoder removed": (without_encoder, ("sdflow.json: vae_encoder is missing under submodels",)),
+    "another family": (
+        entry("sdflow.json", "family", "stable_diffusion_xl"),
+        ("sdflow.json: family is stable_diffusion_xl, where stable_diffusion belongs",),
+    ),
     "the encoder not named": (
         lambda folder: edit(folder / INDEX, lambda index: index.pop("vae_encoder")),
         (f"{INDEX}: vae_encoder is missing",),

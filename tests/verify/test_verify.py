@@ -79,7 +79,7 @@ def test_a_good_pipeline_passes_submodel_by_submodel_and_as_an_image(first: Veri
     assert result.image.psnr is None or result.image.psnr > 80
     assert result.image.ssim == pytest.approx(1, abs=1e-6)
     assert not result.cached
-    assert "500.5" in " ".join(result.coverage)
+    assert "700.3" in " ".join(result.coverage)
 
 
 def test_the_sample_is_verified_as_it_is_sampled() -> None:

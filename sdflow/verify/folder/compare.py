@@ -50,7 +50,9 @@ def _error(node: str, what: str, submodel: str = "", count: int = 1) -> Finding:
 
 def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
     """The set of submodels: what the checkpoint has and the folder has not was left out by the workflow, and sdflow.json says
-    so."""
+    so. And of which family they are: sdflow bake goes by that."""
+    if manifest.origin.family != source.family:
+        yield _error(MANIFEST_FILE, f"family is {manifest.origin.family}, where {source.family} belongs")
     left_out = manifest.origin.left_out
     for name in source.configs:
         if name in manifest.parts or name in (left_out or ()):
