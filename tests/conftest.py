@@ -21,11 +21,18 @@ os.environ.update(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the core that they wait for
 
+import hypothesis
 from converted import converted  # noqa: F401
 from forked_workers import forked_workers, server_of_workers  # noqa: F401
 from small_workflows import bench, chain  # noqa: F401
 from started_python import sdflow, started_python  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
+
+# No example fails for being slow: machines are. The same examples each time; others with `--hypothesis-profile default`.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
     "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file", "test_bench",

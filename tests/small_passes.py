@@ -22,18 +22,28 @@ from sdflow.passes.base import Pass, PassConfig, PassInputs
 
 
 class Options(PassConfig):
+    """among: goes on when so many passes have begun, itself included."""
+
     text: str = ""
     sleep: float = 0.0
+    among: int = 1
     fail: bool = False
     kill: bool = False
     random: bool = False
     operators: dict[str, int] = Field(default_factory=dict)
 
 
+LONGEST = 300
+"""Seconds for others to begin."""
+
+
+def traces() -> Path:
+    return Path(os.environ["TMPDIR"]) / "ran"
+
+
 def trace(name: str) -> None:
-    folder = Path(os.environ["TMPDIR"]) / "ran"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}-{uuid.uuid4().hex}").touch()
+    traces().mkdir(exist_ok=True)
+    (traces() / f"{name}-{uuid.uuid4().hex}").touch()
 
 
 def model_of(content: Any) -> bytes:
@@ -58,6 +68,11 @@ def finish(name: str, content: Any, out: Path, config: Options) -> Facts:
     trace(name)
     (out / "model.onnx").write_bytes(model_of(content)[:200])
     time.sleep(config.sleep)
+    end = time.monotonic() + LONGEST
+    while config.among > 1 and len(list(traces().iterdir())) < config.among:
+        if time.monotonic() > end:
+            raise PassError(f"no {config.among} passes have begun")
+        time.sleep(0.02)
     if config.fail:
         raise PassError("told to fail", remedy="tell it not to")
     if config.kill:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from converted import artifact_of
+from until import PATIENCE
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble, link_target
@@ -222,7 +223,7 @@ def whole_pipeline(out: Path) -> str:
     return kind
 
 
-def wait_for_swaps(out: Path, count: int, limit_s: float = 60.0) -> tuple[bool, float]:
+def wait_for_swaps(out: Path, count: int, limit_s: float = PATIENCE) -> tuple[bool, float]:
     """Wait until another pipeline lay under `out` `count` times; also the seconds from the last but one to the last."""
     begun = since = time.monotonic()
     last, taken = inode(out), 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -203,17 +204,24 @@ def kill_workers(over: threading.Event) -> None:
 
 
 def test_a_killed_bind_leaves_nothing_and_the_next_run_goes_on(shared: Bench) -> None:
-    """The graph is there already: whatever works is a bind."""
-    path = workflow(shared, model="synthetic:sd15-tiny?seed=3")
+    """The graph is there already: whatever works is a bind. One may be done before it is seen, then another's turn comes."""
     over = threading.Event()
     killer = threading.Thread(target=kill_workers, args=(over,))
     killer.start()
     try:
-        with pytest.raises(PassError, match=r"text_encoder/2 BindWeights.*SIGKILL"):
-            shared.run(path)
+        for seed in range(30, 40):
+            path = workflow(shared, model=f"synthetic:sd15-tiny?seed={seed}")
+            try:
+                shared.run(path)
+            except PassError as error:
+                said = str(error)
+                break
+        else:
+            raise AssertionError("no bind was killed")
     finally:
         over.set()
         killer.join()
+    assert re.search(r"text_encoder/2 BindWeights.*SIGKILL", said), said
     assert list((shared.folder / "cache/v1/staging").iterdir()) == []
     assert outcomes(shared.run(path)[TEXT_ENCODER])["BindWeights"] == "built"
 

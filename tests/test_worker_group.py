@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from until import PATIENCE, until
 
 from sdflow.worker_group import GroupEndedError, WorkerGroup
 
@@ -26,10 +26,7 @@ def waiting(
     threads = [threading.Thread(target=wait, args=(left,)) for left in lefts]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 10
-    while len(group._waiting) < len(lefts):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: len(group._waiting) == len(lefts))
     return threads
 
 
@@ -38,7 +35,7 @@ def test_of_those_that_wait_the_longest_chain_goes_first() -> None:
     with group.turn(heavy=False):
         threads = waiting(group, [2, 7, 1, 4], went)
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert went == [7, 4, 2, 1]
 
 
@@ -47,7 +44,7 @@ def test_of_equally_long_chains_the_one_with_the_most_to_write_goes_first() -> N
     with group.turn(heavy=False):
         threads = waiting(group, [0, 1, 2], went, sizes={0: 250, 1: 5100, 2: 1400})
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert went == [1, 2, 0]
 
 
@@ -57,7 +54,7 @@ def test_whoever_gives_up_holds_up_nobody() -> None:
         threads = waiting(group, [7, 2], went)
         group.end()
         for thread in threads:
-            thread.join(10)
+            thread.join(PATIENCE)
     assert went == []
     assert group._waiting == []
     with pytest.raises(GroupEndedError), group.turn(heavy=False):

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from until import until
+from until import PATIENCE, until
 
 from sdflow import worker_server
 from sdflow.errors import PassError
@@ -156,5 +156,5 @@ def test_a_worker_ends_with_its_parent(
     started = psutil.Process(parent.pid).children(recursive=True)
     assert int(pid_file.read_text()) in [process.pid for process in started]
     parent.send_signal(number)
-    parent.wait(10)
+    parent.wait(PATIENCE)
     until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started))

@@ -21,7 +21,9 @@ from sdflow.targets import TARGETS
 
 from .workflow_catalog import PASSES, SmallCatalog
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 WORDS = st.sampled_from(
     sorted(

@@ -85,7 +85,9 @@ def test_a_target_of_several_keeps_its_name_when_it_is_built_alone(tmp_path: Pat
 WORD = st.text(alphabet="abAB-._2 é/", min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.lists(WORD, min_size=1, max_size=4, unique=True),
     st.lists(WORD, min_size=1, max_size=4, unique=True),

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from onnx import helper
 from PIL import Image
+from until import until
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble
@@ -184,10 +184,7 @@ def test_the_worker_dies_with_its_parent(tiny_pipeline: Path, tmp_path: Path, se
     parent.send_signal(sent)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 20
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the worker outlives its parent"
-        time.sleep(0.05)
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker outlives its parent")
 
 
 def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipeline: Path, tmp_path: Path) -> None:

@@ -413,7 +413,9 @@ KEYS = ("ss_tag_frequency", "ss_base_model_version", "modelspec.architecture", "
 VALUES = st.one_of(
     st.text(max_size=8), st.sampled_from(["[]", "{}", '{"a": {"b": "c"}}', '{"a": 1}', "[" * 2000, "None"])
 )
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @MANY

@@ -20,8 +20,9 @@ import httpx
 import psutil
 import pytest
 from on_ray.conftest import SETTINGS, free_port
-from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
+from serve.conftest import RunningServer, running_server
 from started_python import Command
+from until import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 ASKED = {"prompt": "a large red circle on a blue background", "seed": 7, "steps": 6, "size": "64x64", "n": 4}
@@ -97,10 +98,10 @@ def test_more_replicas_come_when_images_wait_and_all_go_with_ctrl_c(cluster: Any
         assert len(replicas()) == 1
         drawing = threading.Thread(target=lambda: [drawn(server, steps=100) for _ in range(30) if len(replicas()) < 2])
         drawing.start()
-        wait_until(lambda: len(replicas()) == 2)
+        until(lambda: len(replicas()) == 2)
         drawing.join(PATIENCE)
     assert server.process.returncode == 0
-    wait_until(lambda: not replicas())
+    until(lambda: not replicas())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/healthz")
 
@@ -165,7 +166,7 @@ def test_images_of_a_killed_replica_are_drawn_by_others_and_it_is_replaced(serve
             if event["type"].endswith("completed"):
                 images[event["image_index"]] = event["b64_json"]
     assert [images[index] for index in sorted(images)] == whole
-    wait_until(lambda: len(replicas()) == 2)
+    until(lambda: len(replicas()) == 2)
     assert drawn(server, **wanted) == whole
 
 

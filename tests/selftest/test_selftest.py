@@ -109,7 +109,9 @@ SAID = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(user=NAME, host=NAME, said=st.lists(SAID, min_size=1, max_size=4), where=st.integers(0, 6))
 def test_neither_user_nor_machine_nor_path_is_in_a_report(
     monkeypatch: pytest.MonkeyPatch, user: str, host: str, said: list[str], where: int

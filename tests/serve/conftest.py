@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from until import PATIENCE
 
 SIZE = "64x64"
-PATIENCE = 600
-"""Seconds; nothing is timed here, and machines are slow."""
 
 
 @dataclass
@@ -96,11 +94,3 @@ def server(tiny_pipeline: Path) -> Iterator[RunningServer]:
     """Of the small pipeline; at most two images in a run."""
     with running_server(str(tiny_pipeline), "--batch-sizes", "1,2", "--max-queue", "12", "--max-images", "4") as server:
         yield server
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """For what another process does."""
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)

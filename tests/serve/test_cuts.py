@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 import pytest
-from serve.conftest import PATIENCE
+from until import PATIENCE
 
 from sdflow.errors import PassError
 from sdflow.serve.cuts import Cuts

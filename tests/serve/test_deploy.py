@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 import typer
-from serve.conftest import PATIENCE, wait_until
 from typer.testing import CliRunner
+from until import PATIENCE, until
 
 from sdflow.cli.app import app
 from sdflow.errors import UsageError
@@ -131,7 +131,7 @@ def test_one_that_died_is_told_and_may_be_deployed_again(tiny_pipeline: Path, tm
     options = {"batch_sizes": "1", "api_key_file": tmp_path / "key", "log_prompts": True}
     deploying = threading.Thread(target=client.deploy, args=("frail", [tiny_pipeline]), kwargs=options)
     deploying.start()
-    wait_until(lambda: any(each.running for each in deployments()))
+    until(lambda: any(each.running for each in deployments()))
     with pytest.raises(UsageError, match="are being loaded"):
         client.query("frail", "a")
     deploying.join(PATIENCE)
@@ -139,7 +139,7 @@ def test_one_that_died_is_told_and_may_be_deployed_again(tiny_pipeline: Path, tm
     (image,) = client.query("frail", "a", size="64x64", steps=1)
     assert image.size == (64, 64)
     os.kill(made.pid, signal.SIGKILL)
-    wait_until(lambda: not made.running)
+    until(lambda: not made.running)
     with pytest.raises(UsageError, match=rf"its process {made.pid} has died(.|\n)*ready"):
         find_deployment("frail")
     (told,) = deployments()

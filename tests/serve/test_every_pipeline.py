@@ -12,8 +12,9 @@ import httpx
 import numpy as np
 import PIL.Image
 import pytest
-from serve.conftest import PATIENCE, RunningServer, running_server
+from serve.conftest import RunningServer, running_server
 from shell import ROOT, Shell
+from until import PATIENCE
 
 pytestmark = pytest.mark.slow  # each builds a pipeline, and starts a server of it
 EDGES = "edges.png", "other.png"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from until import PATIENCE
 
 from sdflow.serve.engine import Engine
 from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
@@ -19,8 +20,6 @@ from sdflow.serve.shared_values import SharedValues, Values
 from sdflow.serve.waiting import Waiting
 from sdflow.serve.worker_options import WorkerOptions
 
-PATIENCE = 600
-
 Kind = TypeVar("Kind")
 
 
@@ -29,8 +28,8 @@ def loaded(tiny_pipeline: Path) -> list[LoadedLane]:
     return load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2, lanes=2))
 
 
-def job(number: int, steps: int = 2) -> Job:
-    arguments = {"height": 64, "width": 64, "num_inference_steps": steps}
+def job(number: int, steps: int = 2, size: int = 64) -> Job:
+    arguments = {"height": size, "width": size, "num_inference_steps": steps}
     return Job(f"request {number}", 0, "tiny", f"thing number {number}", seed=number, arguments=arguments)
 
 
@@ -96,7 +95,7 @@ def test_two_are_drawn_at_the_same_time_and_give_what_each_alone_gives(loaded: l
 def test_what_is_cancelled_ends_in_the_lane_that_draws_it_and_in_the_queue(loaded: list[LoadedLane]) -> None:
     running = Running(loaded, lambda number, job: loaded[number].pipelines["tiny"])
     for number in range(3):
-        running.lanes.submit(job(number, steps=1000))
+        running.lanes.submit(job(number, steps=1000, size=256))  # for longer than anything here may take
     running.wait_for(lambda told: sum(isinstance(each, Begun) for each in told) == 2)
     for number in range(3):
         running.lanes.cancel(f"request {number}")

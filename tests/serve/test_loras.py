@@ -17,8 +17,9 @@ import PIL.Image
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from serve.conftest import PATIENCE, RunningServer, running_server, wait_until
+from serve.conftest import RunningServer, running_server
 from started_python import Command
+from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
 from sdflow.runtime.live_weights import own_values
@@ -179,11 +180,11 @@ def test_what_failed_for_one_request_is_tried_again_for_the_next(
     first, second = (Job(name, 0, "shapes", "a circle", 1, loras=loras) for name in ("first", "second"))
     path.rename(tmp_path / "away")
     assert not pipelines.ready(first, begin=True)
-    wait_until(lambda: pipelines.ready(first, begin=False))
+    until(lambda: pipelines.ready(first, begin=False))
     (tmp_path / "away").rename(path)
     assert not pipelines.ready(second, begin=False)
     assert not pipelines.ready(second, begin=True)
-    wait_until(lambda: pipelines.ready(second, begin=False))
+    until(lambda: pipelines.ready(second, begin=False))
     assert pipelines.find(second) is pipelines.find(first) is not base
 
 
@@ -206,7 +207,7 @@ def test_what_was_only_read_for_a_request_that_went_away_is_not_made_for_the_nex
     monkeypatch.setattr(LoraPipelines, "carry_out", counted)
     for job in (first, second):
         assert not pipelines.ready(job, begin=True)
-        wait_until(lambda job=job: pipelines.ready(job, begin=False))
+        until(lambda job=job: pipelines.ready(job, begin=False))
     assert pipelines.find(second) is not base
     assert made == [second.loras]
 
@@ -268,7 +269,7 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
     while engine.busy:
         time.sleep(0 if engine.turn() else 0.01)
     assert [each for each in told if isinstance(each, Failed)] == []
-    assert list(drawn()) == ["first", "without", "with", "again"]
+    assert list(drawn())[:2] == ["first", "without"] and drawn().keys() >= {"with", "again"}
     assert drawn()["without"] == drawn()["first"] and drawn()["again"] == drawn()["with"]
     for name, folder in (("without", "shapes_cpu"), ("with", "baked")):
         found = np.asarray(PIL.Image.open(io.BytesIO(drawn()[name])), np.int16)

@@ -14,7 +14,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from serve.conftest import PATIENCE, RunningServer, wait_until
+from serve.conftest import RunningServer
+from until import PATIENCE, until
 
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.schedule import named_scheduler
@@ -89,15 +90,15 @@ def test_the_lists(server: RunningServer) -> None:
 
 def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningServer) -> None:
     answers: list[httpx.Response] = []
-    long = {"prompt": "a", "steps": 150, "batch_size": 4}
+    long = {"prompt": "a", "steps": 150, "batch_size": 4, "width": 256, "height": 256}
     asking = threading.Thread(target=lambda: answers.append(ask(server, "txt2img", long)))
     asking.start()
-    wait_until(lambda: 0 < ask(server, "progress").json()["progress"] < 1)
+    until(lambda: 0 < ask(server, "progress").json()["progress"] < 1)
     assert ask(server, "interrupt", {}).status_code == 200
     asking.join(PATIENCE)
     (answer,) = answers
     assert answer.status_code == 200 and len(answer.json()["images"]) < 4
-    wait_until(lambda: server.metrics("sdflow_drawing_images") == 0)
+    until(lambda: server.metrics("sdflow_drawing_images") == 0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from sdflow.sources.safetensors_file import read_header
 from sdflow.targets import TARGETS
 from sdflow.verify.graph import read_graph as verified_graph
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def archived(path: Path, content: bytes) -> Path:

@@ -57,7 +57,7 @@ class Client:
         request = {more.pop("kind", "model"): reference, "download": download, **more}
         command = [sys.executable, "-c", OPEN, json.dumps(request)]
         self.hub.requests.clear()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return result

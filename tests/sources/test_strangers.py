@@ -23,7 +23,7 @@ from sdflow.sources.load import load_companion
 from sdflow.sources.safetensors_file import read_header
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -181,7 +181,9 @@ JSON = st.recursive(
 
 
 @given(entry=st.sampled_from(["dtype", "shape", "data_offsets"]), value=JSON, name=st.text(max_size=40))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_header_is_read_or_refused(tmp_path: Path, entry: str, value: Any, name: str) -> None:
     header = {name: {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]} | {entry: value}}
     text = json.dumps(header).encode()
@@ -195,7 +197,9 @@ def test_any_header_is_read_or_refused(tmp_path: Path, entry: str, value: Any, n
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_entry_of_a_config_is_taken_or_refused(folder: Path, data: st.DataObject) -> None:
     component = data.draw(st.sampled_from(["unet", "vae", "text_encoder", "scheduler"]))
     file = folder / component / ("scheduler_config.json" if component == "scheduler" else "config.json")

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+from until import until
 
 from sdflow.artifact import Action
 from sdflow.errors import CacheError
@@ -18,10 +20,7 @@ from .faults import finish, in_process, start
 
 
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(path.exists)
 
 
 def use_at(cache: Cache, name: str, seconds_ago: float) -> None:
@@ -168,8 +167,7 @@ def test_a_build_without_a_lease_of_its_own_is_protected_while_it_publishes(cach
             assert mine.lookup(record.action) == record
 
     children = [start(lambda number=number: work(number)) for number in range(3)]
-    until = time.monotonic() + 60
-    while len(cache.entries()) < 45 and time.monotonic() < until:
+    while any(psutil.Process(process).status() != psutil.STATUS_ZOMBIE for process, _ in children):
         report = cache.gc()
         assert report.removed == ()
     for child in children:

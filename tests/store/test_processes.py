@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from pathlib import Path
 
 import pytest
+from until import PATIENCE, until
 
 from sdflow.store import Cache
 
@@ -51,7 +51,7 @@ def test_without_the_lock_many_processes_still_agree(cache: Cache, tmp_path: Pat
         assert mine.lookup(action) is None
         with mine.staging(action) as staging:
             (staging.files / "model.onnx").write_bytes(b"same" if deterministic else os.urandom(50_000))
-            together.wait(60)
+            together.wait(PATIENCE)
             record = staging.publish({"process": os.getpid()}, {})
         (said / str(os.getpid())).write_text(f"{record.artifact.digest} {record.facts['process']}")
 
@@ -74,7 +74,7 @@ def test_different_actions_with_one_output_published_at_once_share_it(cache: Cac
     def work(number: int) -> None:
         with Cache(cache.root).staging(make_action(str(number))) as staging:
             (staging.files / "model.onnx").write_bytes(b"same" * 10_000)
-            together.wait(60)
+            together.wait(PATIENCE)
             staging.publish({}, {})
 
     for child in [start(lambda number=number: work(number)) for number in range(6)]:
@@ -86,19 +86,23 @@ def test_different_actions_with_one_output_published_at_once_share_it(cache: Cac
 
 def test_a_process_that_waits_says_so_and_one_that_dies_lets_go(cache: Cache, tmp_path: Path) -> None:
     action = make_action()
-    ready = tmp_path / "ready"
+    ready, seen = tmp_path / "ready", tmp_path / "seen"
 
     def hold_and_die() -> None:
         with Cache(cache.root).lock(action):
             ready.touch()
-            time.sleep(0.5)
+            until(seen.exists)
             os.kill(os.getpid(), 9)
 
     child = start(hold_and_die)
-    while not ready.exists():
-        time.sleep(0.01)
+    until(ready.exists)
     waited: list[str] = []
-    with cache.lock(action, lambda: waited.append("waiting")):
+
+    def waiting() -> None:
+        waited.append("waiting")
+        seen.touch()
+
+    with cache.lock(action, waiting):
         assert waited == ["waiting"]
     with cache.lock(action, lambda: waited.append("again")):
         pass
