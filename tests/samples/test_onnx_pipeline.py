@@ -33,7 +33,7 @@ def pipelines(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> dict
         assert done.returncode == 0, done.stderr
     found = {path.name.removeprefix("shapes_lora_cpu-"): path for path in (folder / "pipelines").iterdir()}
     assert found.keys() == {"shapes_cpu", "scale_0", "scale_0.5", "scale_1"}
-    return {name: Pipeline.load(path, "cpu") for name, path in found.items() if name != "scale_0.5"}
+    return {name: Pipeline.load(path, "cpu", threads=1) for name, path in found.items() if name != "scale_0.5"}
 
 
 def draw(pipeline: Any, cases: Sequence[ScenePrompt], **options: Any) -> list[Image.Image]:

@@ -112,8 +112,18 @@ def test_each_lane_has_sessions_of_its_own_with_its_part_of_the_threads(loaded: 
         assert first[name].session.get_session_options().intra_op_num_threads == 1
 
 
-def test_one_core_has_one_lane(tiny_pipeline: Path) -> None:
-    assert len(load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=1))) == 1
+def test_one_core_has_one_lane_and_the_sizes_of_its_batches_are_measured(tiny_pipeline: Path) -> None:
+    (lane,) = load_lanes(WorkerOptions({"tiny": tiny_pipeline}, threads=1))
+    assert 1 in lane.seconds["tiny"] and all(taken > 0 for taken in lane.seconds["tiny"].values())
+
+
+def test_two_cores_have_one_lane_or_two_as_is_measured(tiny_pipeline: Path) -> None:
+    lanes = load_lanes(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2))
+    of_each = {len(lanes): 2 // len(lanes)}
+    assert of_each in ({1: 2}, {2: 1})
+    for lane in lanes:
+        options = lane.pipelines["tiny"].base.submodels["vae_decoder"].session.get_session_options()
+        assert options.intra_op_num_threads == of_each[len(lanes)]
 
 
 @pytest.mark.parametrize(
