@@ -6,11 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from serve.conftest import running_server
 from typer.testing import CliRunner
+from until import PATIENCE, until
 
 from sdflow.cli.app import app
 from sdflow.errors import UsageError
-from tests.serve.conftest import running_server, wait_until
 
 
 def test_serve_opens_its_page(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,12 +20,12 @@ def test_serve_opens_its_page(tiny_pipeline: Path, tmp_path: Path, monkeypatch: 
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
     with running_server(str(tiny_pipeline), "--open", ready=False) as server:
-        wait_until(shown.exists)
+        until(shown.exists)
         assert shown.read_text() == server.url
-        page = httpx.get(server.url)
+        page = httpx.get(server.url, timeout=PATIENCE)
         assert page.headers["content-type"].startswith("text/html")
         assert "<title>sdflow</title>" in page.text
-        assert httpx.get(f"{server.url}/page/page.js").status_code == 200
+        assert httpx.get(f"{server.url}/page/page.js", timeout=PATIENCE).status_code == 200
 
 
 def test_interactive_takes_no_option_that_the_page_has(tmp_path: Path) -> None:
