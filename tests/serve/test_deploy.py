@@ -163,7 +163,7 @@ def test_one_that_is_ended_while_it_starts_is_told_and_leaves_nothing(tiny_pipel
 
     deploying = threading.Thread(target=start)
     deploying.start()
-    wait_until(lambda: any(each.running for each in deployments()))
+    until(lambda: any(each.running for each in deployments()))
     both = [threading.Thread(target=terminate, args=("early",)) for _ in range(2)]
     for each in both:
         each.start()
