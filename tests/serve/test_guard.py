@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from until import PATIENCE
 
 from sdflow.serve.app import Settings, make_app
 from sdflow.serve.connection import Connection
@@ -169,18 +170,32 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
+    async def answered_twice(place: tuple[str, int]) -> bool:
+        """It is closed before, too, where this machine is held up for longer than a head may take."""
+        reader, writer = await asyncio.open_connection(*place)
+        try:
+            for _ in range(2):
+                writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert b" 204 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return False
+        finally:
+            writer.close()
+        return True
+
     async def tried() -> None:
         config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_level="error", port=0)
         with listen("127.0.0.1", 0) as listening:
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve([listening]))
-            opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(3)]
+            opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(2)]
             opened[1][1].write(b"GET / HTTP/1.1\r\nHost:")
-            for _ in range(2):
-                opened[2][1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert b" 204 " in await asyncio.wait_for(opened[2][0].readuntil(b"\r\n\r\n"), 60)
-            for reader, _ in opened[:2]:
-                assert await asyncio.wait_for(reader.read(), 60) == b""
+            found = [await answered_twice(listening.getsockname())]
+            while not found[-1] and len(found) < 5:
+                found.append(await answered_twice(listening.getsockname()))
+            assert found[-1]
+            for reader, _ in opened:
+                assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
             for _, writer in opened:
                 writer.close()
             server.should_exit = True

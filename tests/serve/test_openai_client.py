@@ -244,7 +244,7 @@ def test_what_is_wrong_is_told_in_openais_form(
     ],
 )
 def test_a_body_that_is_none_is_told(server: RunningServer, path: str, content: bytes, kind: str, says: str) -> None:
-    answer = httpx.post(f"{server.url}/{path}", content=content, headers={"Content-Type": kind}, timeout=240)
+    answer = httpx.post(f"{server.url}/{path}", content=content, headers={"Content-Type": kind}, timeout=PATIENCE)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert not answer.json()["error"]["message"].endswith("..")
@@ -257,7 +257,7 @@ def test_lists_of_a_form_that_are_nested_too_deeply_are_told(client: openai.Open
 
 def test_pages_and_health_answer_head(server: RunningServer) -> None:
     for path in ("/", "/docs", "/healthz", "/readyz"):
-        answer = httpx.head(f"{server.url}{path}", timeout=240)
+        answer = httpx.head(f"{server.url}{path}", timeout=PATIENCE)
         assert (answer.status_code, answer.content) == (200, b"")
 
 
