@@ -40,8 +40,11 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
         PIL.Image.DecompressionBombError,
         PIL.Image.DecompressionBombWarning,
     ) as error:
+        why = (
+            "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
+        )  # its words name the buffer's address
         raise ApiError(
-            400, f"cannot be read as an image of {', '.join(FORMATS)}: {error}", param=param, code="invalid_image"
+            400, f"cannot be read as an image of {', '.join(FORMATS)}{why}", param=param, code="invalid_image"
         ) from error
     return Image(made.mode, made.size, made.tobytes())
 
