@@ -170,6 +170,27 @@ def test_what_others_wrote_moves_no_terminals_cursor() -> None:
     assert printable(written) == written
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ("schema > /dev/full", 2, "error: standard output cannot be written: No space left on device"),
+        ("--version > /dev/full", 2, "error: standard output cannot be written: No space left on device"),
+        ("passes >&- <&-", 0, ""),
+        ("validate nothing.yaml 2>&-", 2, ""),
+    ],
+)
+def test_standard_streams_that_are_full_or_closed(tmp_path: Path, command: str, status: int, says: str) -> None:
+    run = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m sdflow {command}'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr.strip()) == (status, says)
+
+
 def test_of_an_image_only_pixels_are_read(tmp_path: Path) -> None:
     """Pillow would run Ghostscript for the one; of the other it would raise what no image raises."""
     (tmp_path / "a.png").write_bytes(

@@ -8,11 +8,12 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from sdflow import stop
-from sdflow.errors import SdflowError
+from sdflow.errors import SdflowError, UsageError
 
 INTERRUPTED = 130
 SECONDS_TO_END = 2.5
@@ -21,13 +22,18 @@ _GOODBYE = "interrupted: nothing was left half-written; the next run goes on fro
 
 def main() -> NoReturn:
     """Entry point of the `sdflow` command. Exit status: see the README, "Commands"."""
+    _open_standard_streams()
     from sdflow.cli.app import app
 
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     _watch_signals()
     try:
-        app()
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()  # a full disk shows here, where it can be told
+            raise
     except SdflowError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -47,7 +53,35 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone: nobody to tell
         sys.exit(0)
+    except OSError as error:
+        if not _output_fails():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     sys.exit(0)
+
+
+def _open_standard_streams() -> None:
+    """Those that the caller closed: a file that is opened would take the number of one, and what a library prints go into it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - it is open as long as the process lives
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def _output_fails() -> bool:
+    """Whether nothing more can be printed. A line end is tried: of what failed nothing is left in a buffer to try again."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

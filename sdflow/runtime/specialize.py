@@ -27,10 +27,11 @@ def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | 
     default. CLIP's pooled output, which Stable Diffusion 1 and 2 do not use, takes an ArgMax of integers: it has no CUDA
     kernel, so with that output the text encoder cannot be captured. Folded values become initializers under their own
     names; all values have their shapes in `value_info`.
-    Raises PassError for an axis without a size, an output that is not there, or an operator whose output shape is not
-    known.
+    Raises PassError for an axis without a size, an output that is not there, an operator whose output shape is not
+    known, or a graph that onnx cannot follow.
     """
     import onnx
+    from onnx.shape_inference import InferenceError
 
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -51,7 +52,15 @@ def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | 
                         remedy=f"Give a size for each axis; known: {', '.join(sorted(sizes)) or 'none'}.",
                     )
                 axis.dim_value = sizes[axis.dim_param]
-    _Folding(result).run()
+    try:
+        _Folding(result).run()
+    except (InferenceError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        # What onnx raises of a graph that is none: sizes beyond all bounds, values that nothing gives, nodes without inputs.
+        raise PassError(
+            f"its shapes cannot be followed: {type(error).__name__}: {error}",
+            where="specialize",
+            remedy="The graph is damaged: build the pipeline again, sdflow run.",
+        ) from error
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,38 @@ def test_what_is_missing_is_named(tiny_pipeline: Path) -> None:
         specialize(model, SIZES, ["images"])
     next(node for node in model.graph.node if node.op_type == "Conv").domain = "com.example"
     with pytest.raises(PassError, match="of Conv .* is not known"):
+        specialize(model, SIZES)
+
+
+def _sizes_beyond_all_bounds(graph: Any) -> None:
+    graph.initializer[0].dims[:] = [2**62, 2**62]
+
+
+def _a_value_that_nothing_gives(graph: Any) -> None:
+    graph.node[-1].input[0] = "nothing"
+
+
+def _an_output_that_nothing_gives(graph: Any) -> None:
+    graph.output[0].name = "nothing"
+
+
+def _a_constant_without_its_bytes(graph: Any) -> None:
+    graph.initializer.append(onnx.TensorProto(name="short", data_type=1, dims=[5], raw_data=b"ab"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _sizes_beyond_all_bounds,
+        _a_value_that_nothing_gives,
+        _an_output_that_nothing_gives,
+        _a_constant_without_its_bytes,
+    ],
+)
+def test_a_graph_that_is_none_is_refused_in_words(tiny_pipeline: Path, damage: Callable[[Any], None]) -> None:
+    model = load(tiny_pipeline / "vae_decoder")
+    damage(model.graph)
+    with pytest.raises(PassError, match="cannot be followed"):
         specialize(model, SIZES)
 
 
