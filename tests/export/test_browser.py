@@ -135,7 +135,9 @@ def test_without_a_webgpu_device_the_page_takes_the_processor(site: str, page_wi
 def test_where_webgpu_refuses_a_kernel_the_page_says_so_and_takes_the_processor(
     site: str, page_with_webgpu: Any, tiny_pipeline: Path
 ) -> None:
-    """Its attention knows no mask, which the text encoder's fused attention has. It says so only when that is run."""
+    """It refuses when the first kernel is run, as with attention that has a mask, which this pipeline's has not."""
+    refuse = "GPUDevice.prototype.createShaderModule = () => { throw new Error('no such kernel') }"
+    page_with_webgpu.add_init_script(f"if (globalThis.GPUDevice) {refuse}")
     page_with_webgpu.goto(f"{site}?ort=ort/")
     found, said = drawn(page_with_webgpu)
     assert " on wasm: " in said
