@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 
 from sdflow.errors import PassError
+from sdflow.onnx_model.nodes import in_order
 from sdflow.passes.base import PassInputs
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.passes.ort_transformers_optimization import (
@@ -125,6 +126,13 @@ def test_a_graph_that_is_none_is_refused_in_words(tiny_pipeline: Path, damage: C
     damage(model.graph)
     with pytest.raises(PassError, match="cannot be followed"):
         specialize(model, SIZES)
+
+
+def test_a_circle_of_nodes_is_refused_at_once() -> None:
+    nodes = [onnx.helper.make_node("Relu", [one], [other]) for one, other in ("ab", "bc", "ca")]
+    with pytest.raises(PassError, match="read one another in a circle"):
+        in_order(nodes)
+    assert in_order([nodes[1], nodes[0]]) == nodes[:2]
 
 
 def test_a_fused_safety_checker_whose_opset_has_no_layer_normalization_gives_the_same(
