@@ -1,7 +1,8 @@
 """A pipeline folder as an earlier sdflow left it: today's artifacts, described by its sdflow.json.
 
 tests/data/earlier_sdflow.json is what `sdflow run workflows/tiny_cpu.yaml` wrote in November 2026, with names in place of
-the digests, which depend on the packages that are installed. When the form of manifests changes, it stays as it is.
+the digests, which depend on the packages that are installed. When the form of manifests changes, it stays as it is; a pass
+that a chain got since then is added to it, since the artifacts are today's.
 """
 
 from __future__ import annotations

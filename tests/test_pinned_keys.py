@@ -35,7 +35,7 @@ def test_every_target_and_kind_of_step_is_pinned(now: dict[str, dict[str, Any]])
         assert plain["Verify, full"] != plain["Verify, quick"]
     passes = {content["pass"]["name"] for found in now.values() for content in found.values()}
     assert {"OnnxConversion", "LoraMerge", "OrtTransformersOptimization", "ConvBiasFusion", "NhwcResize", "SeparateQkv"} | {
-        "OnnxFloatToFloat16", "BindWeights", "Mine", "OnnxPeepholeOptimizer", "VerifyReference", "Verify"
+        "SubpixelConv", "OnnxFloatToFloat16", "BindWeights", "Mine", "OnnxPeepholeOptimizer", "VerifyReference", "Verify"
     } == passes  # fmt: skip
 
 

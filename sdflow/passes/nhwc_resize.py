@@ -19,6 +19,7 @@ from sdflow.onnx_model.facts import graph_facts
 from sdflow.onnx_model.files import store_proto
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.nearest import whole_factor
 from sdflow.passes.olive import copy_companions
 
 TO_NCHW = [0, 3, 1, 2]
@@ -74,7 +75,7 @@ def _replace(edit: GraphEdit, resize: Any) -> bool:
     from onnx import helper
 
     back = edit.only_reader(resize.output[0])
-    factor = _factor(edit, resize)
+    factor = whole_factor(edit, resize)
     if not factor or back is None or not _permutes(back, TO_NHWC):
         return False
     name, source = resize.name or resize.output[0], resize.input[0]
@@ -101,37 +102,3 @@ def _replace(edit: GraphEdit, resize: Any) -> bool:
 
 def _permutes(node: Any, axes: list[int]) -> bool:
     return bool(node.op_type == "Transpose" and list(node.attribute[0].ints) == axes)
-
-
-def _factor(edit: GraphEdit, resize: Any) -> int:
-    """k, if `resize` repeats each pixel k times in both directions; otherwise 0."""
-    from onnx import helper
-
-    settings = {item.name: helper.get_attribute_value(item) for item in resize.attribute}
-    repeats = (
-        settings.get("mode", b"nearest") == b"nearest"
-        and settings.get("coordinate_transformation_mode", b"half_pixel") == b"asymmetric"
-        and settings.get("nearest_mode", b"round_prefer_floor") == b"floor"
-    )
-    scales = _value(edit, resize.input[2]) if repeats and len(resize.input) == 3 else None
-    if scales is None or len(scales) != 4:
-        return 0
-    batch, channels, height, width = (float(scale) for scale in scales)
-    whole = batch == channels == 1 and height == width and height == int(height) > 1
-    return int(height) if whole else 0
-
-
-def _value(edit: GraphEdit, name: str) -> Any | None:
-    """The values of a constant, seen through casts; None for anything else."""
-    from onnx import helper, numpy_helper
-
-    if name in edit.weights:
-        return numpy_helper.to_array(edit.weights[name])
-    node = edit.producers.get(name)
-    if node is not None and node.op_type == "Cast":
-        return _value(edit, node.input[0])
-    if node is None or node.op_type != "Constant":
-        return None
-    return next(
-        (numpy_helper.to_array(helper.get_attribute_value(a)) for a in node.attribute if a.name == "value"), None
-    )

@@ -25,6 +25,7 @@ OWN = {
     "ConvBiasFusion": "sdflow.passes.conv_bias_fusion",
     "NhwcResize": "sdflow.passes.nhwc_resize",
     "SeparateQkv": "sdflow.passes.separate_qkv",
+    "SubpixelConv": "sdflow.passes.subpixel_conv",
     "OnnxFloatToFloat16": "sdflow.passes.float16",
     "QuantizeInt8": "sdflow.passes.quantize_int8",
     "QuantizeFp8": "sdflow.passes.quantize_fp8",

@@ -9,7 +9,7 @@ the comparison with PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,10 +159,17 @@ def _assignment(
     parts = {key.split(".")[0] for key in readers}
     unread = [key for key in parameters if key not in readers and key.split(".")[0] in parts]
     for key, names in readers.items():
-        if len(names) > 1:
+        if len(names) > 1 and not _different_sums([counted[name] for name in names]):
             missed = next((other for other in unread if parameters[other] == parameters[key]), None)
             what = f"{key} goes into it and into {names[0]}" + (f", and {missed} into nothing" if missed else "")
             level: Level = "error" if missed else "warning"
             yield Finding(
                 submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
             )
+
+
+def _different_sums(recipes: Sequence[Recipe]) -> bool:
+    """Whether weights of one parameter are each other sums of its entries, as SubpixelConv has four kernels of one."""
+    from sdflow.weights.recipe import SumAlong
+
+    return all(isinstance(each, SumAlong) for each in recipes) and len(set(recipes)) == len(recipes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
-from sdflow.weights.recipe import Constant, Float16, Join, Quantized, Recipe, Reshape, Scales, Sum, Transpose
+from sdflow.weights.recipe import Constant, Float16, Join, Quantized, Recipe, Reshape, Scales, Sum, SumAlong, Transpose
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
-    elif isinstance(recipe, Quantized | Scales):
+    elif isinstance(recipe, SumAlong | Quantized | Scales):
         yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
@@ -181,6 +181,10 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         return torch.cat([_evaluate(part, read, device, rounding) for part in recipe.parts], recipe.axis)
     if isinstance(recipe, Sum):
         values = _added_up([_evaluate(part, read, device, None) for part in recipe.parts])
+    elif isinstance(recipe, SumAlong):
+        whole = _evaluate(recipe.of, read, device, None)
+        groups = ([whole.select(recipe.axis, entry) for entry in group] for group in recipe.groups)
+        values = torch.stack([_added_up(group) for group in groups], recipe.axis)
     elif isinstance(recipe, Constant):
         own = torch.frombuffer(bytearray(recipe.raw), dtype=getattr(torch, recipe.dtype))
         values = own.to(device).view(recipe.shape)

@@ -3,17 +3,13 @@
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
 its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16, or outermost to few bits with
 a scale for each channel. Nothing else happens to a weight on its way into an optimized graph, so nothing else can be said here.
-As JSON:
-
-    {"float16": [5.96e-08, 65504.0], "of": {"transpose": [0, 2, 3, 1], "of": {"param": "conv_in.weight", ...}}}
+How one is stored: `sdflow.weights.recipe_json`.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -130,6 +126,23 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class SumAlong:
+    """Along an axis, entry i is the sum of the entries that groups[i] names: float32, from left to right."""
+
+    axis: int
+    groups: tuple[tuple[int, ...], ...]
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.of.shape[: self.axis], len(self.groups), *self.of.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+
+@dataclass(frozen=True)
 class Quantized(_EachValue):
     """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
     channels, not negative."""
@@ -160,7 +173,7 @@ class Scales:
         return "float32"
 
 
-Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum | Quantized | Scales
+Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum | SumAlong | Quantized | Scales
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -209,8 +222,11 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
         return contiguous(_evaluate(recipe.of, read, counts, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
         return joined([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
-    if isinstance(recipe, Sum):
-        total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
+    if isinstance(recipe, Sum | SumAlong):
+        if isinstance(recipe, Sum):
+            total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
+        else:
+            total = add_along(_evaluate(recipe.of, read, None, None), recipe.axis, recipe.groups)
         return to_float16(total, rounding.smallest, rounding.largest, counts) if rounding else total
     if isinstance(recipe, Constant):
         values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
@@ -231,79 +247,6 @@ def add_up(parts: Sequence[Array]) -> Array:
     return total.astype(parts[0].dtype, copy=False)
 
 
-def to_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON."""
-    if isinstance(recipe, Param):
-        return {"param": recipe.key, "shape": list(recipe.shape)}
-    if isinstance(recipe, Constant):
-        raw = base64.b64encode(recipe.raw).decode()
-        return {"constant": raw, "dtype": recipe.dtype, "shape": list(recipe.shape)}
-    if isinstance(recipe, Transpose):
-        return {"transpose": list(recipe.axes), "of": to_json(recipe.of)}
-    if isinstance(recipe, Reshape):
-        return {"reshape": list(recipe.shape), "of": to_json(recipe.of)}
-    if isinstance(recipe, Join):
-        return {"join": recipe.axis, "of": [to_json(part) for part in recipe.parts]}
-    if isinstance(recipe, Sum):
-        return {"sum": [to_json(part) for part in recipe.parts]}
-    if isinstance(recipe, Quantized | Scales):
-        what = "quantized" if isinstance(recipe, Quantized) else "scales"
-        return {what: recipe.kind, "axis": recipe.axis, "of": to_json(recipe.of)}
-    return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
-
-
-def from_json(value: Mapping[str, Any]) -> Recipe:
-    """The recipe that `to_json` wrote. Raises ValueError for anything that is not one, or whose shapes do not fit."""
-    try:
-        recipe = _parse(value)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"not a recipe: {value!r}") from error
-    return recipe
-
-
-def _parse(value: Mapping[str, Any]) -> Recipe:
-    if "param" in value:
-        return Param(str(value["param"]), _shape(value["shape"]))
-    if "constant" in value:
-        constant = Constant(base64.b64decode(value["constant"], validate=True), _shape(value["shape"]), value["dtype"])
-        _require(len(constant.raw) == prod(constant.shape) * np.dtype(constant.dtype).itemsize, value)
-        return constant
-    if "join" in value:
-        parts = tuple(_parse(part) for part in value["of"])
-        axis = int(value["join"])
-        around = {(*part.shape[:axis], *part.shape[axis + 1 :], part.dtype) for part in parts}
-        _require(len(around) == 1 and all(0 <= axis < len(part.shape) for part in parts), value)
-        return Join(axis, parts)
-    if "sum" in value:
-        parts = tuple(_parse(part) for part in value["sum"])
-        _require(len({(part.shape, part.dtype) for part in parts}) == 1, value)
-        return Sum(parts)
-    of = _parse(value["of"])
-    for what, made in (("quantized", Quantized), ("scales", Scales)):
-        if what in value:
-            fits = value[what] in KINDS and of.dtype == "float32" and not isinstance(of, Scales)
-            _require(fits and type(value["axis"]) is int and 0 <= value["axis"] < len(of.shape), value)
-            return made(value[what], value["axis"], of)
-    if "transpose" in value:
-        axes = _shape(value["transpose"])
-        _require(sorted(axes) == list(range(len(of.shape))), value)
-        return Transpose(axes, of)
-    if "reshape" in value:
-        shape = _shape(value["reshape"])
-        _require(prod(shape) == prod(of.shape), value)
-        return Reshape(shape, of)
-    smallest, largest = value["float16"]
-    _require(of.dtype == "float32", value)
-    return Float16(float(smallest), float(largest), of)
-
-
-def _shape(value: Sequence[Any]) -> Shape:
-    numbers = tuple(value)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"not a shape or a list of axes: {value!r}")
-    return numbers
-
-
-def _require(condition: bool, value: Mapping[str, Any]) -> None:
-    if not condition:
-        raise ValueError(f"a recipe whose parts do not fit together: {value!r}")
+def add_along(values: Array, axis: int, groups: Sequence[Sequence[int]]) -> Array:
+    """What `SumAlong` says of float32 values."""
+    return np.stack([add_up([values.take(entry, axis) for entry in group]) for group in groups], axis)

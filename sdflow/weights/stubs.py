@@ -35,7 +35,7 @@ _RECIPE = "recipe"
 
 def stub_recipe(tensor: Any) -> Recipe:
     """The recipe of a stub."""
-    from sdflow.weights.recipe import from_json
+    from sdflow.weights.recipe_json import from_json
 
     return from_json(json.loads(next(entry.value for entry in tensor.external_data if entry.key == _RECIPE)))
 
@@ -45,7 +45,7 @@ def make_stub(tensor: Any, recipe: Recipe) -> None:
     import numpy as np
     import onnx
 
-    from sdflow.weights.recipe import to_json
+    from sdflow.weights.recipe_json import to_json
 
     tensor.ClearField("raw_data")
     tensor.ClearField("float_data")

@@ -57,6 +57,10 @@ class ConvBias(Options):
     """Fold biases."""
 
 
+class Subpixel(Options):
+    """Convolve before upsampling."""
+
+
 class Resize(Options):
     """Upsample."""
 
@@ -106,6 +110,7 @@ PASSES = {
         PassInfo("ConvBiasFusion", "onnx", False, ConvBias),
         PassInfo("NhwcResize", "onnx", False, Resize),
         PassInfo("SeparateQkv", "onnx", False, Separate),
+        PassInfo("SubpixelConv", "onnx", False, Subpixel),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
         PassInfo("QuantizeInt8", "onnx", False, Integers, "int8"),
         PassInfo("QuantizeFp8", "onnx", False, Integers, "float8_e4m3"),

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
+
 from sdflow.passes.base import PassInputs
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.conv_bias_fusion import ConvBiasFusion
 from sdflow.passes.separate_qkv import SeparateQkv
+from sdflow.passes.subpixel_conv import SubpixelConv
 from sdflow.passes.worker import run_pass
+from sdflow.verify.recipes import check_recipes
+from sdflow.verify.stored import BoundModel
 from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.stubs import make_stub, stub_recipe
 from tests.weights.conftest import Builder, chain, structure_request, synthetic
 
 STEPS = (ChainStep(ConvBiasFusion, {}), ChainStep(SeparateQkv, {"widest": 32}))
@@ -37,3 +43,29 @@ def test_a_unet_has_the_same_bytes_with_weights_and_without(
         assert found[name] == expected[name]
     for part in MOVED:
         assert part.encode() in expected["model.onnx"]
+
+
+def test_kernels_of_sums_have_the_same_bytes_with_weights_and_without(
+    built: Builder, tmp_path: Path, content: Callable[[Path], dict[str, bytes]]
+) -> None:
+    step = ChainStep(SubpixelConv, {})
+    assert why_weights_are_carried([*chain("vae_decoder", "cpu"), step]) is None
+    found, carried, bound = (tmp_path / name for name in ("structure", "carried", "bound"))
+    for out in (found, carried, bound):
+        out.mkdir()
+    run_pass(structure_request("vae_decoder", step, built.structure("vae_decoder", "cpu"), found), lambda phrase: None)
+    inputs = PassInputs("vae_decoder", built.carried("vae_decoder", "cpu"), {})
+    facts = SubpixelConv().run(inputs, carried, SubpixelConv.Config())
+    assert facts["replaced"] > 0 and "Resize" not in facts["operators"]
+    bind(BindRequest("vae_decoder", found, synthetic("vae_decoder")), bound)
+    for name in ("model.onnx", "model.onnx.data"):
+        assert content(bound)[name] == content(carried)[name]
+    assert check_recipes(found, "vae_decoder", BoundModel(bound, synthetic("vae_decoder"))).findings == []
+
+    path = found / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    kernels = [tensor for tensor in model.graph.initializer if "/subpixel" in tensor.name]
+    make_stub(kernels[1], stub_recipe(kernels[0]))
+    path.write_bytes(model.SerializeToString())
+    told = [finding.what for finding in check_recipes(found, "vae_decoder").findings]
+    assert len(told) == 1 and f"goes into it and into {kernels[0].name}" in told[0], "two of the four are one"

@@ -11,7 +11,7 @@ from sdflow.weights import on_device
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.on_device import Factors, leaves_of, merged
-from sdflow.weights.recipe import Constant, Float16, Join, Param, Recipe, Reshape, Sum, Transpose, evaluate
+from sdflow.weights.recipe import Constant, Float16, Join, Param, Recipe, Reshape, Sum, SumAlong, Transpose, evaluate
 
 CPU = torch.device("cpu")
 RANDOM = np.random.default_rng(0)
@@ -37,6 +37,8 @@ def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
         Float16(1e-1, 1.0, Join(0, (PARAM, ZEROS, OTHER))),
         Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, OTHER))))),
         Sum((Float16(5.96e-08, 65504.0, PARAM), Float16(5.96e-08, 65504.0, OTHER))),
+        SumAlong(1, ((0,), (3, 1, 2), (1, 1)), SumAlong(0, ((5, 0, 2),), Transpose((0, 1), OTHER))),
+        Float16(1e-1, 1.0, SumAlong(0, ((0, 5), (4,)), PARAM)),
     ],
 )
 def test_a_recipe(recipe: Recipe) -> None:

@@ -18,12 +18,12 @@ from sdflow.weights.recipe import (
     Reshape,
     Scales,
     Sum,
+    SumAlong,
     Transpose,
     evaluate,
-    from_json,
     params,
-    to_json,
 )  # fmt: skip
+from sdflow.weights.recipe_json import from_json, to_json
 
 W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 PARAM = Param("w", (6, 4))
@@ -40,6 +40,8 @@ CASES: list[tuple[Recipe, Any]] = [
     (Sum((PARAM, PARAM, ZEROS)), W + W),
     (Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, PARAM))))), to_float16(W + (W + W))),
     (Sum((HALF, HALF, HALF)), (to_float16(W) * np.float32(3)).astype(np.float16)),
+    (SumAlong(1, ((0,), (3, 1, 2), (1, 1)), PARAM), np.stack([W[:, 0], W[:, 3] + W[:, 1] + W[:, 2], 2 * W[:, 1]], 1)),
+    (Float16(1e-3, 1.0, SumAlong(0, ((0, 5),), PARAM)), to_float16((W[0] + W[5])[None], 1e-3, 1.0)),
     (Scales("int8", 0, PARAM), np.abs(W).max(1) / np.float32(127)),
     (Quantized("int8", 0, PARAM), np.rint(W.T / (np.abs(W).max(1) / np.float32(127))).T.astype(np.int8)),
     (Scales("int8", 1, Join(1, (PARAM, ZEROS))), np.append(np.abs(W).max(0) / np.float32(127), np.ones(4, np.float32))),
@@ -87,6 +89,11 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
         {"join": 0, "of": [to_json(PARAM), {"param": "v", "shape": [6, 5]}]},
         {"float16": [1e-7], "of": to_json(PARAM)},
         {"constant": "AAAA", "dtype": "float32", "shape": [2]},
+        {"sum_along": 2, "groups": [[0]], "of": to_json(PARAM)},
+        {"sum_along": 1, "groups": [[0], [4]], "of": to_json(PARAM)},
+        {"sum_along": 1, "groups": [[0], []], "of": to_json(PARAM)},
+        {"sum_along": 1, "groups": [], "of": to_json(PARAM)},
+        {"sum_along": 1, "groups": [[0]], "of": to_json(HALF)},
         {"rotate": 1, "of": to_json(PARAM)},
     ],
 )

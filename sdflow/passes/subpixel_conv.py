@@ -1,0 +1,141 @@
+"""SubpixelConv: a convolution of an image whose pixels are doubled, computed on the small image.
+
+Of the nine products of a 3x3 kernel on doubled pixels, several meet the same pixel. A row of the result sees two rows of
+the small image, a column two columns; which of the kernel's entries meet there depends on whether it is even or odd:
+
+    row 2i: small row i-1 by w0, row i by w1 + w2         row 2i+1: row i by w0 + w1, row i+1 by w2
+
+So four kernels of 2x2 do, 16 products for each small pixel in place of 36 (Shi et al., "Is the deconvolution layer the
+same as a convolutional layer?", https://arxiv.org/abs/1609.07009):
+
+    Resize(x, nearest, 2) -> Conv(3x3, pads 1)            four Conv(2x2) of x, of even and odd rows and columns
+                                                          -> Concat of columns -> Concat of rows -> Reshape
+
+Each entry of the four kernels is a sum of entries of the one: what is computed differs by float32's rounding. DepthToSpace
+would put the pixels in their places too, with one thread and in five times the time of the two Concats (ONNX Runtime 1.31).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.nearest import whole_factor
+from sdflow.passes.olive import copy_companions
+
+FACTOR = 2
+MEETING = (((0,), (1, 2)), ((0, 1), (2,)))
+"""Of an even row, and of an odd one: the kernel's entries that meet the first pixel, and those that meet the second."""
+
+
+class SubpixelConvConfig(PassConfig):
+    """No options."""
+
+
+class SubpixelConv(Pass[SubpixelConvConfig]):
+    """Convolves before it upsamples, with less than half of the products: the CPU, in float32.
+
+    Facts, besides those of the graph: `replaced`, how many convolutions.
+    """
+
+    name: ClassVar[str] = "SubpixelConv"
+    version: ClassVar[int] = 1
+    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
+    moves_weights: ClassVar[bool] = True
+    Config: ClassVar[type[PassConfig]] = SubpixelConvConfig
+
+    def run(self, inputs: PassInputs, out: Path, config: SubpixelConvConfig) -> Facts:
+        """Raises PassError when no convolution could be replaced."""
+        import onnx
+
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
+        replaced = replace_convolutions(model, inputs.model)
+        if not replaced:
+            raise PassError(
+                "there is no 3x3 Conv in float32 behind a Resize to the nearest neighbour by 2",
+                where=self.name,
+                remedy="Put it before OnnxFloatToFloat16, with enable_nhwc_conv off, or leave it out.",
+            )
+        store_proto(model, inputs.model, out)
+        copy_companions(inputs.model, out)
+        return {**graph_facts(out / MODEL_FILE), "replaced": replaced}
+
+
+def replace_convolutions(model: Any, folder: Path) -> int:
+    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many convolutions were replaced."""
+    edit = GraphEdit(model.graph, folder)
+    replaced = sum(_replace(edit, node) for node in list(model.graph.node) if node.op_type == "Resize")
+    edit.clean()
+    return replaced
+
+
+def _replace(edit: GraphEdit, resize: Any) -> bool:
+    import numpy as np
+    from onnx import helper
+
+    conv = edit.only_reader(resize.output[0])
+    if conv is None or whole_factor(edit, resize) != FACTOR or not _fits(edit, conv):
+        return False
+    name, (weight, *bias) = conv.name or conv.output[0], conv.input[1:]
+    axes = edit.constant("subpixel_axes", np.array([3, 5], np.int64))
+    times = edit.constant("subpixel_times", np.array([1, 1, FACTOR, FACTOR], np.int64))
+    made = {(row, column): f"{name}/{row}{column}" for row in range(FACTOR) for column in range(FACTOR)}
+    nodes = []
+    for (row, column), each in made.items():
+        inputs, pads = [resize.input[0], _kernel(edit, weight, row, column), *bias], [1 - row, 1 - column, row, column]
+        nodes += [
+            helper.make_node("Conv", inputs, [each], f"{each}/Conv", kernel_shape=[2, 2], pads=pads),
+            helper.make_node("Unsqueeze", [each, axes], [f"{each}/apart"], f"{each}/Unsqueeze"),
+        ]
+    rows = [f"{name}/row{row}" for row in range(FACTOR)]
+    for row, result in enumerate(rows):
+        columns = [f"{made[row, column]}/apart" for column in range(FACTOR)]
+        nodes.append(helper.make_node("Concat", columns, [result], f"{result}/Concat", axis=5))
+    together, shape, larger = (f"{name}/{part}" for part in ("rows", "shape", "larger"))
+    nodes += [
+        helper.make_node("Concat", rows, [together], f"{name}/Concat", axis=3),
+        helper.make_node("Shape", [made[0, 0]], [shape], f"{name}/Shape"),
+        helper.make_node("Mul", [shape, times], [larger], f"{name}/Mul"),
+    ]
+    conv.CopyFrom(helper.make_node("Reshape", [together, larger], list(conv.output), f"{name}/Reshape"))
+    edit.insert_before(conv, nodes)
+    return True
+
+
+def _fits(edit: GraphEdit, conv: Any) -> bool:
+    from onnx import TensorProto, helper
+
+    settings = {item.name: helper.get_attribute_value(item) for item in conv.attribute}
+    weight = edit.weights.get(conv.input[1]) if conv.op_type == "Conv" else None
+    return (
+        weight is not None
+        and all(not name or name in edit.weights for name in conv.input[2:])
+        and weight.data_type == TensorProto.FLOAT
+        and list(weight.dims[2:]) == [3, 3]
+        and settings.get("pads") == [1, 1, 1, 1]
+        and settings.get("auto_pad", b"NOTSET") == b"NOTSET"
+        and settings.get("group", 1) == 1
+        and all(settings.get(name, [1, 1]) == [1, 1] for name in ("strides", "dilations"))
+    )
+
+
+def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
+    """The kernel of one of the four convolutions: (out, in, 3, 3) -> (out, in, 2, 2)."""
+    from sdflow.weights.recipe import SumAlong, add_along
+
+    of_rows, of_columns = MEETING[row], MEETING[column]
+    return edit.moved(
+        weight,
+        f"{weight}/subpixel{row}{column}",
+        lambda values: add_along(add_along(values, 2, of_rows), 3, of_columns),
+        lambda recipe: SumAlong(3, of_columns, SumAlong(2, of_rows, recipe)),
+    )
