@@ -39,15 +39,19 @@ def locked_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(kind: str) -> Iterator[Path]:
-    """A folder among the system's temporary ones; `sdflow-KIND-` begins its name."""
-    with locked_folder(Path(tempfile.gettempdir()) / f"sdflow-{kind}-{uuid.uuid4().hex[:12]}{_SCRATCH}") as folder:
+def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
+    """A folder in `parent`, or among the system's temporary ones; `sdflow-KIND-` begins its name."""
+    with locked_folder((parent or _temporary()) / f"sdflow-{kind}-{uuid.uuid4().hex[:12]}{_SCRATCH}") as folder:
         yield folder
 
 
-def remove_abandoned_scratch() -> int:
-    """Remove the temporary folders of this user's processes that were killed; returns how many there were."""
-    return remove_abandoned(Path(tempfile.gettempdir()), f"sdflow-*{_SCRATCH}")
+def remove_abandoned_scratch(parent: Path | None = None) -> int:
+    """Remove what `scratch_folder` made there for this user's processes that were killed; returns how many there were."""
+    return remove_abandoned(parent or _temporary(), f"sdflow-*{_SCRATCH}")
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
 
 
 def remove_abandoned(parent: Path, pattern: str) -> int:

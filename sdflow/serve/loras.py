@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import CheckpointError, UsageError
+from sdflow.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.jobs import LoraFile
 from sdflow.sources.lora import lora_submodels
@@ -27,8 +29,9 @@ def _anything_fits(path: Path) -> None:
 class Loras:
     """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
 
-    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. require_fit: raises
-    CheckpointError or UsageError for a file that no pipeline can draw with.
+    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. A process to which
+    this is passed on has another of its own. require_fit: raises CheckpointError or UsageError for a file that no pipeline can
+    draw with.
     """
 
     def __init__(
@@ -38,14 +41,19 @@ class Loras:
         if folder is not None and not folder.is_dir():
             raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
         self.folder, self.sent_below, self.require_fit = folder, sent_below, require_fit
-        self._sent = Path(tempfile.mkdtemp(prefix="sdflow-sent-loras-", dir=sent_below))
+        remove_abandoned_scratch(sent_below)  # of servers that were killed
+        self._closing = contextlib.ExitStack()
+        self._sent = self._closing.enter_context(scratch_folder("sent-loras", sent_below))
         self._removed: set[str] = set()
         self._naming = threading.Lock()
         self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loras, (self.folder, self.sent_below, self.require_fit)
+
     def close(self) -> None:
         """Remove what was sent."""
-        shutil.rmtree(self._sent, ignore_errors=True)
+        self._closing.close()
 
     def files(self) -> dict[str, Path]:
         """Those that are there now, by name; one that was sent stands before one of the folder."""

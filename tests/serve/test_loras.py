@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from base64 import b64decode
@@ -402,6 +405,22 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
     with (SAMPLES / "stripes.safetensors").open("rb") as file:
         assert taken.add("mine", file)["id"] == "mine"
     taken.close()
+
+
+def test_what_was_sent_to_a_killed_server_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Also where the nodes of a cluster have it."""
+    script = "import os, sys, pathlib as p; from sdflow.serve.loras import Loras; it = Loras(None, p.Path(sys.argv[1])); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 9
+    (left,) = tmp_path.iterdir()
+    loras, others = Loras(None, tmp_path), Loras(None, tmp_path)
+    assert not left.exists() and len(list(tmp_path.iterdir())) == 2
+    with (SAMPLES / "stripes.safetensors").open("rb") as file:
+        loras.add("mine", file)
+    passed_on = pickle.loads(pickle.dumps(loras))
+    assert (set(loras.files()), passed_on.files()) == ({"mine"}, {}), "each process has its own"
+    for each in (loras, others, passed_on):
+        each.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_size_that_cannot_be_taken_apart_is_drawn_alone_and_no_other(

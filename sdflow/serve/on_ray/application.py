@@ -6,13 +6,11 @@ How many replicas there are follows the images that are drawn or wait. Imports R
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
 from sdflow.serve.app import Settings, make_app
-from sdflow.serve.loras import Loras
 from sdflow.serve.on_ray.replica import Replica
 from sdflow.serve.on_ray.replica_line import ReplicaLine
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
@@ -29,11 +27,8 @@ def application(settings: Settings, spread: Spread) -> Any:
 
     def front() -> Any:
         """In the front's process."""
-        own = replace(
-            settings, loras=Loras(settings.loras.folder, settings.loras.sent_below, settings.loras.require_fit)
-        )
         handle = serve.get_deployment_handle(REPLICAS, NAME)
-        return make_app(own, lambda hear: ReplicaLine(handle, hear))
+        return make_app(settings, lambda hear: ReplicaLine(handle, hear))
 
     options: dict[str, Any] = {"num_replicas": spread.least}
     if spread.most > spread.least:
