@@ -409,7 +409,10 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
 
 def test_what_was_sent_to_a_killed_server_is_removed_by_the_next(tmp_path: Path) -> None:
     """Also where the nodes of a cluster have it."""
-    script = "import os, sys, pathlib as p; from sdflow.serve.loras import Loras; it = Loras(None, p.Path(sys.argv[1])); os._exit(9)"
+    script = (
+        "import os, sys, pathlib; from sdflow.serve.loras import Loras; it = Loras(None, pathlib.Path(sys.argv[1])); "
+    )
+    script += "os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 9
     (left,) = tmp_path.iterdir()
     loras, others = Loras(None, tmp_path), Loras(None, tmp_path)
