@@ -143,6 +143,9 @@ class _Runner:
         self.read = folder_stamps(request.folder)
         self.modules: Mapping[str, torch.nn.Module] = {}
         self.references = References()
+        from sdflow.bench.torch_state import TorchState
+
+        self.torch_state = TorchState.now()
 
     def load_references(self, active: Sequence[_Running]) -> None:
         """PyTorch's modules and images, as far as they are needed."""
@@ -242,12 +245,13 @@ class _Runner:
     @contextmanager
     def _reported(self, running: _Running, beside: str) -> Iterator[None]:
         """An engine's failure is a line of the result; the others go on. It takes no further part."""
+        interrupted = False
         try:
             yield
         except (Exception, TooLong) as error:  # noqa: BLE001  whatever a library raises: kept in full, with the cause in a line
             running.draw = None
             what = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
-            if isinstance(error, TooLong):
+            if interrupted := isinstance(error, TooLong):
                 what = f"{error}: give it more with --first-limit"
             reason = " ".join(what.split())[:400]
             if beside and ("memory" in reason.lower() or "alloc" in reason.lower()):
@@ -257,6 +261,8 @@ class _Runner:
             )
             self.say(f"{running.engine.name} failed: {reason}")
             self.device.release()
+        if interrupted:  # not before the exception is gone, with all that its frames hold
+            self.torch_state.restore()
 
     def _note_memory(self, running: _Running) -> None:
         after = self.device.memory()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_lora import write_lora
 from started_python import Command
 from until import until
@@ -28,6 +29,7 @@ from sdflow.bench.judge import distance
 from sdflow.bench.result import BenchResult
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
+from sdflow.bench.torch_state import TorchState
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError, VerificationError
 from sdflow.families.approximation import Approximation, Reuse
@@ -394,6 +396,25 @@ def test_an_engine_that_does_not_come_up_in_time_is_given_up_and_the_others_are_
     assert all(word in reason for word in (f"longer than {limit:g} s", "--first-limit")), reason
     assert found["torch-sdpa"].status == "measured"
     assert time.monotonic() - begun < 15 * limit
+
+
+def test_what_an_interrupted_compiler_left_of_torch_is_put_back() -> None:
+    """It is interrupted at any instruction: among them those between a mode's entry and the `with` that would leave it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.overrides import BaseTorchFunctionMode
+
+    before = TorchState.now()
+    try:
+        BaseTorchFunctionMode().__enter__()
+        FakeTensorMode().__enter__()
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, True)
+        torch.set_grad_enabled(not before.gradients)
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            torch.ones(2).numpy()
+    finally:
+        before.restore()
+    assert TorchState.now() == before and torch.ones(2, requires_grad=True).mul(2).sum().requires_grad
+    assert torch.ones(2).numpy().tolist() == [1, 1]
 
 
 def test_an_approximation_is_measured_beside_the_exact_engine_and_never_called_right(built: Path) -> None:
