@@ -89,10 +89,16 @@ class Half(Options):
 
 
 class Integers(Options):
-    """To int8 and float8."""
+    """To int8."""
 
     limit: float | None = None
     keep: tuple[str, ...] = ()
+
+
+class Floats(Integers):
+    """To float8."""
+
+    smallest: int = 1 << 20
 
 
 class OwnPass(Options):
@@ -113,7 +119,7 @@ PASSES = {
         PassInfo("SubpixelConv", "onnx", False, Subpixel),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
         PassInfo("QuantizeInt8", "onnx", False, Integers, "int8"),
-        PassInfo("QuantizeFp8", "onnx", False, Integers, "float8_e4m3"),
+        PassInfo("QuantizeFp8", "onnx", False, Floats, "float8_e4m3"),
     )
 }
 
