@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class TorchState:
     @classmethod
     def now(cls) -> TorchState:
         """Of this thread."""
+        import torch
+
         return cls(
             (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()),
@@ -31,6 +35,8 @@ class TorchState:
 
     def restore(self) -> None:
         """Leave what was entered since and not left, and forget what was compiled: it may be half made."""
+        import torch
+
         gc.collect()  # suspended generators run to their ends now, not in the middle of what follows
         operators, functions = self.modes
         while torch._C._len_torch_dispatch_stack() > operators:

@@ -64,7 +64,7 @@ def test_every_folder_is_a_whole_pipeline() -> None:
     assert sorted(ARCHITECTURES) == sorted(path.parent.name for path in root.glob("*/model_index.json"))
     for architecture in ARCHITECTURES:
         own = {path.name for path in (root / architecture).iterdir() if path.is_dir()}
-        if base := sdflow.sources.architectures._BASES.get(architecture):
+        if base := sdflow.sources.architectures._LIKE.get(architecture):
             assert own <= set(components(architecture)) <= set(components(base))
             continue
         borrowed = {name for name in TOKENIZERS if companion_folder(architecture, name).parent.name != architecture}
