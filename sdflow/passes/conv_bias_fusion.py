@@ -21,18 +21,14 @@ convolution whose result anything else reads keeps its bias.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from sdflow.artifact import MODEL_FILE, Facts
-from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.artifact import Facts
+from sdflow.passes.base import PassConfig
+from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.olive import copy_companions
 
 DOMAIN = "com.microsoft"
 BIAS_ADD_CHANNELS = (320, 640, 1280)
@@ -54,7 +50,7 @@ class ConvBiasFusionConfig(PassConfig):
     )
 
 
-class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
+class ConvBiasFusion(EditingPass[ConvBiasFusionConfig]):
     """Adds the biases of NhwcConv in the operators that follow: CUDA, after OrtTransformersOptimization.
 
     Facts, besides those of the graph: `folded`, operator -> convolutions whose bias went into one; `kept`, those that
@@ -63,42 +59,29 @@ class ConvBiasFusion(Pass[ConvBiasFusionConfig]):
 
     name: ClassVar[str] = "ConvBiasFusion"
     version: ClassVar[int] = 2
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
     moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = ConvBiasFusionConfig
 
-    def run(self, inputs: PassInputs, out: Path, config: ConvBiasFusionConfig) -> Facts:
-        """Raises PassError when there is no NhwcConv with a bias, or none could be folded."""
-        import onnx
+    def edit(self, edit: GraphEdit, config: ConvBiasFusionConfig) -> Facts:
+        folded = _fold(edit, config)
+        return {"folded": dict(folded), "kept": _with_bias(edit.graph)} if folded else {}
 
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        before = _with_bias(model.graph)
-        if not before:
-            raise PassError(
+    def refusal(self, edit: GraphEdit, config: ConvBiasFusionConfig) -> tuple[str, str]:
+        if not (biases := _with_bias(edit.graph)):
+            return (
                 "there is no NhwcConv with a bias",
-                where=self.name,
-                remedy="Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
+                "Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
             )
-        folded = fold_conv_biases(model, inputs.model, config)
-        if not folded:
-            raise PassError(
-                f"none of {before} biases could be folded: no operator that takes one follows",
-                where=self.name,
-                remedy="Turn on enable_skip_group_norm before it, or leave it out.",
-            )
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), "folded": dict(folded), "kept": _with_bias(model.graph)}
+        return (
+            f"none of {biases} biases could be folded: no operator that takes one follows",
+            "Turn on enable_skip_group_norm before it, or leave it out.",
+        )
 
 
-def fold_conv_biases(model: Any, folder: Path, config: ConvBiasFusionConfig) -> Counter[str]:
-    """Rewrite a ModelProto whose external data lies in `folder`. Returns operator -> biases that it took."""
-    edit = GraphEdit(model.graph, folder)
+def _fold(edit: GraphEdit, config: ConvBiasFusionConfig) -> Counter[str]:
+    """Operator -> biases that it took."""
     folded: Counter[str] = Counter()
-    for node in list(model.graph.node):
+    for node in list(edit.graph.node):
         if node.op_type == "SkipGroupNorm" and config.skip_group_norm:
             folded["SkipGroupNorm"] += _into_skip_group_norm(edit, node)
         elif node.op_type == "LayerNormalization" and config.layer_norm:
@@ -109,7 +92,6 @@ def fold_conv_biases(model: Any, folder: Path, config: ConvBiasFusionConfig) -> 
             done = _into_bias_add(edit, node) if config.bias_add else 0
             folded["BiasAdd"] += done
             folded["Add"] += _into_one(edit, node) if config.add and not done else 0
-    edit.clean()
     return +folded
 
 

@@ -10,17 +10,13 @@ are the largest feature maps of all. Upsampling by a whole factor k is a copy in
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
-from sdflow.artifact import MODEL_FILE, Facts
-from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.artifact import Facts
+from sdflow.passes.base import PassConfig
+from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.nearest import whole_factor
-from sdflow.passes.olive import copy_companions
 
 TO_NCHW = [0, 3, 1, 2]
 TO_NHWC = [0, 2, 3, 1]
@@ -30,7 +26,7 @@ class NhwcResizeConfig(PassConfig):
     """No options."""
 
 
-class NhwcResize(Pass[NhwcResizeConfig]):
+class NhwcResize(EditingPass[NhwcResizeConfig]):
     """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization.
 
     Facts, besides those of the graph: `replaced`, how many Resize.
@@ -38,36 +34,18 @@ class NhwcResize(Pass[NhwcResizeConfig]):
 
     name: ClassVar[str] = "NhwcResize"
     version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
     moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = NhwcResizeConfig
 
-    def run(self, inputs: PassInputs, out: Path, config: NhwcResizeConfig) -> Facts:
-        """Raises PassError when no Resize could be replaced."""
-        import onnx
+    def edit(self, edit: GraphEdit, config: NhwcResizeConfig) -> Facts:
+        replaced = sum(_replace(edit, node) for node in list(edit.graph.node) if node.op_type == "Resize")
+        return {"replaced": replaced} if replaced else {}
 
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        replaced = replace_resizes(model, inputs.model)
-        if not replaced:
-            raise PassError(
-                "there is no Resize to the nearest neighbour, by a whole factor, in front of an NhwcConv",
-                where=self.name,
-                remedy="Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
-            )
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), "replaced": replaced}
-
-
-def replace_resizes(model: Any, folder: Path) -> int:
-    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many Resize were replaced."""
-    edit = GraphEdit(model.graph, folder)
-    replaced = sum(_replace(edit, node) for node in list(model.graph.node) if node.op_type == "Resize")
-    edit.clean()
-    return replaced
+    def refusal(self, edit: GraphEdit, config: NhwcResizeConfig) -> tuple[str, str]:
+        return (
+            "there is no Resize to the nearest neighbour, by a whole factor, in front of an NhwcConv",
+            "Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
+        )
 
 
 def _replace(edit: GraphEdit, resize: Any) -> bool:

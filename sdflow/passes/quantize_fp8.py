@@ -83,4 +83,3 @@ def quantize_fp8(edit: GraphEdit, layers: Sequence[Any]) -> None:
         node.domain, node.op_type = DOMAIN, FLOAT8_MATMUL
         node.input[:] = [node.input[0], values, scales]
     edit.refresh()
-    edit.clean()

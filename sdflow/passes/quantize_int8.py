@@ -124,7 +124,6 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool) -
             if old is not None:
                 edit.graph.node.remove(old)
         edit.refresh()
-    edit.clean()
 
 
 def _with_bias(edit: GraphEdit, result: str, channels: int) -> tuple[str, str, Any]:

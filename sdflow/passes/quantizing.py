@@ -10,20 +10,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
-from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.artifact import Facts
 from sdflow.errors import PassError
 from sdflow.manifest import Quantization
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
 from sdflow.onnx_model.quantized import quantized_to
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.base import Pass, PassConfig
+from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.olive import copy_companions
 
 
 class QuantizeConfig(PassConfig):
@@ -51,16 +48,11 @@ Q = TypeVar("Q", bound=QuantizeConfig)
 L = TypeVar("L", bound=Layer)
 
 
-class QuantizingPass(Pass[Q], Generic[Q, L]):
+class QuantizingPass(EditingPass[Q], Generic[Q, L]):
     """A pass that quantizes layers of a graph. Subclasses find them (`layers`), and rewrite those that are not kept (`quantize`).
 
-    domain: of the operators that take their place.
     Facts, besides those of the graph: `quantized`, its `layers` and those that were `kept`.
     """
-
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
-    domain: ClassVar[str]
 
     @abstractmethod
     def layers(self, edit: GraphEdit, config: Q) -> Sequence[L]:
@@ -70,32 +62,25 @@ class QuantizingPass(Pass[Q], Generic[Q, L]):
     def quantize(self, edit: GraphEdit, layers: Sequence[L], config: Q) -> None:
         """Rewrite these of the layers."""
 
-    def run(self, inputs: PassInputs, out: Path, config: Q) -> Facts:
-        """Raises PassError when there is nothing to quantize, or `keep` does not fit the graph."""
-        import onnx
-
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        edit = GraphEdit(model.graph, inputs.model)
+    def edit(self, edit: GraphEdit, config: Q) -> Facts:
+        """Raises PassError when `keep` does not fit the graph."""
         layers = self.layers(edit, config)
+        if not layers:
+            return {}
         names = [layer.name for layer in layers]
         wanted = chosen(names, config.keep, self.name)
         self.quantize(edit, [layer for layer in layers if layer.name in wanted], config)
-        if self.domain not in {each.domain for each in model.opset_import}:
-            model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), **quantized_facts(names, wanted)}
+        return quantized_facts(names, wanted)
+
+    def refusal(self, edit: GraphEdit, config: Q) -> tuple[str, str]:
+        return "the graph has no layer that it could quantize", "Leave the pass out."
 
 
 def chosen(layers: Sequence[str], keep: Sequence[str], name: str) -> list[str]:
     """The layers that are quantized: all but those that one of `keep` names. name: of the pass.
 
-    Raises PassError where there is none, or where one of `keep` names none.
+    Raises PassError where there is none left, or where one of `keep` names none.
     """
-    if not layers:
-        raise PassError("the graph has no layer that it could quantize", where=name, remedy="Leave the pass out.")
     if strange := [pattern for pattern in keep if not any(fnmatchcase(layer, pattern) for layer in layers)]:
         raise PassError(
             f"keep names {strange[0]}, which is no layer that would be quantized",

@@ -10,18 +10,15 @@ with few channels, that costs more than two more products; on the small ones it 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.artifact import Facts
 from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.base import PassConfig
+from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.olive import copy_companions
 
 
 class SeparateQkvConfig(PassConfig):
@@ -30,7 +27,7 @@ class SeparateQkvConfig(PassConfig):
     widest: int = Field(default=640, gt=0, description="channels of the widest attention that is taken apart")
 
 
-class SeparateQkv(Pass[SeparateQkvConfig]):
+class SeparateQkv(EditingPass[SeparateQkvConfig]):
     """Three matrix products in place of a packed one, for the larger feature maps: CUDA, after
     OrtTransformersOptimization.
 
@@ -39,37 +36,19 @@ class SeparateQkv(Pass[SeparateQkvConfig]):
 
     name: ClassVar[str] = "SeparateQkv"
     version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
     moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = SeparateQkvConfig
 
-    def run(self, inputs: PassInputs, out: Path, config: SeparateQkvConfig) -> Facts:
-        """Raises PassError when there is no such attention."""
-        import onnx
+    def edit(self, edit: GraphEdit, config: SeparateQkvConfig) -> Facts:
+        nodes = [node for node in edit.graph.node if node.op_type == "MultiHeadAttention"]
+        separated = sum(_separate(edit, node, config.widest) for node in nodes)
+        return {"separated": separated} if separated else {}
 
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        separated = separate_qkv(model, inputs.model, config.widest)
-        if not separated:
-            raise PassError(
-                f"there is no packed self-attention of at most {config.widest} channels",
-                where=self.name,
-                remedy="Put it behind OrtTransformersOptimization with enable_packed_qkv, or leave it out.",
-            )
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), "separated": separated}
-
-
-def separate_qkv(model: Any, folder: Path, widest: int) -> int:
-    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many attentions were taken apart."""
-    edit = GraphEdit(model.graph, folder)
-    nodes = [node for node in model.graph.node if node.op_type == "MultiHeadAttention"]
-    separated = sum(_separate(edit, node, widest) for node in nodes)
-    edit.clean()
-    return separated
+    def refusal(self, edit: GraphEdit, config: SeparateQkvConfig) -> tuple[str, str]:
+        return (
+            f"there is no packed self-attention of at most {config.widest} channels",
+            "Put it behind OrtTransformersOptimization with enable_packed_qkv, or leave it out.",
+        )
 
 
 def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:

@@ -17,17 +17,13 @@ would put the pixels in their places too, with one thread and in five times the 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
-from sdflow.artifact import MODEL_FILE, Facts
-from sdflow.errors import PassError
-from sdflow.onnx_model.facts import graph_facts
-from sdflow.onnx_model.files import store_proto
-from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.artifact import Facts
+from sdflow.passes.base import PassConfig
+from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.nearest import whole_factor
-from sdflow.passes.olive import copy_companions
 
 FACTOR = 2
 MEETING = (((0,), (1, 2)), ((0, 1), (2,)))
@@ -38,7 +34,7 @@ class SubpixelConvConfig(PassConfig):
     """No options."""
 
 
-class SubpixelConv(Pass[SubpixelConvConfig]):
+class SubpixelConv(EditingPass[SubpixelConvConfig]):
     """Convolves before it upsamples, with less than half of the products: the CPU, in float32.
 
     Facts, besides those of the graph: `replaced`, how many convolutions.
@@ -46,36 +42,18 @@ class SubpixelConv(Pass[SubpixelConvConfig]):
 
     name: ClassVar[str] = "SubpixelConv"
     version: ClassVar[int] = 1
-    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
-    imports = EDITS_GRAPH
     moves_weights: ClassVar[bool] = True
     Config: ClassVar[type[PassConfig]] = SubpixelConvConfig
 
-    def run(self, inputs: PassInputs, out: Path, config: SubpixelConvConfig) -> Facts:
-        """Raises PassError when no convolution could be replaced."""
-        import onnx
+    def edit(self, edit: GraphEdit, config: SubpixelConvConfig) -> Facts:
+        replaced = sum(_replace(edit, node) for node in list(edit.graph.node) if node.op_type == "Resize")
+        return {"replaced": replaced} if replaced else {}
 
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        replaced = replace_convolutions(model, inputs.model)
-        if not replaced:
-            raise PassError(
-                "there is no 3x3 Conv in float32 behind a Resize to the nearest neighbour by 2",
-                where=self.name,
-                remedy="Put it before OnnxFloatToFloat16, with enable_nhwc_conv off, or leave it out.",
-            )
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
-        return {**graph_facts(out / MODEL_FILE), "replaced": replaced}
-
-
-def replace_convolutions(model: Any, folder: Path) -> int:
-    """Rewrite a ModelProto whose external data lies in `folder`. Returns how many convolutions were replaced."""
-    edit = GraphEdit(model.graph, folder)
-    replaced = sum(_replace(edit, node) for node in list(model.graph.node) if node.op_type == "Resize")
-    edit.clean()
-    return replaced
+    def refusal(self, edit: GraphEdit, config: SubpixelConvConfig) -> tuple[str, str]:
+        return (
+            "there is no 3x3 Conv in float32 behind a Resize to the nearest neighbour by 2",
+            "Put it before OnnxFloatToFloat16, with enable_nhwc_conv off, or leave it out.",
+        )
 
 
 def _replace(edit: GraphEdit, resize: Any) -> bool:

@@ -13,8 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.errors import PassError
 from sdflow.passes.base import PassInputs
-from sdflow.passes.conv_bias_fusion import ConvBiasFusion, ConvBiasFusionConfig
+from sdflow.passes.conv_bias_fusion import ConvBiasFusion
 from sdflow.verify.lowering import lower, session_of
+from tests.passes.one_pass import edited
 
 RANDOM = np.random.default_rng(0)
 MICROSOFT = "com.microsoft"
@@ -22,16 +23,6 @@ MICROSOFT = "com.microsoft"
 
 def run(model: Any, folder: Path, feeds: dict[str, Any]) -> Any:
     return session_of(lower(model), folder, threads=1).run(None, feeds)
-
-
-def fuse(model: Any, folder: Path, **options: bool) -> tuple[Any, Any]:
-    """The model after the pass, and the pass's facts."""
-    source, out = folder / "source", folder / "fused"
-    source.mkdir(parents=True)
-    out.mkdir()
-    onnx.save(model, str(source / "model.onnx"))
-    facts = ConvBiasFusion().run(PassInputs("unet", source, {}), out, ConvBiasFusionConfig(**options))
-    return onnx.load(str(out / "model.onnx")), facts
 
 
 def convolution(name: str, value: str, result: str, channels: int, weights: list[Any], bias: bool = True) -> Any:
@@ -100,7 +91,7 @@ def test_skip_group_norm_adds_the_biases_of_both_its_convolutions(tmp_path: Path
         norm("SkipGroupNorm", ["a", "b"], ["y", "sum"], 8, weights),
     ]
     before = graph(nodes, weights, {"y": ["batch", 6, 5, 8], "sum": ["batch", 6, 5, 8]})
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert (facts["folded"], facts["kept"]) == ({"SkipGroupNorm": 2}, 0)
     assert not any(biases(after).values())
     assert_same(before, after, tmp_path)
@@ -113,7 +104,7 @@ def test_a_bias_that_skip_group_norm_has_already_is_added_to(tmp_path: Path) -> 
         norm("SkipGroupNorm", ["x", "a", "own"], ["y", "sum"], 8, weights),
     ]
     before = graph(nodes, weights, {"y": ["batch", 6, 5, 8]})
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert facts["folded"] == {"SkipGroupNorm": 1}
     assert_same(before, after, tmp_path)
 
@@ -122,7 +113,7 @@ def test_a_bias_that_skip_group_norm_has_already_is_added_to(tmp_path: Path) -> 
 @pytest.mark.parametrize("width", [320, 640])
 def test_a_residual_becomes_bias_add(tmp_path: Path, width: int, both: bool) -> None:
     before = residual(width, both=both)
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert (facts["folded"], facts["kept"]) == ({"BiasAdd": 1 + both}, 0)
     assert facts["operators"]["BiasAdd"] == 1 and "Add" not in facts["operators"]
     assert_same(before, after, tmp_path, batch=3)
@@ -130,7 +121,7 @@ def test_a_residual_becomes_bias_add(tmp_path: Path, width: int, both: bool) -> 
 
 def test_bias_add_has_no_kernel_for_other_widths_so_one_convolution_keeps_a_bias_for_both(tmp_path: Path) -> None:
     before = residual(24, both=True)
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert (facts["folded"], facts["kept"]) == ({"Add": 1}, 1)
     assert "BiasAdd" not in facts["operators"]
     assert_same(before, after, tmp_path)
@@ -141,8 +132,8 @@ def test_group_norm_takes_a_bias_when_asked(tmp_path: Path) -> None:
     nodes = [convolution("main", "x", "a", 8, weights), norm("GroupNorm", ["a"], ["y"], 8, weights)]
     before = graph(nodes, weights, {"y": ["batch", 6, 5, 8]})
     with pytest.raises(PassError, match="none of 1 biases"):
-        fuse(before, tmp_path / "off")
-    after, facts = fuse(before, tmp_path / "on", group_norm=True)
+        edited(ConvBiasFusion, before, tmp_path / "off")
+    after, facts = edited(ConvBiasFusion, before, tmp_path / "on", group_norm=True)
     assert facts["folded"] == {"GroupNorm": 1}
     assert facts["operators"]["SkipGroupNorm"] == 1 and "GroupNorm" not in facts["operators"]
     for batch in (1, 3):
@@ -168,7 +159,7 @@ def positions(weights: list[Any], *, width: int = 8, axis: int = -1) -> list[Any
 def test_layer_normalization_and_the_residual_behind_it_get_the_bias(tmp_path: Path) -> None:
     weights: list[Any] = []
     before = graph(positions(weights), weights, {"y": ["batch", 30, 8], "t": ["batch", 30, 8]})
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert (facts["folded"], facts["kept"]) == ({"LayerNormalization": 1}, 0)
     assert facts["operators"]["SkipLayerNormalization"] == 1 and "LayerNormalization" not in facts["operators"]
     for batch in (1, 3):
@@ -199,7 +190,7 @@ def test_layer_normalization_of_something_else_is_left_alone(tmp_path: Path, opt
     nodes = positions(weights, **options)
     before = graph(nodes, weights, {"y": ["batch", "positions", "channels"]})
     with pytest.raises(PassError, match="none of 1 biases"):
-        fuse(before, tmp_path)
+        edited(ConvBiasFusion, before, tmp_path)
 
 
 def test_a_convolution_that_others_read_keeps_its_bias(tmp_path: Path) -> None:
@@ -213,7 +204,7 @@ def test_a_convolution_that_others_read_keeps_its_bias(tmp_path: Path) -> None:
     ]
     shape = ["batch", 6, 5, 8]
     before = graph(nodes, weights, {"y": shape, "z": shape, "b": shape})
-    after, facts = fuse(before, tmp_path)
+    after, facts = edited(ConvBiasFusion, before, tmp_path)
     assert facts["folded"] == {"SkipGroupNorm": 1}
     assert biases(after) == {"read_twice": True, "result": True, "alone": False}
     assert_same(before, after, tmp_path)
@@ -223,13 +214,13 @@ def test_a_model_without_such_convolutions_is_an_error(tmp_path: Path) -> None:
     weights: list[Any] = []
     before = graph([convolution("a", "x", "y", 8, weights, bias=False)], weights, {"y": ["batch", 6, 5, 8]})
     with pytest.raises(PassError, match="no NhwcConv with a bias"):
-        fuse(before, tmp_path)
+        edited(ConvBiasFusion, before, tmp_path)
 
 
 def test_a_unet_gives_what_it_gave(fused_unet: Any, tiny_unet: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    facts = ConvBiasFusion().run(PassInputs("unet", fused_unet.path, {}), out, ConvBiasFusionConfig())
+    facts = ConvBiasFusion().run(PassInputs("unet", fused_unet.path, {}), out, ConvBiasFusion.Config())
     before = onnx.load(str(fused_unet.path / "model.onnx"), load_external_data=False)
     after = onnx.load(str(out / "model.onnx"), load_external_data=False)
     old, new = run(before, fused_unet.path, tiny_unet.feeds)[0], run(after, out, tiny_unet.feeds)[0]

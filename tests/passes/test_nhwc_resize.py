@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.errors import PassError
-from sdflow.passes.base import PassInputs
-from sdflow.passes.nhwc_resize import NhwcResize, NhwcResizeConfig
+from sdflow.passes.nhwc_resize import NhwcResize
+from tests.passes.one_pass import edited, run
 
 NEAREST = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 
@@ -36,28 +34,12 @@ def upsampling(scales: tuple[float, ...], *, layout: str = "NHWC", cast: bool = 
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def replace(model: Any, folder: Path) -> tuple[Any, Any]:
-    source, out = folder / "source", folder / "out"
-    source.mkdir()
-    out.mkdir()
-    onnx.save(model, str(source / "model.onnx"))
-    (source / "config.json").write_text("{}")
-    facts = NhwcResize().run(PassInputs("vae_decoder", source, {}), out, NhwcResizeConfig())
-    assert (out / "config.json").read_text() == "{}"
-    return onnx.load(str(out / "model.onnx")), facts
-
-
-def run(model: Any, x: Any) -> Any:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
-
-
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_upsampling_by_a_whole_factor_gives_the_same_bits(tmp_path: Path, layout: str, factor: int, cast: bool) -> None:
     before = upsampling((1, 1, factor, factor), layout=layout, cast=cast)
-    after, facts = replace(before, tmp_path)
+    after, facts = edited(NhwcResize, before, tmp_path)
     assert facts["replaced"] == 1
     assert "Resize" not in facts["operators"]
     assert facts["operators"].get("Transpose", 0) == (0 if layout == "NHWC" else 1)
@@ -83,11 +65,11 @@ def test_upsampling_by_a_whole_factor_gives_the_same_bits(tmp_path: Path, layout
 )
 def test_any_other_resize_is_left_alone(tmp_path: Path, model: Any) -> None:
     with pytest.raises(PassError, match="there is no Resize"):
-        replace(model, tmp_path)
+        edited(NhwcResize, model, tmp_path)
 
 
 def test_a_resize_that_others_read_too_is_left_alone(tmp_path: Path) -> None:
     model = upsampling((1, 1, 2, 2))
     model.graph.output.append(helper.make_tensor_value_info("large", TensorProto.FLOAT, None))
     with pytest.raises(PassError, match="there is no Resize"):
-        replace(model, tmp_path)
+        edited(NhwcResize, model, tmp_path)

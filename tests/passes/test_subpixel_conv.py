@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
 from sdflow.errors import PassError
-from sdflow.passes.base import PassInputs
-from sdflow.passes.subpixel_conv import SubpixelConv, SubpixelConvConfig
+from sdflow.passes.subpixel_conv import SubpixelConv
+from tests.passes.one_pass import edited, run
 
 CHANNELS, OUT = 5, 3
 RNG = np.random.default_rng(0)
@@ -49,26 +47,10 @@ def upsampling(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def replace(model: Any, folder: Path) -> tuple[Any, Any]:
-    source, out = folder / "source", folder / "out"
-    source.mkdir()
-    out.mkdir()
-    onnx.save(model, str(source / "model.onnx"))
-    (source / "config.json").write_text("{}")
-    facts = SubpixelConv().run(PassInputs("vae_decoder", source, {}), out, SubpixelConvConfig())
-    assert (out / "config.json").read_text() == "{}"
-    return onnx.load(str(out / "model.onnx")), facts
-
-
-def run(model: Any, x: Any) -> Any:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
-
-
 @pytest.mark.parametrize("bias", [BIAS, None], ids=["bias", "no bias"])
 def test_it_computes_the_same_in_any_size(tmp_path: Path, bias: Any) -> None:
     before = upsampling(bias=bias)
-    after, facts = replace(before, tmp_path)
+    after, facts = edited(SubpixelConv, before, tmp_path)
     assert facts["replaced"] == 1
     assert "Resize" not in facts["operators"] and facts["operators"]["Conv"] == 4
     for shape in ((2, CHANNELS, 4, 5), (1, CHANNELS, 1, 1), (1, CHANNELS, 7, 2)):
@@ -82,7 +64,7 @@ def test_whole_numbers_come_out_exactly(tmp_path: Path) -> None:
     weight = RNG.integers(-8, 9, WEIGHT.shape).astype(np.float32)
     before = upsampling(weight=weight, bias=np.arange(OUT, dtype=np.float32))
     x = RNG.integers(-8, 9, (1, CHANNELS, 6, 9)).astype(np.float32)
-    np.testing.assert_array_equal(run(replace(before, tmp_path)[0], x), run(before, x))
+    np.testing.assert_array_equal(run(edited(SubpixelConv, before, tmp_path)[0], x), run(before, x))
 
 
 @pytest.mark.parametrize(
@@ -103,4 +85,4 @@ def test_whole_numbers_come_out_exactly(tmp_path: Path) -> None:
 )
 def test_anything_else_is_left_alone(tmp_path: Path, model: Any) -> None:
     with pytest.raises(PassError, match="there is no 3x3 Conv"):
-        replace(model, tmp_path)
+        edited(SubpixelConv, model, tmp_path)

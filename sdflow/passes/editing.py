@@ -1,0 +1,57 @@
+"""What passes that rewrite a graph have in common: how they go, and that one which finds nothing to do is an error."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from sdflow.artifact import MODEL_FILE, Facts
+from sdflow.errors import PassError
+from sdflow.onnx_model.facts import graph_facts
+from sdflow.onnx_model.files import store_proto
+from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.olive import copy_companions
+
+C = TypeVar("C", bound=PassConfig)
+
+
+class EditingPass(Pass[C], Generic[C]):
+    """A pass that rewrites a graph whose weights it does not look at. Subclasses do so (`edit`), and say what they were
+    looking for where there is none of it (`refusal`).
+
+    domain: of operators that it puts in and the graph may know nothing of yet; "" for none.
+    """
+
+    uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
+    imports = EDITS_GRAPH
+    domain: ClassVar[str] = ""
+
+    @abstractmethod
+    def edit(self, edit: GraphEdit, config: C) -> Facts:
+        """Rewrite the graph; what nothing reads any more is dropped afterwards. Returns the pass's own facts, none where
+        there was nothing to do."""
+
+    @abstractmethod
+    def refusal(self, edit: GraphEdit, config: C) -> tuple[str, str]:
+        """For a graph that `edit` left as it was: what is not there, and what to do about it."""
+
+    def run(self, inputs: PassInputs, out: Path, config: C) -> Facts:
+        """Raises PassError when there was nothing to do."""
+        import onnx
+
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
+        edit = GraphEdit(model.graph, inputs.model)
+        facts = self.edit(edit, config)
+        if not facts:
+            message, remedy = self.refusal(edit, config)
+            raise PassError(message, where=self.name, remedy=remedy)
+        edit.clean()
+        if self.domain and self.domain not in {each.domain for each in model.opset_import}:
+            model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
+        store_proto(model, inputs.model, out)
+        copy_companions(inputs.model, out)
+        return {**graph_facts(out / MODEL_FILE), **facts}
