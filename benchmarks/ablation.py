@@ -211,7 +211,7 @@ def profile(bound: Bound, title: str, runs: int = 5) -> None:
     count: Counter[str] = Counter()
     for event in recorded.events():
         if str(event.device_type).endswith("CUDA"):
-            name = _short(event.name)
+            name = short_name(event.name)
             spent[name] += event.device_time_total
             count[name] += 1
     print(f"\n{title}: {sum(spent.values()) / runs / 1e3:.3f} ms of kernels, {sum(count.values()) / runs:.0f} launches")
@@ -219,7 +219,7 @@ def profile(bound: Bound, title: str, runs: int = 5) -> None:
         print(f"  {microseconds / runs / 1e3:7.3f} ms  {count[name] / runs:5.0f} x  {name}")
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A kernel's name without its arguments and most of its template's."""
     name = re.sub(r"\((?!anonymous).*", "", name.replace("(anonymous namespace)::", ""))
     name = re.sub(r"^void ", "", name)

@@ -1,13 +1,14 @@
 """Pipelines at full size on a GPU: every node on CUDA, times, memory, and what they draw, kept for PyTorch to be held against.
 
     python benchmarks/pipelines_on_gpu.py GRAPHS --draw 'NAME {"num_inference_steps": 4}' ... --drawn DIR [--rounds 5]
-        [--target cpu]
+        [--weights DIR] [--target cpu]
     python benchmarks/pipelines_beside_torch.py GRAPHS DIR NAME [--compile]
 
 GRAPHS: what benchmarks/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
 here, as BindWeights does. NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
 its ControlNets, "shown": 0.6 for an image prompt at this scale for each of its IP-Adapters, "refiner_start": with its refiner
 from there on, "images": 8 for as many a call. The second command reads from DIR what each call was given.
+Memory is what the driver says of this process. --weights: where benchmarks/with_weights.py has bound them before.
 Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
 `--target cpu` is to try it.
 """
@@ -16,16 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import sqrt
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,8 +46,8 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def materialize(graphs: Path, out: Path) -> None:
-    """The pipeline folder with its weights; a refiner's in it."""
+def materialize(graphs: Path, out: Path, linked: Mapping[str, Path] = MappingProxyType({})) -> None:
+    """The pipeline folder with its weights; a refiner's in it. linked: submodels that are elsewhere, or will be."""
     from sdflow.manifest import read_manifest
     from sdflow.sources import PlainDigests, find_lora, reopen_checkpoint
     from sdflow.weights.bind import BindRequest, bind
@@ -61,6 +66,9 @@ def materialize(graphs: Path, out: Path) -> None:
     loras = [LoraInput(path, scale) for path, scale in found]
 
     def weights(name: str) -> None:
+        if name in linked:
+            (out / name).symlink_to(linked[name], target_is_directory=True)
+            return
         (out / name).mkdir()
         taken = loras if name in checkpoint.family.with_loras else []
         bind(BindRequest(name, graphs / name, checkpoint.submodels[name].load, taken), out / name)
@@ -69,6 +77,19 @@ def materialize(graphs: Path, out: Path) -> None:
         list(threads.map(weights, manifest.parts))
     if (graphs / REFINER).is_dir():
         materialize(graphs / REFINER, out / REFINER)
+
+
+@contextmanager
+def bound_pipeline(name: str, options: argparse.Namespace) -> Iterator[Path]:
+    """The folder of a pipeline with its weights: of --weights, or bound now and gone afterwards."""
+    if options.weights is not None:
+        yield options.weights / name
+        return
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="on-gpu-") as scratch:
+        materialize(options.graphs / name, Path(scratch) / name)
+        say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
+        yield Path(scratch) / name
 
 
 def distance(drawn: Any, expected: Any) -> float:
@@ -99,6 +120,18 @@ def used() -> float:
     synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e9
+
+
+def own_gigabytes() -> float:
+    """In use on the device by this process, as the driver says."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    synchronize()
+    asked = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    found = [line.split(",") for line in lines if line.count(",") == 1]
+    own = [float(used) * 2**20 / 1e9 for pid, used in found if int(pid) == os.getpid()]
+    return own[0] if own else float("nan")
 
 
 def edges(size: int) -> Any:
@@ -177,15 +210,11 @@ def measure(name: str, calls: list[dict[str, Any]], options: argparse.Namespace)
     from sdflow.runtime.ensemble import Ensemble
     from sdflow.runtime.pipeline import Pipeline
 
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="on-gpu-") as scratch:
-        folder = Path(scratch) / name
-        materialize(options.graphs / name, folder)
-        say(f"{name}: weights bound in {time.perf_counter() - begun:.0f} s")
+    with bound_pipeline(name, options) as folder:
         if torch.cuda.is_available():
             torch.zeros(1, device="cuda")
             torch.cuda.empty_cache()
-        before, begun = used(), time.perf_counter()
+        before, begun = own_gigabytes(), time.perf_counter()
         if any("refiner_start" in call for call in calls):
             ours: Any = Ensemble.load(folder, folder / REFINER, options.target, checker=False)
         else:
@@ -197,7 +226,9 @@ def measure(name: str, calls: list[dict[str, Any]], options: argparse.Namespace)
             np.savez(options.drawn / f"{name}-{index}.npz", drawn=drawn, **given)
             draw(ours, given)
             took = milliseconds(lambda given=given: draw(ours, given), options.rounds)
-            say(f"  sdflow: {took:.1f} ms; device memory {used() - before:.2f} GB beside a context's {before:.2f}")
+            say(
+                f"  sdflow: {took:.1f} ms; device memory {own_gigabytes() - before:.2f} GB beside a context's {before:.2f}"
+            )
             begun = time.perf_counter()
         placements(getattr(ours, "base", ours), folder)
         if hasattr(ours, "refiner"):
@@ -209,6 +240,7 @@ def main() -> None:
     parser.add_argument("graphs", type=Path)
     parser.add_argument("--draw", action="append", required=True, metavar="NAME JSON")
     parser.add_argument("--drawn", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--weights", type=Path)
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

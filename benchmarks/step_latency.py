@@ -1,13 +1,19 @@
 """A step of the UNet and the decoder on CUDA: pipelines side by side, with our kernels and with ONNX Runtime's.
 
-    python benchmarks/step_latency.py PIPELINE [PIPELINE ...] [--kernels ours ort] [--processes 1] [--profile]
-                                 [--defines APPLY_PER_PROCESSOR=2,...] [--what step] [--turns 7] [--runs 100]
+    python benchmarks/step_latency.py PIPELINE [PIPELINE ...] [--kernels ours ort ...] [--images 1] [--processes 1]
+        [--defines APPLY_PER_PROCESSOR=2,...] [--what step] [--turns 7] [--runs 100] [--profile] [--top 25] [--full FILE]
+        [--target cpu]
 
-Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance and the decoder
-of one image, each run many times in a row, the decoder two fifths as often; medians of the turns. What cuDNN picks for a
-convolution varies from process to process: --processes repeats all that. --defines: other sizes of our kernels' blocks than
-`library.DEFINES` has.
---what: the step or the decoder alone. --profile: the kernels of each. Distances are to the first row's results.
+Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance of so many images and
+the decoder of one, each run many times in a row, the decoder two fifths as often; medians of the turns. A choice of kernels is
+`ours` or `ort`, and behind a comma what is different from it: `ours,-GroupNorm` leaves the nodes of that type to ONNX Runtime,
+`ours,cuda_graphs=off` is an option of Tuning's, `ours,sdpa_kernel=2` one of the provider's. `PIPELINE:ours,-GroupNorm`: for this
+pipeline alone, in place of --kernels. What cannot be made is printed, and the others are measured. What cuDNN picks for a
+convolution varies from process to process: --processes repeats all that. --defines: other sizes of our kernels' blocks than in
+`library.DEFINES`. --what: the step or the decoder alone. --profile: how long all kernels of each take by the profiler, how many
+launches and memsets those are; the --top kernels of the first (0: of none); all kernels of all in FILE. Distances are to the
+first row's results. What of a pipeline is not measured and the same as the first one's is loaded once, so the memory that is
+said of a later one leaves it out. `--target cpu` is to try it.
 """
 
 from __future__ import annotations
@@ -17,54 +23,130 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+from pipelines_on_gpu import synchronize, used  # noqa: E402
+
 RUNS = {"step": 1.0, "decoder": 0.4}
 """What is measured, and how often it is run for each of --runs."""
+PROFILED = 5
+"""Runs under the profiler."""
+SWITCHES = {"on": True, "off": False}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a variant's sessions are made. hidden: the operators' types that are left to ONNX Runtime."""
+
+    text: str
+    tuning: Any
+    hidden: frozenset[str]
+
+    @classmethod
+    def of(cls, text: str) -> Choice:
+        from sdflow.runtime.tuning import Tuning
+
+        base, *more = text.split(",")
+        if base not in ("ours", "ort"):
+            raise SystemExit(f"{text}: begins with ours or ort")
+        known = {field.name for field in fields(Tuning)}
+        hidden = frozenset(each[1:] for each in more if each.startswith("-"))
+        given = dict(each.split("=", 1) for each in more if not each.startswith("-"))
+        own = {name: SWITCHES.get(value, value) for name, value in given.items() if name in known}
+        provider = {name: value for name, value in given.items() if name not in known}
+        return cls(text, Tuning(**{"own_kernels": base == "ours", "provider": provider, **own}), hidden)
+
+
+@contextmanager
+def left_to_onnxruntime(types: Collection[str]) -> Iterator[Counter[str]]:
+    """Nodes of these types stay as they are in sessions that are made meanwhile; yields how many there were."""
+    from sdflow.runtime import sessions
+
+    replace, found = sessions.with_own_kernels, Counter[str]()
+
+    def partly(graph: Any) -> Any:
+        hidden = [node for node in graph.graph.node if node.op_type in types]
+        found.update(node.op_type for node in hidden)
+        for node in hidden:
+            node.domain += HIDDEN
+        result = replace(graph)
+        for node in (*hidden, *(() if result is None else result.graph.node)):
+            node.domain = node.domain.removesuffix(HIDDEN)
+        return result
+
+    sessions.with_own_kernels = partly if types else replace
+    try:
+        yield found
+    finally:
+        sessions.with_own_kernels = replace
+
+
+HIDDEN = ".hidden"
 
 
 class Variant:
     """A pipeline's step and decoder, ready to run again and again."""
 
-    def __init__(self, folder: Path, kernels: str, measured: Sequence[str]) -> None:
+    def __init__(self, folder: Path, choice: Choice, options: argparse.Namespace, first: Variant | None = None) -> None:
+        """first: what is not measured and the same there is taken from it. Raises SystemExit where the graph has none of the
+        operators that are to be left to ONNX Runtime."""
         import torch
 
         from sdflow.families.request import Request
         from sdflow.runtime.denoise import Start
         from sdflow.runtime.pipeline import Pipeline
-        from sdflow.runtime.tuning import Tuning
 
-        self.name = f"{folder.name}, {kernels}"
-        self.pipeline = Pipeline.load(folder, "cuda", checker=False, tuning=Tuning(own_kernels=kernels == "ours"))
-        with self.pipeline.place.current(), torch.no_grad():
-            noise = torch.randn(self.pipeline.latents_shape(1, None, None), generator=torch.Generator().manual_seed(7))
-            noise = noise.to(self.pipeline.place.device)
-            self.unet = self.pipeline.denoiser(Start(noise, []), 2)
-            size = self.pipeline.latents.image_size
-            conditions = self.pipeline.condition(Request(["a horse"], None, 7.5, size, size))
-            self.unet.begin(conditions.inputs, self.pipeline.schedule(50, guidance_scale=7.5))
-            self.unet.sample.copy_(noise.expand_as(self.unet.sample))
-            self.decoder = self.pipeline.submodels["vae_decoder"].bound(latent_sample=tuple(noise.shape))
-            self.decoder.inputs["latent_sample"].copy_(noise)
-            self.results = {what: self.run(what).float().clone() for what in measured}
+        measured, images = options.what, options.images
+        self.name, self.folder = f"{folder.name}, {choice.text}", folder
+        with left_to_onnxruntime(choice.hidden) as found:
+            shared = {} if first is None else first.not_measured(folder, measured)
+            self.pipeline = Pipeline.load(folder, options.target, checker=False, tuning=choice.tuning, shared=shared)
+            with self.pipeline.place.current(), torch.no_grad():
+                shape = self.pipeline.latents_shape(images, None, None)
+                noise = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+                noise = noise.to(self.pipeline.place.device)
+                size = self.pipeline.latents.image_size
+                if "step" in measured:
+                    self.unet = self.pipeline.denoiser(Start(noise, []), 2 * images)
+                    conditions = self.pipeline.condition(Request(["a horse"] * images, None, 7.5, size, size))
+                    self.unet.begin(conditions.inputs, self.pipeline.schedule(50, guidance_scale=7.5))
+                    self.unet.sample.copy_(noise.expand_as(self.unet.sample))
+                if "decoder" in measured:
+                    self.decoder = self.pipeline.submodels["vae_decoder"].bound(latent_sample=(1, *shape[1:]))
+                    self.decoder.inputs["latent_sample"].copy_(noise[:1])
+                self.results = {what: self.run(what).float().clone() for what in measured}
+        if absent := choice.hidden - found.keys():
+            raise SystemExit(f"{self.name}: there is no {', '.join(sorted(absent))}")
         self.times: dict[str, list[float]] = {what: [] for what in measured}
+
+    def not_measured(self, folder: Path, measured: Sequence[str]) -> dict[str, Any]:
+        """Its submodels that another pipeline has too, but for those that are measured."""
+        family, submodels = self.pipeline.family, self.pipeline.submodels
+        left = {family.denoiser, *([family.decoder] if "decoder" in measured else [])}
+        return {
+            name: submodel
+            for name, submodel in submodels.items()
+            if name not in left and (self.folder / name).resolve() == (folder / name).resolve()
+        }
 
     def run(self, what: str) -> Any:
         return self.unet.step(25) if what == "step" else self.decoder.run()["sample"]
 
     def measure(self, what: str, runs: int) -> None:
-        import torch
-
         self.run(what)
-        torch.cuda.synchronize()
+        synchronize()
         begun = time.perf_counter()
         for _ in range(runs):
             self.run(what)
-        torch.cuda.synchronize()
+        synchronize()
         self.times[what].append((time.perf_counter() - begun) / runs * 1e3)
 
 
@@ -73,58 +155,106 @@ def measure(options: argparse.Namespace) -> None:
 
     from sdflow.runtime.kernels import library
 
-    kernels, measured = options.kernels, options.what
-    if "ours" in kernels:
+    wanted = [
+        (Path(folder), Choice.of(text))
+        for each in options.pipelines
+        for folder, text in ([each.split(":", 1)] if ":" in each else [(each, kernels) for kernels in options.kernels])
+    ]
+    if options.target == "cuda" and any(choice.tuning.own_kernels for _, choice in wanted):
         begun = time.perf_counter()
         if library.kernel_library() is None:
             raise SystemExit("our kernels cannot be used here")
         print(f"library ready in {time.perf_counter() - begun:.1f} s", flush=True)
     variants = []
-    for folder, each in [(folder, each) for folder in options.pipelines for each in kernels]:
-        before = torch.cuda.mem_get_info()[0]
-        variants.append(Variant(folder, each, measured))
-        print(f"{variants[-1].name}: {(before - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB of the device", flush=True)
+    for folder, choice in wanted:
+        before, begun = used(), time.perf_counter()
+        try:
+            variants.append(Variant(folder, choice, options, variants[0] if variants else None))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the others are measured all the same
+            print(f"{folder.name}, {choice.text}: FAILED: {type(error).__name__}: {error}"[:400], flush=True)
+            traceback.print_exc()
+            continue
+        more, seconds = used() - before, time.perf_counter() - begun
+        print(f"{variants[-1].name}: {more:.2f} GB of the device, {seconds:.1f} s", file=sys.stderr, flush=True)
+    if not variants:
+        raise SystemExit("nothing can be measured")
     with variants[0].pipeline.place.current(), torch.no_grad():
-        for what in measured:
+        for what in options.what:
             for turn in range(options.turns):
                 for variant in variants[:: -1 if turn % 2 else 1]:
                     variant.measure(what, max(1, round(options.runs * RUNS[what])))
             first = variants[0].results[what]
             for variant in variants:
                 distance = float((variant.results[what] - first).norm() / first.norm())
-                print(
-                    f"{what:8s} {statistics.median(variant.times[what]):7.3f} ms  {distance:.1e}  {variant.name}",
-                    flush=True,
-                )
+                median, times = statistics.median(variant.times[what]), variant.times[what]
+                between = f"({min(times):.3f} to {max(times):.3f})"
+                print(f"{what:8s} {median:7.3f} ms {between:20s} {distance:.1e}  {variant.name}", flush=True)
         if options.profile:
-            from ablation import profile
+            for what in options.what:
+                for index, variant in enumerate(variants):
+                    try:
+                        kernels = kernels_of(variant, what)
+                    except RuntimeError as error:
+                        print(f"{what}, {variant.name}: not profiled: {error}", flush=True)
+                        continue
+                    print_kernels(f"{what}, {variant.name}", kernels, 0 if index else options.top, options.full)
 
-            for what in measured:
-                for variant in variants:
-                    profile(_Runs(variant, what), f"{what}, {variant.name}")
+
+def kernels_of(variant: Variant, what: str) -> list[tuple[str, float, float]]:
+    """The kernels of a run, copies and memsets too, by name: milliseconds and launches, the longest first."""
+    import torch
+    from ablation import short_name
+    from torch.profiler import ProfilerActivity
+
+    synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        for _ in range(PROFILED):
+            variant.run(what)
+        synchronize()
+    spent, count = Counter[str](), Counter[str]()
+    for event in recorded.events():
+        if str(event.device_type).endswith("CUDA"):
+            spent[short_name(event.name)] += event.device_time_total
+            count[short_name(event.name)] += 1
+    return [(name, spent[name] / PROFILED / 1e3, count[name] / PROFILED) for name, _ in spent.most_common()]
 
 
-class _Runs:
-    def __init__(self, variant: Variant, what: str) -> None:
-        self.run = lambda: variant.run(what)
+def print_kernels(title: str, kernels: Sequence[tuple[str, float, float]], top: int, full: Path | None) -> None:
+    memsets = [(spent, count) for name, spent, count in kernels if name.startswith("Memset")]
+    total = sum(spent for _, spent, _ in kernels)
+    said = (
+        f"{title}: {total:.3f} ms of kernels, {sum(count for *_, count in kernels):.0f} launches, "
+        f"{sum(count for _, count in memsets):.0f} memsets of {sum(spent for spent, _ in memsets):.3f} ms"
+    )
+    lines = [f"  {spent:7.3f} ms  {count:5.0f} x  {name}" for name, spent, count in kernels]
+    print("\n".join([said, *lines[:top]]), flush=True)
+    if full is not None:
+        with full.open("a") as file:
+            print("\n".join([said, *lines, ""]), file=file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pipelines", type=Path, nargs="+")
-    parser.add_argument("--kernels", nargs="+", choices=["ours", "ort"], default=["ours", "ort"])
+    parser.add_argument("pipelines", nargs="+")
+    parser.add_argument("--kernels", nargs="+", default=["ours", "ort"])
+    parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--defines", default="")
     parser.add_argument("--what", nargs="+", choices=[*RUNS], default=[*RUNS])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--full", type=Path)
+    parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     if options.processes > 1:
         chosen = ["--kernels", *options.kernels, "--defines", options.defines, *["--profile"] * options.profile]
         chosen += ["--what", *options.what, "--turns", str(options.turns), "--runs", str(options.runs)]
+        chosen += ["--images", str(options.images), "--top", str(options.top)]
+        chosen += [] if options.full is None else ["--full", str(options.full)]
         for _ in range(options.processes):
-            subprocess.run([sys.executable, __file__, *map(str, options.pipelines), *chosen], check=True)
+            subprocess.run([sys.executable, __file__, *options.pipelines, *chosen], check=True)
         return
     from sdflow.runtime.kernels import library
 
