@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
                 for given, right in zip(calls, exact, strict=True):
                     compare(f"{name}, {given['call']}", draw_ours(other, given), right)
                     add(given["call"], name, partial(draw_ours, other, given))
-            found["before_torch_ms"] = in_turns(runs, 2)
+            found["before_torch_ms"] = in_turns(runs, 1)
     held = torch.cuda.memory_reserved() if options.device == "cuda" else 0
     theirs.to(options.device)
     prepare(theirs, argparse.Namespace(device=options.device, compile=options.device == "cuda"))

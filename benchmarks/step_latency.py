@@ -12,8 +12,8 @@ pipeline alone, in place of --kernels. What cannot be made is printed, and the o
 convolution varies from process to process: --processes repeats all that. --defines: other sizes of our kernels' blocks than in
 `library.DEFINES`. --what: the step or the decoder alone. --profile: how long all kernels of each take by the profiler, how many
 launches and memsets those are; the --top kernels of the first (0: of none); all kernels of all in FILE. Distances are to the
-first row's results. What of a pipeline is not measured and the same as the first one's is loaded once, so the memory that is
-said of a later one leaves it out. `--target cpu` is to try it.
+first row's results, or the first of that size. What of a pipeline is not measured and the same as the first one's is loaded
+once, so the memory that is said of a later one leaves it out. `--target cpu` is to try it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def left_to_onnxruntime(types: Collection[str]) -> Iterator[Counter[str]]:
 
     replace, found = sessions.with_own_kernels, Counter[str]()
 
-    def partly(graph: Any) -> Any:
+    def partly(graph: Any, **given: Any) -> Any:
         hidden = [node for node in graph.graph.node if node.op_type in types]
         found.update(node.op_type for node in hidden)
         for node in hidden:
             node.domain += HIDDEN
-        result = replace(graph)
+        result = replace(graph, **given)
         for node in (*hidden, *(() if result is None else result.graph.node)):
             node.domain = node.domain.removesuffix(HIDDEN)
         return result
@@ -183,21 +183,28 @@ def measure(options: argparse.Namespace) -> None:
             for turn in range(options.turns):
                 for variant in variants[:: -1 if turn % 2 else 1]:
                     variant.measure(what, max(1, round(options.runs * RUNS[what])))
-            first = variants[0].results[what]
-            for variant in variants:
-                distance = float((variant.results[what] - first).norm() / first.norm())
-                median, times = statistics.median(variant.times[what]), variant.times[what]
-                between = f"({min(times):.3f} to {max(times):.3f})"
-                print(f"{what:8s} {median:7.3f} ms {between:20s} {distance:.1e}  {variant.name}", flush=True)
-        if options.profile:
-            for what in options.what:
-                for index, variant in enumerate(variants):
-                    try:
-                        kernels = kernels_of(variant, what)
-                    except RuntimeError as error:
-                        print(f"{what}, {variant.name}: not profiled: {error}", flush=True)
-                        continue
-                    print_kernels(f"{what}, {variant.name}", kernels, 0 if index else options.top, options.full)
+            rows = [row(what, variant, variants) for variant in variants]
+            print("\n".join(rows), file=sys.stderr if options.profile else sys.stdout, flush=True)
+        for what in options.what if options.profile else ():  # when all are measured: a profiler makes runs slower
+            profiles = [kernels_of(variant, what) for variant in variants]
+            rows = [
+                f"{row(what, variant, variants)}: {told(kernels)}"
+                for variant, kernels in zip(variants, profiles, strict=True)
+            ]
+            print("\n".join([*rows, *lines(profiles[0])[: options.top]]), flush=True)
+            if options.full is not None:
+                with options.full.open("a") as file:
+                    for each, kernels in zip(rows, profiles, strict=True):
+                        print("\n".join([each, *lines(kernels), ""]), file=file)
+
+
+def row(what: str, variant: Variant, variants: Sequence[Variant]) -> str:
+    """Distances are to the first that gives as many values."""
+    result, times = variant.results[what], variant.times[what]
+    first = next(each.results[what] for each in variants if each.results[what].shape == result.shape)
+    distance = float((result - first).norm() / first.norm())
+    between = f"({min(times):.3f} to {max(times):.3f})"
+    return f"{what:8s} {statistics.median(times):7.3f} ms {between:20s} {distance:.1e}  {variant.name}"
 
 
 def kernels_of(variant: Variant, what: str) -> list[tuple[str, float, float]]:
@@ -219,18 +226,15 @@ def kernels_of(variant: Variant, what: str) -> list[tuple[str, float, float]]:
     return [(name, spent[name] / PROFILED / 1e3, count[name] / PROFILED) for name, _ in spent.most_common()]
 
 
-def print_kernels(title: str, kernels: Sequence[tuple[str, float, float]], top: int, full: Path | None) -> None:
-    memsets = [(spent, count) for name, spent, count in kernels if name.startswith("Memset")]
-    total = sum(spent for _, spent, _ in kernels)
-    said = (
-        f"{title}: {total:.3f} ms of kernels, {sum(count for *_, count in kernels):.0f} launches, "
-        f"{sum(count for _, count in memsets):.0f} memsets of {sum(spent for spent, _ in memsets):.3f} ms"
-    )
-    lines = [f"  {spent:7.3f} ms  {count:5.0f} x  {name}" for name, spent, count in kernels]
-    print("\n".join([said, *lines[:top]]), flush=True)
-    if full is not None:
-        with full.open("a") as file:
-            print("\n".join([said, *lines, ""]), file=file)
+def told(kernels: Sequence[tuple[str, float, float]]) -> str:
+    """All of them in a few words."""
+    memsets = sum(count for name, _, count in kernels if name.startswith("Memset"))
+    total, launches = sum(spent for _, spent, _ in kernels), sum(count for *_, count in kernels)
+    return f"{total:.3f} ms in {launches:.0f} kernels, {memsets:.0f} of them memsets"
+
+
+def lines(kernels: Sequence[tuple[str, float, float]]) -> list[str]:
+    return [f"  {spent:7.3f} ms  {count:5.0f} x  {name}" for name, spent, count in kernels]
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python benchmarks/with_weights.py GRAPHS NAME [NAME ...] --out DIR
 
 GRAPHS, NAME: as of benchmarks/pipelines_on_gpu.py. DIR/NAME is what its --weights and benchmarks/step_latency.py take. The
-pipelines are made side by side, a process each; a submodel whose graph another one of the same checkpoint has too is a link to
-that one's.
+pipelines are made side by side, a process each, but for those that are there already; a submodel whose graph another one of the
+same checkpoint has too is a link to that one's.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def main() -> None:
                 {part: other for (each, part), other in first.items() if each == name and other != name},
             )
             for name in options.names
+            if not (out / name).exists()
         ]
         for each in made:
             name, seconds = each.result()
