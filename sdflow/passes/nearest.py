@@ -1,10 +1,13 @@
-"""Which Resize repeats every pixel a whole number of times."""
+"""Which Resize repeats every pixel a whole number of times, and what it reads in the layout of NhwcConv."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sdflow.passes.graph_edit import GraphEdit
+
+TO_NCHW = [0, 3, 1, 2]
+TO_NHWC = [0, 2, 3, 1]
 
 
 def whole_factor(edit: GraphEdit, resize: Any) -> int:
@@ -23,6 +26,27 @@ def whole_factor(edit: GraphEdit, resize: Any) -> int:
     batch, channels, height, width = (float(scale) for scale in scales)
     whole = batch == channels == 1 and height == width and height == int(height) > 1
     return int(height) if whole else 0
+
+
+def to_nhwc(edit: GraphEdit, resize: Any) -> Any | None:
+    """The Transpose to NHWC that alone reads what `resize` gives."""
+    back = edit.only_reader(resize.output[0])
+    return back if back is not None and _permutes(back, TO_NHWC) else None
+
+
+def source_in_nhwc(edit: GraphEdit, resize: Any, name: str) -> tuple[str, list[Any]]:
+    """What `resize` reads, in NHWC, and the nodes that make it so. name: that theirs begin with."""
+    from onnx import helper
+
+    before = edit.producers.get(resize.input[0])
+    if before is not None and _permutes(before, TO_NCHW):
+        return before.input[0], []
+    value = f"{name}/nhwc"
+    return value, [helper.make_node("Transpose", [resize.input[0]], [value], f"{name}/Transpose", perm=TO_NHWC)]
+
+
+def _permutes(node: Any, axes: list[int]) -> bool:
+    return bool(node.op_type == "Transpose" and list(node.attribute[0].ints) == axes)
 
 
 def _value(edit: GraphEdit, name: str) -> Any | None:

@@ -16,10 +16,7 @@ from sdflow.artifact import Facts
 from sdflow.passes.base import PassConfig
 from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
-from sdflow.passes.nearest import whole_factor
-
-TO_NCHW = [0, 3, 1, 2]
-TO_NHWC = [0, 2, 3, 1]
+from sdflow.passes.nearest import source_in_nhwc, to_nhwc, whole_factor
 
 
 class NhwcResizeConfig(PassConfig):
@@ -52,17 +49,11 @@ def _replace(edit: GraphEdit, resize: Any) -> bool:
     import numpy as np
     from onnx import helper
 
-    back = edit.only_reader(resize.output[0])
-    factor = whole_factor(edit, resize)
-    if not factor or back is None or not _permutes(back, TO_NHWC):
+    back, factor = to_nhwc(edit, resize), whole_factor(edit, resize)
+    if not factor or back is None:
         return False
-    name, source = resize.name or resize.output[0], resize.input[0]
-    before, nodes = edit.producers.get(source), []
-    if before is not None and _permutes(before, TO_NCHW):
-        value = before.input[0]
-    else:
-        value = f"{name}/nhwc"
-        nodes.append(helper.make_node("Transpose", [source], [value], f"{name}/Transpose", perm=TO_NHWC))
+    name = resize.name or resize.output[0]
+    value, nodes = source_in_nhwc(edit, resize, name)
     axes = edit.constant("upsampled_axes", np.array([2, 4], np.int64))
     times = edit.constant(f"upsampled_times_{factor}", np.array([1, factor, factor, 1], np.int64))
     copies = edit.constant(f"upsampled_copies_{factor}", np.array([1, 1, factor, 1, factor, 1], np.int64))
@@ -76,7 +67,3 @@ def _replace(edit: GraphEdit, resize: Any) -> bool:
     back.CopyFrom(helper.make_node("Reshape", [copied, larger], list(back.output), f"{name}/Reshape"))
     edit.insert_before(back, nodes)
     return True
-
-
-def _permutes(node: Any, axes: list[int]) -> bool:
-    return bool(node.op_type == "Transpose" and list(node.attribute[0].ints) == axes)

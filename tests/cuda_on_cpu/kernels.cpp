@@ -1,11 +1,13 @@
 // The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with all of them.
 #include "cuda.h"
 #define bias_split_gelu bias_split_gelu_kernel  // the operators have the names in the same program
+#define interleave interleave_kernel
 #define float8_rows float8_rows_kernel
 #define float8_split_gelu float8_split_gelu_kernel
 #define float8_layer_norm float8_layer_norm_kernel
 #include KERNELS
 #undef bias_split_gelu
+#undef interleave
 #undef float8_rows
 #undef float8_split_gelu
 #undef float8_layer_norm
@@ -33,6 +35,7 @@ const Kernel kernels[] = {
     {"group_norm_sums_single", run<group_norm_sums_single>, THREADS, 80},
     {"group_norm_apply_single", run<group_norm_apply_single>, THREADS, 80},
     {"bias_split_gelu", run<bias_split_gelu_kernel>, GELU_THREADS, 80},
+    {"interleave", run<interleave_kernel>, INTERLEAVE_THREADS, 80},
     {"float8_rows", run<float8_rows_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_split_gelu", run<float8_split_gelu_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_layer_norm", run<float8_layer_norm_kernel>, 32 * FLOAT8_WARPS, 89},

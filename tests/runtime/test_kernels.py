@@ -16,9 +16,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError
+from sdflow.onnx_model.phases import interleaved
 from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.proof import CASES, differences, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
+from sdflow.runtime.specialize import specialize
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 
@@ -152,6 +154,43 @@ def test_bias_split_gelu_becomes_ours_when_its_halves_are_whole_vectors() -> Non
     assert with_own_kernels(of_type(model([gelu], 320), "bias", TensorProto.FLOAT16, [640])) is None
 
 
+def put_between(channels: int, element: int = TensorProto.FLOAT16) -> onnx.ModelProto:
+    """x (2, 4, 5, 4 channels) in phases, to y, with all shapes known, as a session of fixed sizes has it."""
+    constants = {}
+
+    def constant(name: str, values: Any) -> str:
+        constants[name] = onnx.numpy_helper.from_array(values, name)
+        return name
+
+    nodes = interleaved("up", "x", "y", channels, constant)
+    x = helper.make_tensor_value_info("x", element, [2, 4, 5, 4 * channels])
+    y = helper.make_tensor_value_info("y", element, None)
+    graph = helper.make_graph(nodes, "test", [x], [y], list(constants.values()))
+    return specialize(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), {})
+
+
+@pytest.mark.parametrize(
+    ("channels", "element", "op_type"),
+    [
+        (8, TensorProto.FLOAT16, "InterleavePhases"),
+        (4, TensorProto.FLOAT, "InterleavePhasesSingle"),
+        (4, TensorProto.FLOAT16, None),  # not whole vectors
+        (6, TensorProto.FLOAT, None),
+        (8, TensorProto.DOUBLE, None),
+    ],
+)
+def test_phases_are_put_between_one_another_in_one_go(channels: int, element: int, op_type: str | None) -> None:
+    before = put_between(channels, element)
+    assert len(before.graph.node) == 8
+    replaced = with_own_kernels(before)
+    if op_type is None:
+        assert replaced is None
+        return
+    assert replaced is not None
+    found = [(node.domain, node.op_type, list(node.input), list(node.output)) for node in replaced.graph.node]
+    assert found == [(DOMAIN, op_type, ["x"], ["y"])]
+
+
 @LINUX
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: str, tmp_path: Path) -> None:
@@ -171,8 +210,8 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
     made = library.compile_library(tmp_path, library.Nvrtc(), shutil.which("cc") or "cc", "90")
 
-    def refusal(node: Any, *, registered: bool = True, element: int = TensorProto.FLOAT16) -> str:
-        wanted = with_own_kernels(model([node], 320))
+    def refusal(graph: Any, *, registered: bool = True, element: int = TensorProto.FLOAT16) -> str:
+        wanted = with_own_kernels(graph)
         assert wanted is not None
         for item in (*wanted.graph.input, *wanted.graph.output):
             if item.type.tensor_type.elem_type == TensorProto.FLOAT16:
@@ -187,10 +226,10 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
     norm = group_norm("SkipGroupNorm", "x gamma beta skip bias", "y")
     gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
-    for node in (norm, gelu):
-        assert "not a registered function/op" in refusal(node, registered=False)
-        assert "tensor(double)" in refusal(node, element=TensorProto.DOUBLE)
-        assert "InsertedPrecisionFreeCast" in refusal(node)
+    for graph in (model([norm], 320), model([gelu], 320), put_between(8)):
+        assert "not a registered function/op" in refusal(graph, registered=False)
+        assert "tensor(double)" in refusal(graph, element=TensorProto.DOUBLE)
+        assert "InsertedPrecisionFreeCast" in refusal(graph)
 
 
 @LINUX

@@ -24,6 +24,8 @@ from sdflow.runtime.kernels.proof import (
     gelu_feeds,
     group_norm_expected,
     group_norm_feeds,
+    interleave_expected,
+    phases,
 )
 from sdflow.tolerances import KERNEL_LIMIT
 
@@ -160,6 +162,48 @@ def test_bias_split_gelu_is_right_however_it_is_planned(
     assert gelu(program, tmp_path, Gpu(processors), shape) == plan
 
 
+def interleave(program: Path, folder: Path, gpu: Gpu, shape: tuple[int, int, int, int], single: bool = False) -> str:
+    """Runs and checks it. Returns the grid."""
+    x = phases(shape, single)
+    (launch,), (content,) = run(program, folder, gpu, f"InterleavePhases{'Single' * single}", [x], 1)
+    expected = interleave_expected(x)
+    np.testing.assert_array_equal(np.frombuffer(content, x.dtype).reshape(expected.shape), expected)
+    kernel, grid, _ = launch.replace(" (", "|(").split("|")
+    assert kernel == "interleave"
+    return grid
+
+
+@pytest.mark.parametrize(
+    ("grid", "shape", "single"),
+    [
+        ("(1, 4, 2)", (2, 5, 8, 32), False),
+        ("(3, 2, 1)", (1, 3, 70, 160), True),
+        ("(6, 1, 3)", (3, 2, 18, 2560), False),  # the last block is not full
+        ("(1, 1, 1)", (1, 2, 2, 16), True),
+    ],
+)
+def test_phases_are_put_between_one_another(
+    grid: str, shape: tuple[int, int, int, int], single: bool, program: Path, tmp_path: Path
+) -> None:
+    assert interleave(program, tmp_path, Gpu(132), shape, single) == grid
+
+
+@pytest.mark.parametrize(
+    ("message", "shape"),
+    [
+        ("not for this shape", (1, 4, 4, 16)),
+        ("not for this shape", (1, 1, 4, 32)),
+        ("not for this shape", (4, 4, 32)),
+        ("x is too large", (65536, 2, 2, 32)),
+    ],
+)
+def test_interleave_refuses_what_it_cannot_do(
+    message: str, shape: tuple[int, ...], program: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(program, tmp_path, Gpu(4), "InterleavePhases", [np.zeros(shape, np.float16)], 1)
+
+
 @pytest.mark.parametrize(
     ("message", "shape", "skip", "groups"),
     [
@@ -246,6 +290,21 @@ FAULTS = {
         (Gpu(1), (2, 77, 320)),
         "cannot be launched: CUDA_ERROR_INVALID_VALUE",
     ),
+    "a pixel too many": (
+        "interleave.cu",
+        "at >= columns * lanes",
+        "at >= (columns + 1) * lanes",
+        (Gpu(4), (1, 2, 3, 64)),
+        OUT_OF_BOUNDS,
+    ),
+    "another phase": ("interleave.cu", "down + 2 * lanes", "down + lanes", (Gpu(4), (1, 3, 3, 32)), WRONG),
+    "the last pixels": (
+        "interleave.c",
+        "ceil_div(columns * lanes, INTERLEAVE_THREADS)",
+        "1",
+        (Gpu(4), (1, 2, 70, 160)),
+        "Mismatched|nan",
+    ),
 }
 """What -> source, right, wrong, what shows it, how."""
 
@@ -254,7 +313,6 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], Path], tmp_path: Path) -> None:
     source, right, wrong, (gpu, case), message = FAULTS[fault]
     program = faulty(source, right, wrong)
+    runs = {"group_norm": group_norm, "bias_split": gelu, "interleave": interleave}
     with pytest.raises(AssertionError, match=message):
-        group_norm(program, tmp_path, gpu, case) if isinstance(case, GroupNormCase) else gelu(
-            program, tmp_path, gpu, case
-        )
+        runs[next(name for name in runs if source.startswith(name))](program, tmp_path, gpu, case)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
+import pytest
+from safetensors.numpy import save_file
 
 from sdflow.passes.base import PassInputs
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.conv_bias_fusion import ConvBiasFusion
+from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.separate_qkv import SeparateQkv
 from sdflow.passes.subpixel_conv import SubpixelConv
 from sdflow.passes.worker import run_pass
+from sdflow.sources.load import parameter_shapes
 from sdflow.verify.recipes import check_recipes
 from sdflow.verify.stored import BoundModel
 from sdflow.weights.bind import BindRequest, bind
+from sdflow.weights.lora import LoraInput
 from sdflow.weights.stubs import make_stub, stub_recipe
-from tests.weights.conftest import Builder, chain, structure_request, synthetic
+from tests.weights.conftest import Builder, chain, config_of, structure_request, synthetic
 
 STEPS = (ChainStep(ConvBiasFusion, {}), ChainStep(SeparateQkv, {"widest": 32}))
 MOVED = ("/skip", "/query", "/key", "/value")
@@ -43,6 +49,55 @@ def test_a_unet_has_the_same_bytes_with_weights_and_without(
         assert found[name] == expected[name]
     for part in MOVED:
         assert part.encode() in expected["model.onnx"]
+
+
+@pytest.fixture(scope="module")
+def convolution_lora(tmp_path_factory: pytest.TempPathFactory) -> LoraInput:
+    """Of every 3x3 convolution that upsamples in the small UNet."""
+    random, tensors = np.random.default_rng(0), {}
+    for key, shape in parameter_shapes("unet", {"config": config_of("unet")}).items():
+        if ".upsamplers." in key and len(shape) == 4:
+            name = f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
+            tensors[f"{name}.lora_up.weight"] = random.standard_normal((shape[0], 2, 1, 1)).astype(np.float32)
+            tensors[f"{name}.lora_down.weight"] = random.standard_normal((2, *shape[1:])).astype(np.float32)
+    path = tmp_path_factory.mktemp("loras") / "upsampling.safetensors"
+    save_file(tensors, path)
+    return LoraInput(path, 0.7)
+
+
+@pytest.mark.parametrize("submodel", ["unet", "vae_decoder"])
+def test_all_four_kernels_in_one_have_the_same_bytes_with_weights_and_without(
+    submodel: str,
+    convolution_lora: LoraInput,
+    built: Builder,
+    tmp_path: Path,
+    content: Callable[[Path], dict[str, bytes]],
+) -> None:
+    """In float16: sums in float32, then rounded. With a LoRA on the convolutions of the UNet."""
+    loras = [convolution_lora] if submodel == "unet" else []
+    steps = (ChainStep(SubpixelConv, {}), ChainStep(OnnxFloatToFloat16, {}))
+    before = chain(submodel, "cuda")[:-1]
+    assert why_weights_are_carried([*before, *steps]) is None
+    structure = built.structure(submodel, "cuda").parent / "OnnxConversion-OrtTransformersOptimization"
+    half = built.carried(submodel, "cuda", loras)
+    carried = half.parent / str(int(half.name) - 1)
+    for step in steps:
+        outs = [tmp_path / f"{kind}-{step.implementation.name}" for kind in ("structure", "carried")]
+        for out in outs:
+            out.mkdir()
+        run_pass(structure_request(submodel, step, structure, outs[0]), lambda phrase: None)
+        facts = step.implementation().run(PassInputs(submodel, carried, {}), outs[1], step.implementation.Config())
+        structure, carried = outs
+        assert step.implementation is not SubpixelConv or facts["replaced"] > 0
+    plain, bound = tmp_path / "plain", tmp_path / "bound"
+    for given, out in (([], plain), (loras, bound)):
+        out.mkdir()
+        told = bind(BindRequest(submodel, structure, synthetic(submodel), given), out)
+    assert not loras or told["touched"] == facts["operators"]["Slice"] // 4 > 0
+    for name in ("model.onnx", "model.onnx.data"):
+        assert content(bound)[name] == content(carried)[name]
+    assert not loras or content(plain)["model.onnx.data"] != content(carried)["model.onnx.data"]
+    assert check_recipes(structure, submodel, BoundModel(plain, synthetic(submodel))).findings == []
 
 
 def test_kernels_of_sums_have_the_same_bytes_with_weights_and_without(

@@ -7,6 +7,7 @@ and a warning says why.
 
     group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16 and float32
     bias_split_gelu.cu, .c   BiasSplitGelu, float16
+    interleave.cu, .c        what SubpixelConv convolves to, as one image, float16 and float32
     float8_rows.cu, .c       rows of float8 and their scales, of values, gated GELUs and layer normalizations
     float8_product.c         products of them, by cuBLASLt
     float16.cuh, float8.cuh, cluster.cuh

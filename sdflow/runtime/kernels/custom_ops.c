@@ -81,7 +81,8 @@ static const char *load_locked(void) {
     if (function(&gpu.sums, module, "group_norm_sums") || function(&gpu.apply, module, "group_norm_apply") ||
         function(&gpu.sums_single, module, "group_norm_sums_single") ||
         function(&gpu.apply_single, module, "group_norm_apply_single") ||
-        function(&gpu.bias_split_gelu, module, "bias_split_gelu"))
+        function(&gpu.bias_split_gelu, module, "bias_split_gelu") ||
+        function(&gpu.interleave, module, "interleave"))
         return "the kernels are not complete";
     if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
         gpu.held_4 = gpu.held_8 = 0;
@@ -113,7 +114,8 @@ typedef struct {
 __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, const ApiBase *base) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static void *domain = 0; /* sessions refer to it as long as they live */
-    const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &float8_rows, &float8_split_gelu,
+    const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &interleave_phases,
+                       &interleave_phases_single, &float8_rows, &float8_split_gelu,
                        &float8_layer_norm, &float8_product};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;

@@ -38,13 +38,21 @@ KERNELS = tuple(
         "cluster.cuh",
         "group_norm_held.cu",
         "bias_split_gelu.cu",
+        "interleave.cu",
         "float8.cuh",
         "float8_rows.cu",
     )
 )
 OPERATORS = tuple(
     _FOLDER / name
-    for name in ("custom_ops.c", "group_norm.c", "bias_split_gelu.c", "float8_rows.c", "float8_product.c")
+    for name in (
+        "custom_ops.c",
+        "group_norm.c",
+        "bias_split_gelu.c",
+        "interleave.c",
+        "float8_rows.c",
+        "float8_product.c",
+    )
 )
 HEADER = _FOLDER / "ort.h"
 DEFINES = {
@@ -53,6 +61,7 @@ DEFINES = {
     "APPLY_PER_PROCESSOR": 1,
     "GELU_THREADS": 640,
     "GELU_PER_PROCESSOR": 2,
+    "INTERLEAVE_THREADS": 256,
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
 }

@@ -81,7 +81,7 @@ enum { CLUSTER_DIMENSION = 4 };
 
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
-    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu;
+    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave;
     void *float8_rows, *float8_split_gelu, *float8_layer_norm;
     int processors;
     int (*launch)(const Launch *, void *, void **, void **);
@@ -121,6 +121,7 @@ typedef struct Op {
 } Op;
 
 extern const Op group_norm, group_norm_single, bias_split_gelu;
+extern const Op interleave_phases, interleave_phases_single;
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }

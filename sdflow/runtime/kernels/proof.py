@@ -11,6 +11,7 @@ from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.phases import INTERLEAVE, PHASES
 from sdflow.runtime.kernels.replace import VERSION
 from sdflow.tolerances import KERNEL_LIMIT
 
@@ -60,12 +61,17 @@ GELU_SHAPES = ((2, 77, 2560), (1, 5, 10240), (3, 2, 48), (1, 2003, 2560), (1, 3,
 """Of BiasSplitGelu's x. In the last but one a thread goes down several rows, in the last one a row takes two blocks."""
 
 
+INTERLEAVED = (((2, 5, 8, 32), False), ((1, 2, 3, 2560), False), ((3, 130, 66, 1024), True), ((1, 3, 2, 16), True))
+"""Of InterleavePhases: the shape of x, and whether it is float32."""
+
+
 def prove(library: Path) -> None:
     """Raises TargetUnavailableError when a result is not what it should be, or there is none."""
     onnxruntime = import_onnxruntime()
     try:
         found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
         found |= {f"BiasSplitGelu, {shape}": gelu_difference(library, shape) for shape in GELU_SHAPES}
+        found |= {f"{INTERLEAVE}, {case}": interleave_difference(library, *case) for case in INTERLEAVED}
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
     for name, distance in found.items():
@@ -102,6 +108,36 @@ def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     plain, gate = np.split(feeds["x"].astype(np.float64) + feeds["bias"], 2, axis=-1)
     result: np.ndarray = plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
     return result
+
+
+def interleave_difference(library: Path, shape: tuple[int, int, int, int], single: bool) -> float:
+    """Relative L2 distance of InterleavePhases to numpy's: 0, or it is wrong."""
+    from onnx import helper
+
+    x = phases(shape, single)
+    expected = interleave_expected(x)
+    node = helper.make_node(f"{INTERLEAVE}Single" if single else INTERLEAVE, ["x"], ["y"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", helper.np_dtype_to_tensor_dtype(x.dtype), expected.shape)
+    (found,) = one_node_session(library, node, {"x": x}, [result]).run(["y"], {"x": x})
+    return relative_l2(found, expected)
+
+
+def phases(shape: tuple[int, int, int, int], single: bool) -> np.ndarray:
+    """Random values, float32 or float16."""
+    import numpy as np
+
+    return np.random.default_rng(2).normal(size=shape).astype(np.float32 if single else np.float16)
+
+
+def interleave_expected(x: np.ndarray) -> np.ndarray:
+    """InterleavePhases by its definition."""
+    import numpy as np
+
+    images, rows, columns, channels = x.shape
+    y = np.empty((images, 2 * (rows - 1), 2 * (columns - 1), channels // 4), x.dtype)
+    for (row, column), phase in zip(PHASES, np.split(x, 4, axis=3), strict=True):
+        y[:, row::2, column::2] = phase[:, row : rows - 1 + row, column : columns - 1 + column]
+    return y
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
@@ -20,7 +21,7 @@ def with_own_kernels(model: Any) -> Any | None:
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
     channels, stays with ONNX Runtime, and so does what is not float16 (of a group normalization: or float32), or of a type
-    or shape that is not known.
+    or shape that is not known. The phases of `SubpixelConv` are put between one another in one go.
     """
     import onnx
 
@@ -30,7 +31,9 @@ def with_own_kernels(model: Any) -> Any | None:
     }
     known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
     wanted = [_is_ours(node, known) for node in model.graph.node]
-    if not any(wanted):
+    shapes = {name: shape for name, (_, shape) in known.items()}
+    apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
+    if not any(wanted) and not apart:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -39,6 +42,7 @@ def with_own_kernels(model: Any) -> Any | None:
             node.domain = DOMAIN
             if node.op_type != "BiasSplitGelu":
                 _replace_group_norm(node, known[node.input[0]][0])
+    _put_between(result.graph, apart, known)
     if DOMAIN not in {entry.domain for entry in result.opset_import}:
         result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return result
@@ -77,6 +81,26 @@ def _is_group_norm_ours(node: Any, channels: int) -> bool:
     if channels % groups or channels % VECTOR or groups > MAX_GROUPS or channels > MAX_CHANNELS:
         return False
     return channels // groups == 4 or channels // groups >= VECTOR
+
+
+def _interleaves(element: int, shape: list[int]) -> bool:
+    """Whether our kernel puts four images of this type and shape between one another: 16 bytes of channels at a time."""
+    import onnx
+
+    unit = {onnx.TensorProto.FLOAT16: 8, onnx.TensorProto.FLOAT: 4}.get(element)
+    return unit is not None and shape[3] % (4 * unit) == 0 and all(shape)
+
+
+def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
+    import onnx
+
+    for each in apart:
+        single = known[each.value][0] == onnx.TensorProto.FLOAT
+        node = graph.node[each.nodes[-1]]
+        op_type = f"{INTERLEAVE}Single" if single else INTERLEAVE
+        node.CopyFrom(onnx.helper.make_node(op_type, [each.value], [each.result], node.name, domain=DOMAIN))
+    for place in sorted((place for each in apart for place in each.nodes[:-1]), reverse=True):
+        del graph.node[place]
 
 
 def _replace_group_norm(node: Any, element: int) -> None:

@@ -1,0 +1,108 @@
+"""Four images put between one another, as operators that any ONNX runtime has.
+
+    x (N, H + 1, W + 1, 4 C)  ->  y (N, 2 H, 2 W, C)        y[2 i + a, 2 j + b] is x[i + a, j + b] of the channels' group 2 a + b
+
+A Slice takes each phase (a, b); a Concat of channels puts the two of a row side by side, (N, H, W, 2 C), and one of columns the
+two rows, (N, H, 2 W, 2 C), which lies in memory as y does. `SubpixelConv` writes this form, and a session on CUDA, where it
+takes six times the memory traffic of a copy, finds it again and runs `INTERLEAVE`, an operator of ours, in its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INTERLEAVE = "InterleavePhases"
+"""(N, H + 1, W + 1, 4 C) to (N, 2 H, 2 W, C), in the domain sdflow."""
+
+PHASES = ((0, 0), (0, 1), (1, 0), (1, 1))
+"""Row and column, in the order of the channels' groups."""
+
+
+def interleaved(name: str, value: str, result: str, channels: int, constant: Callable[[str, Any], str]) -> list[Any]:
+    """The nodes that make `result` of `value`. name: that theirs begin with. channels: C. constant: makes an initializer."""
+    import numpy as np
+    from onnx import helper
+
+    axes = constant("phase_axes", np.array([1, 2, 3], np.int64))
+    times = constant("phase_times", np.array([1, 2, 2, 1], np.int64))
+    nodes, taken = [], [f"{name}/phase{row}{column}" for row, column in PHASES]
+    for phase, each in enumerate(taken):
+        window = [
+            constant(f"phase{phase}_{end}_{channels}", np.array(values, np.int64))
+            for end, values in zip(("starts", "ends"), _window(phase, channels), strict=True)
+        ]
+        nodes.append(helper.make_node("Slice", [value, *window, axes], [each], f"{each}/Slice"))
+    rows = [f"{name}/row{row}" for row in range(2)]
+    together, shape, larger = (f"{name}/{part}" for part in ("rows", "shape", "larger"))
+    return [
+        *nodes,
+        helper.make_node("Concat", taken[:2], [rows[0]], f"{rows[0]}/Concat", axis=3),
+        helper.make_node("Concat", taken[2:], [rows[1]], f"{rows[1]}/Concat", axis=3),
+        helper.make_node("Concat", rows, [together], f"{name}/Concat", axis=2),
+        helper.make_node("Shape", [taken[0]], [shape], f"{name}/Shape"),
+        helper.make_node("Mul", [shape, times], [larger], f"{name}/Mul"),
+        helper.make_node("Reshape", [together, larger], [result], f"{name}/Reshape"),
+    ]
+
+
+def _window(phase: int, channels: int) -> tuple[list[int], list[int]]:
+    """Where a phase begins and ends: rows, columns, channels."""
+    last = (-1, (1 << 63) - 1)  # without the last one, or with it
+    row, column = PHASES[phase]
+    return [row, column, phase * channels], [last[row], last[column], (phase + 1) * channels]
+
+
+@dataclass(frozen=True)
+class Interleaving:
+    """Where `interleaved` stands in a graph. nodes: the places of its nodes, the last one that of the Reshape."""
+
+    value: str
+    result: str
+    nodes: tuple[int, ...]
+
+
+def interleavings(graph: Any, shapes: Mapping[str, list[int]]) -> Iterator[Interleaving]:
+    """Those of a graph whose shapes are known (as `specialize` leaves it) and in which nothing reads what is between."""
+    producers = {name: place for place, node in enumerate(graph.node) for name in node.output}
+    reads = Counter(name for node in graph.node for name in node.input)
+    reads.update(item.name for item in graph.output)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+
+    def before(name: str, op_type: str, **attributes: int) -> int | None:
+        """The place of the node of this type that makes a value for one reader alone."""
+        place = producers.get(name)
+        node = graph.node[place] if place is not None else None
+        if node is None or node.op_type != op_type or node.domain not in ("", "ai.onnx") or reads[name] != 1:
+            return None
+        return place if {item.name: item.i for item in node.attribute} == attributes else None
+
+    for place, node in enumerate(graph.node):
+        if node.op_type != "Reshape" or node.domain not in ("", "ai.onnx"):
+            continue
+        together = before(node.input[0], "Concat", axis=2)
+        pairs = [before(name, "Concat", axis=3) for name in graph.node[together].input] if together is not None else []
+        if len(pairs) != 2 or None in pairs:
+            continue
+        slices = [before(name, "Slice") for pair in pairs for name in graph.node[pair].input]
+        values = {graph.node[each].input[0] for each in slices if each is not None}
+        if len(slices) != 4 or None in slices or len(values) != 1:
+            continue
+        (value,) = values
+        shape = shapes.get(value, [])
+        if len(shape) != 4 or shape[3] % 4:
+            continue
+        images, rows, columns, channels = shape[0], shape[1] - 1, shape[2] - 1, shape[3] // 4
+        found = [_values(graph.node[each].input[1:], constants) for each in (*slices, place)]
+        windows = [[*_window(phase, channels), [1, 2, 3]] for phase in range(4)]
+        if found == [*windows, [[images, 2 * rows, 2 * columns, channels]]]:
+            yield Interleaving(value, node.output[0], (*slices, *pairs, together, place))
+
+
+def _values(names: Any, constants: Mapping[str, Any]) -> list[list[int]]:
+    """Of constants of whole numbers; none for anything else."""
+    from onnx import numpy_helper
+
+    return [numpy_helper.to_array(constants[name]).tolist() if name in constants else [] for name in names]
