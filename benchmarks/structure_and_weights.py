@@ -57,19 +57,19 @@ def chain(submodel: str, target: str) -> list[Any]:
     from sdflow.passes.chain import ChainStep
     from sdflow.passes.conv_bias_fusion import ConvBiasFusion
     from sdflow.passes.float16 import OnnxFloatToFloat16
-    from sdflow.passes.nhwc_resize import NhwcResize
-    from sdflow.passes.onnx_conversion import OnnxConversion
+        from sdflow.passes.onnx_conversion import OnnxConversion
     from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
     from sdflow.passes.separate_qkv import SeparateQkv
+    from sdflow.passes.subpixel_conv import SubpixelConv
 
     opset = 14 if submodel == "safety_checker" else 17
     fuse = {"model_type": MODEL_TYPE[submodel], "optimization_options": SWITCHES[target]}
     steps = [ChainStep(OnnxConversion, {"target_opset": opset}), ChainStep(OrtTransformersOptimization, fuse)]
     if target == "cuda":
         own = {
-            "unet": (ConvBiasFusion, NhwcResize, SeparateQkv),
+            "unet": (ConvBiasFusion, SubpixelConv, SeparateQkv),
             "vae_encoder": (ConvBiasFusion,),
-            "vae_decoder": (ConvBiasFusion, NhwcResize),
+            "vae_decoder": (ConvBiasFusion, SubpixelConv),
         }
         steps += [ChainStep(implementation, {}) for implementation in own.get(submodel, ())]
     return steps if target == "cpu" else [*steps, ChainStep(OnnxFloatToFloat16, {})]
