@@ -57,7 +57,7 @@ def chain(submodel: str, target: str) -> list[Any]:
     from sdflow.passes.chain import ChainStep
     from sdflow.passes.conv_bias_fusion import ConvBiasFusion
     from sdflow.passes.float16 import OnnxFloatToFloat16
-        from sdflow.passes.onnx_conversion import OnnxConversion
+    from sdflow.passes.onnx_conversion import OnnxConversion
     from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization
     from sdflow.passes.separate_qkv import SeparateQkv
     from sdflow.passes.subpixel_conv import SubpixelConv

@@ -10,7 +10,7 @@ takes six times the memory traffic of a copy, finds it again and runs `INTERLEAV
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,34 +71,38 @@ def interleavings(graph: Any, shapes: Mapping[str, list[int]]) -> Iterator[Inter
     reads.update(item.name for item in graph.output)
     constants = {tensor.name: tensor for tensor in graph.initializer}
 
-    def before(name: str, op_type: str, **attributes: int) -> int | None:
-        """The place of the node of this type that makes a value for one reader alone."""
-        place = producers.get(name)
-        node = graph.node[place] if place is not None else None
-        if node is None or node.op_type != op_type or node.domain not in ("", "ai.onnx") or reads[name] != 1:
-            return None
-        return place if {item.name: item.i for item in node.attribute} == attributes else None
+    def before(places: Iterable[int], op_type: str, **attributes: int) -> list[int]:
+        """The places of the nodes of this type that make what others read, each for one reader alone."""
+        names = [name for place in places for name in graph.node[place].input if name in producers and reads[name] == 1]
+        made_by = [(producers[name], graph.node[producers[name]]) for name in names]
+        return [
+            place
+            for place, node in made_by
+            if _is_plain(node, op_type) and {item.name: item.i for item in node.attribute} == attributes
+        ]
 
     for place, node in enumerate(graph.node):
-        if node.op_type != "Reshape" or node.domain not in ("", "ai.onnx"):
+        if not _is_plain(node, "Reshape"):
             continue
-        together = before(node.input[0], "Concat", axis=2)
-        pairs = [before(name, "Concat", axis=3) for name in graph.node[together].input] if together is not None else []
-        if len(pairs) != 2 or None in pairs:
-            continue
-        slices = [before(name, "Slice") for pair in pairs for name in graph.node[pair].input]
-        values = {graph.node[each].input[0] for each in slices if each is not None}
-        if len(slices) != 4 or None in slices or len(values) != 1:
+        together = before([place], "Concat", axis=2)
+        rows = before(together, "Concat", axis=3)
+        slices = before(rows, "Slice")
+        values = {graph.node[each].input[0] for each in slices}
+        if (len(together), len(rows), len(slices), len(values)) != (1, 2, 4, 1):
             continue
         (value,) = values
         shape = shapes.get(value, [])
         if len(shape) != 4 or shape[3] % 4:
             continue
-        images, rows, columns, channels = shape[0], shape[1] - 1, shape[2] - 1, shape[3] // 4
+        images, height, width, channels = shape[0], shape[1] - 1, shape[2] - 1, shape[3] // 4
         found = [_values(graph.node[each].input[1:], constants) for each in (*slices, place)]
         windows = [[*_window(phase, channels), [1, 2, 3]] for phase in range(4)]
-        if found == [*windows, [[images, 2 * rows, 2 * columns, channels]]]:
-            yield Interleaving(value, node.output[0], (*slices, *pairs, together, place))
+        if found == [*windows, [[images, 2 * height, 2 * width, channels]]]:
+            yield Interleaving(value, node.output[0], (*slices, *rows, *together, place))
+
+
+def _is_plain(node: Any, op_type: str) -> bool:
+    return bool(node.op_type == op_type and node.domain in ("", "ai.onnx"))
 
 
 def _values(names: Any, constants: Mapping[str, Any]) -> list[list[int]]:

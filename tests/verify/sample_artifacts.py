@@ -88,7 +88,7 @@ def build(cache: Cache, folder: Path, workflow: str, *overrides: str) -> Sample:
 
 @pytest.fixture(scope="session")
 def cuda(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    """As fused for CUDA, before the passes that split packs, move biases and convolve before they upsample: faults are planted there."""
+    """As fused for CUDA, before the passes that split packs, move biases and replace Resize: faults are planted there."""
     without = [
         f"submodels.{submodel}.passes.{name}=null"
         for submodel, names in {
