@@ -24,7 +24,8 @@ class NhwcResizeConfig(PassConfig):
 
 
 class NhwcResize(EditingPass[NhwcResizeConfig]):
-    """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization.
+    """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization. For what SubpixelConv, which
+    is quicker, does not take: other factors, other convolutions.
 
     Facts, besides those of the graph: `replaced`, how many Resize.
     """
