@@ -24,9 +24,9 @@ class NhwcResizeConfig(PassConfig):
 
 
 class NhwcResize(EditingPass[NhwcResizeConfig]):
-    """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization. For what SubpixelConv, which
-    is quicker, does not take: other factors, other convolutions.
+    """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization.
 
+    For what SubpixelConv, which is quicker, leaves: other factors, other convolutions.
     Facts, besides those of the graph: `replaced`, how many Resize.
     """
 
