@@ -63,6 +63,7 @@ def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
     denoisers.KEPT = KEPT
     begun = time.perf_counter()
     runs: list[tuple[str, str, Callable[[], Any]]] = []
+    pipelines: dict[str, Any] = {}
     found: dict[str, Any] = {"name": options.name, "distances": {}, "memory_gb": {}}
 
     def add(call: str, engine: str, run: Callable[[], Any]) -> None:
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
             if options.device == "cuda":
                 torch.zeros(1, device="cuda")
             before = own_gigabytes()
-            ours = Pipeline.load(folder, options.device, checker=False)
+            ours = pipelines["sdflow"] = Pipeline.load(folder, options.device, checker=False)
             calls = [given_to(ours, each) for each in options.draw]
             exact = [draw_ours(ours, calls[0])]
             found["memory_gb"]["sdflow"] = own_gigabytes() - before
@@ -93,9 +94,8 @@ def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
                 compare(json.dumps(near), draw_ours(ours, given), exact[0])
                 add(calls[0]["call"], json.dumps(near), partial(draw_ours, ours, given))
             for name in options.beside:
-                other = Pipeline.load(
-                    folders.enter_context(bound_pipeline(name, options)), options.device, checker=False
-                )
+                place = folders.enter_context(bound_pipeline(name, options))
+                other = pipelines[name] = Pipeline.load(place, options.device, checker=False)
                 for given, right in zip(calls, exact, strict=True):
                     compare(f"{name}, {given['call']}", draw_ours(other, given), right)
                     add(given["call"], name, partial(draw_ours, other, given))
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
     with turn.alone():
         found["ms"] = in_turns(runs, options.rounds)
         if options.parts:
-            found["parts_ms"] = in_turns(parts(ours, theirs, calls[0]), options.rounds, IN_A_ROW)
+            found["parts_ms"] = in_turns(parts(pipelines, theirs, calls[0]), options.rounds, IN_A_ROW)
     return found
 
 
@@ -139,8 +139,8 @@ def compile_only(options: argparse.Namespace) -> None:
         say(f"{options.name}, {json.dumps(each)}: compiled in {time.perf_counter() - begun:.0f} s")
 
 
-def parts(ours: Any, theirs: Any, given: dict[str, Any]) -> list[tuple[str, str, Callable[[], Any]]]:
-    """A step with guidance and the decoder, of both as the pipeline itself runs them."""
+def parts(pipelines: dict[str, Any], theirs: Any, given: dict[str, Any]) -> list[tuple[str, str, Callable[[], Any]]]:
+    """A step with guidance and the decoder, of each as its pipeline itself runs them. pipelines: sdflow's, by name."""
     from sdflow.runtime.denoise import Start
 
     seen: dict[str, Callable[[], Any]] = {}
@@ -159,24 +159,22 @@ def parts(ours: Any, theirs: Any, given: dict[str, Any]) -> list[tuple[str, str,
     note(theirs.unet, "forward", "step")
     note(theirs.vae, "decode", "decoder")
     draw_torch(theirs, given)
-    draw_ours(ours, given)
-    noise = torch.from_numpy(given["latents"]).to(ours.place.device)
-    denoiser = ours.denoiser(Start(noise, []), 2 * len(noise))
-    decoder = ours.submodels[ours.family.decoder].bound(latent_sample=(1, *noise.shape[1:]))
+    runs = [(what, "torch", run) for what, run in seen.items()]
 
-    def here(run: Callable[[], Any]) -> Callable[[], Any]:
+    def here(pipeline: Any, run: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> None:
-            with ours.place.current():
+            with pipeline.place.current():
                 run()
 
         return call
 
-    return [
-        ("step", "sdflow", here(lambda: denoiser.step(1))),
-        ("step", "torch", seen["step"]),
-        ("decoder", "sdflow", here(decoder.run)),
-        ("decoder", "torch", seen["decoder"]),
-    ]
+    for name, each in pipelines.items():
+        draw_ours(each, given)
+        noise = torch.from_numpy(given["latents"]).to(each.place.device)
+        denoiser = each.denoiser(Start(noise, []), 2 * len(noise))
+        decoder = each.submodels[each.family.decoder].bound(latent_sample=(1, *noise.shape[1:]))
+        runs += [("step", name, here(each, partial(denoiser.step, 1))), ("decoder", name, here(each, decoder.run))]
+    return runs
 
 
 def in_turns(
@@ -195,8 +193,8 @@ def in_turns(
         medians = {engine: statistics.median(each) for engine, each in engines.items()}
         for engine, median in sorted(medians.items(), key=lambda each: each[1]):
             others = [f"{median / medians[other]:.3f} of {other}" for other in ("torch", "sdflow") if other in medians]
-            between = f"({min(engines[engine]):.1f} to {max(engines[engine]):.1f})"
-            say(f"{call}: {median:9.2f} ms {between}, {', '.join(others)}: {engine}")
+            between = f"({min(engines[engine]):.2f} to {max(engines[engine]):.2f})"
+            say(f"{median:9.2f} ms {between}, {', '.join(others)}: {engine}, {call}")
     return times
 
 
