@@ -7,7 +7,8 @@
 Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance of so many images and
 the decoder of one, each run many times in a row, the decoder two fifths as often; medians of the turns. A choice of kernels is
 `ours` or `ort`, and behind a comma what is different from it: `ours,-GroupNorm` leaves the nodes of that type to ONNX Runtime,
-`ours,cuda_graphs=off` is an option of Tuning's, `ours,sdpa_kernel=2` one of the provider's. `PIPELINE:ours,-GroupNorm`: for this
+`ours,cuda_graphs=off` is an option of Tuning's, `ours,sdpa_kernel=2` one of the provider's, and with
+`ours,kernels.replace._is_group_norm_ours=off` that function of sdflow.runtime finds nothing. `PIPELINE:ours,-GroupNorm`: for this
 pipeline alone, in place of --kernels. What cannot be made is printed, and the others are measured. What cuDNN picks for a
 convolution varies from process to process: --processes repeats all that. --defines: other sizes of our kernels' blocks than in
 `library.DEFINES`. --what: the step or the decoder alone. --profile: how long all kernels of each take by the profiler, how many
@@ -26,10 +27,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
@@ -44,11 +47,13 @@ SWITCHES = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class Choice:
-    """How a variant's sessions are made. hidden: the operators' types that are left to ONNX Runtime."""
+    """How a variant's sessions are made. hidden: the operators' types that are left to ONNX Runtime. silenced: functions of
+    sdflow.runtime that find nothing."""
 
     text: str
     tuning: Any
     hidden: frozenset[str]
+    silenced: frozenset[str]
 
     @classmethod
     def of(cls, text: str) -> Choice:
@@ -61,8 +66,9 @@ class Choice:
         hidden = frozenset(each[1:] for each in more if each.startswith("-"))
         given = dict(each.split("=", 1) for each in more if not each.startswith("-"))
         own = {name: SWITCHES.get(value, value) for name, value in given.items() if name in known}
-        provider = {name: value for name, value in given.items() if name not in known}
-        return cls(text, Tuning(**{"own_kernels": base == "ours", "provider": provider, **own}), hidden)
+        silenced = frozenset(name for name, value in given.items() if "." in name and value == "off")
+        provider = {name: value for name, value in given.items() if name not in silenced.union(known)}
+        return cls(text, Tuning(**{"own_kernels": base == "ours", "provider": provider, **own}), hidden, silenced)
 
 
 @contextmanager
@@ -92,6 +98,20 @@ def left_to_onnxruntime(types: Collection[str]) -> Iterator[Counter[str]]:
 HIDDEN = ".hidden"
 
 
+@contextmanager
+def finding_nothing(functions: Collection[str]) -> Iterator[None]:
+    """These functions of sdflow.runtime, `kernels.replace.FUNCTION` say, give an empty dictionary meanwhile."""
+    with ExitStack() as replaced:
+        for each in functions:
+            module, _, name = each.rpartition(".")
+            try:
+                found = import_module(f"sdflow.runtime.{module}")
+                replaced.enter_context(mock.patch.object(found, name, lambda *arguments, **named: {}))
+            except (ImportError, AttributeError) as error:
+                raise SystemExit(f"{each}: {error}") from error
+        yield
+
+
 class Variant:
     """A pipeline's step and decoder, ready to run again and again."""
 
@@ -106,7 +126,7 @@ class Variant:
 
         measured, images = options.what, options.images
         self.name, self.folder = f"{folder.name}, {choice.text}", folder
-        with left_to_onnxruntime(choice.hidden) as found:
+        with finding_nothing(choice.silenced), left_to_onnxruntime(choice.hidden) as found:
             shared = {} if first is None else first.not_measured(folder, measured)
             self.pipeline = Pipeline.load(folder, options.target, checker=False, tuning=choice.tuning, shared=shared)
             with self.pipeline.place.current(), torch.no_grad():
