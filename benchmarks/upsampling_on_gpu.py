@@ -126,7 +126,7 @@ def measured(path: Path, target: str, own_kernels: bool, inputs: dict[str, torch
             if target == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begun)
-        return statistics.median(times) * 1000 / LAYERS, result.double().cpu()
+        return statistics.median(times) * 1000 / LAYERS, result.float().clone()
 
 
 def main() -> None:
