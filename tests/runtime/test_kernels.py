@@ -154,8 +154,8 @@ def test_bias_split_gelu_becomes_ours_when_its_halves_are_whole_vectors() -> Non
     assert with_own_kernels(of_type(model([gelu], 320), "bias", TensorProto.FLOAT16, [640])) is None
 
 
-def put_between(channels: int, element: int = TensorProto.FLOAT16) -> onnx.ModelProto:
-    """x (2, 4, 5, 4 channels) in phases, to y, with all shapes known, as a session of fixed sizes has it."""
+def put_between(channels: int, element: int = TensorProto.FLOAT16, images: int = 2) -> onnx.ModelProto:
+    """x (images, 4, 5, 4 channels) in phases, to y, with all shapes known, as a session of fixed sizes has it."""
     constants = {}
 
     def constant(name: str, values: Any) -> str:
@@ -163,24 +163,27 @@ def put_between(channels: int, element: int = TensorProto.FLOAT16) -> onnx.Model
         return name
 
     nodes = interleaved("up", "x", "y", channels, constant)
-    x = helper.make_tensor_value_info("x", element, [2, 4, 5, 4 * channels])
+    x = helper.make_tensor_value_info("x", element, [images, 4, 5, 4 * channels])
     y = helper.make_tensor_value_info("y", element, None)
     graph = helper.make_graph(nodes, "test", [x], [y], list(constants.values()))
     return specialize(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), {})
 
 
 @pytest.mark.parametrize(
-    ("channels", "element", "op_type"),
+    ("channels", "element", "images", "op_type"),
     [
-        (8, TensorProto.FLOAT16, "InterleavePhases"),
-        (4, TensorProto.FLOAT, "InterleavePhasesSingle"),
-        (4, TensorProto.FLOAT16, None),  # not whole vectors
-        (6, TensorProto.FLOAT, None),
-        (8, TensorProto.DOUBLE, None),
+        (8, TensorProto.FLOAT16, 2, "InterleavePhases"),
+        (4, TensorProto.FLOAT, 2, "InterleavePhasesSingle"),
+        (4, TensorProto.FLOAT16, 2, None),  # not whole vectors
+        (6, TensorProto.FLOAT, 2, None),
+        (8, TensorProto.DOUBLE, 2, None),
+        (8, TensorProto.FLOAT16, 65536, None),
     ],
 )
-def test_phases_are_put_between_one_another_in_one_go(channels: int, element: int, op_type: str | None) -> None:
-    before = put_between(channels, element)
+def test_phases_are_put_between_one_another_in_one_go(
+    channels: int, element: int, images: int, op_type: str | None
+) -> None:
+    before = put_between(channels, element, images)
     assert len(before.graph.node) == 8
     replaced = with_own_kernels(before)
     if op_type is None:

@@ -7,7 +7,7 @@
 
 #include "ort.h"
 
-#define MOST 65535 /* of a grid, but for its first axis */
+#define MOST_ROWS 65535 /* and images: of a grid, but for its first axis */
 
 typedef struct {
     Api api;
@@ -45,7 +45,7 @@ static Status *compute(void *op_kernel, void *context) {
     const int vector = 16 / kernel->bytes;
     if (rank != 4 || dims[1] < 2 || dims[2] < 2 || dims[3] % (4 * vector))
         return failure(api, "InterleavePhases: not for this shape", 0);
-    if (dims[0] > MOST || dims[1] > MOST || dims[2] * dims[3] > INT32_MAX)
+    if (dims[0] > MOST_ROWS || dims[1] > MOST_ROWS || dims[2] * dims[3] > INT32_MAX)
         return failure(api, "InterleavePhases: x is too large", 0);
     const int images = (int)dims[0], rows = (int)dims[1] - 1;
     int columns = (int)dims[2] - 1, lanes = (int)dims[3] / 4 / vector;

@@ -10,6 +10,8 @@ from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
+MOST_ROWS = 65535
+"""As in interleave.c: rows of an image, and images."""
 
 _Known = dict[str, tuple[int, list[int]]]
 """Value -> its element type, its shape."""
@@ -88,7 +90,7 @@ def _interleaves(element: int, shape: list[int]) -> bool:
     import onnx
 
     unit = {onnx.TensorProto.FLOAT16: 8, onnx.TensorProto.FLOAT: 4}.get(element)
-    return unit is not None and shape[3] % (4 * unit) == 0 and all(shape)
+    return unit is not None and shape[3] % (4 * unit) == 0 and all(shape) and max(shape[:2]) <= MOST_ROWS
 
 
 def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
