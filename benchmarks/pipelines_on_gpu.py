@@ -249,11 +249,14 @@ def main() -> None:
     for each in options.draw:
         name, _, text = each.partition(" ")
         calls.setdefault(name, []).append(json.loads(text or "{}"))
+    failed = False
     for name, wanted in calls.items():
         try:
             measure(name, wanted, options)
         except Exception:  # noqa: BLE001  the others are measured all the same
             traceback.print_exc()
+            failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
