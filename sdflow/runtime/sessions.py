@@ -21,7 +21,7 @@ from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.dimensions import free_dimensions, profile_of_graph
 from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, Shapes, engine_folders, keeps_engines
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
-from sdflow.runtime.kernels.library import kernel_library
+from sdflow.runtime.kernels.library import kernel_library, on_hopper
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
@@ -179,7 +179,7 @@ def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
 
 
 def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.ModelProto:
-    replaced = with_own_kernels(graph)
+    replaced = with_own_kernels(graph, hopper=on_hopper())
     library = None if replaced is None else kernel_library()
     if replaced is None or library is None:
         return graph

@@ -3,6 +3,7 @@
 cuda.h                   what the kernels use of CUDA C++
 kernels.cpp              the kernels
 threads.h, .cpp          a launch's blocks and threads
+hopper.h, .cpp           what hopper.cuh has on a GPU
 operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
 cublaslt.h, .cpp         what they use of cuBLASLt
 """
@@ -24,7 +25,7 @@ import numpy as np
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-PTX = ("float16.cuh", "float8.cuh", "cluster.cuh")
+PTX = ("float16.cuh", "float8.cuh", "cluster.cuh", "hopper.cuh")
 """What cuda.h has instead."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -32,7 +33,7 @@ PATTERN = "-ftrivial-auto-var-init=pattern"
 """Variables begin as NaN in float16 and 1e38 in float32, so that what is not assigned shows."""
 
 DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
-CPP = ["g++", "-std=c++20", "-mf16c"]
+CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
 C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
 
 
@@ -67,10 +68,10 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, those of the operators, threads.cpp, operators.cpp and cublaslt.cpp."""
+    """Source -> object: `kernels`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
-        for name in ("threads.cpp", "operators.cpp", "cublaslt.cpp"):
+        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
             made[path.name] = pool.submit(compile_operator, path, folder)

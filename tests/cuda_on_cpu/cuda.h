@@ -1,15 +1,19 @@
-// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh, float8.cuh and cluster.cuh, the primitives
-// that are PTX on a GPU. threads.cpp runs a block's threads.
+// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh, float8.cuh, cluster.cuh and hopper.cuh, the
+// primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
 #include <cstddef>
 
+#include "hopper.h"
+
 #define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __grid_constant__
+#define __launch_bounds__(...)
 // One place for all blocks, as on a GPU: the scheduler exchanges the content when it goes on with another block. The linker
 // finds it, shared_memory.ld: g++ 12 takes no notice of a section's name within a template.
 #define __shared__ static
@@ -39,6 +43,7 @@ extern Place threadIdx, blockIdx, blockDim, gridDim;
 
 // Threads that have ended count as arrived, at a block's barrier and at a cluster's. All of a warp take part in a shuffle.
 void __syncthreads();
+static inline void __syncwarp() {}
 void wait_for_cluster();
 float __shfl_xor_sync(unsigned mask, float value, int distance);
 float2 of_block(const float2* shared, int rank);
@@ -48,6 +53,9 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 #define rsqrtf(x) (1.0f / sqrtf(x))
 #define __expf(x) expf(x)
 #define __fdividef(x, y) ((x) / (y))
+
+static inline float power_of_two(float x) { return exp2f(x); }
+static inline float reciprocal(float x) { return 1.0f / x; }
 
 static inline float2 unpacked(unsigned pair) {
     return {(float)__builtin_bit_cast(_Float16, (unsigned short)pair),

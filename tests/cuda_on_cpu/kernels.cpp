@@ -39,5 +39,7 @@ const Kernel kernels[] = {
     {"float8_rows", run<float8_rows_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_split_gelu", run<float8_split_gelu_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_layer_norm", run<float8_layer_norm_kernel>, 32 * FLOAT8_WARPS, 89},
+    {"geglu_wide", run<geglu_wide>, 3 * WARPGROUP, 90},
+    {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
     {nullptr, nullptr, 0, 0},
 };

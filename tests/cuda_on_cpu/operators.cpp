@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cublaslt.h"
+#include "hopper.h"
 #include "threads.h"
 
 extern "C" {
@@ -140,6 +141,12 @@ int module_function(void** function, void*, const char* name) {
             return *function = const_cast<Kernel*>(kernel), 0;
     return NOT_FOUND;
 }
+std::map<const void*, unsigned> most_shared;  // of kernels that may have more than others
+
+int function_set(void* function, int attribute, int value) {
+    require(attribute == 8, "not the most shared memory");
+    return most_shared[function] = value, 0;
+}
 int error_name(int error, const char** name) {
     return *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_NOT_FOUND", 0;
 }
@@ -159,8 +166,10 @@ int launch_kernel(const Launch* config, void* function, void** arguments, void**
                       threads && threads <= kernel.most_threads && cluster && cluster <= 8 && grid[0] % cluster == 0;
     std::printf("%s (%u, %u, %u) (%u, %u, %u) %u\n", kernel.name, grid[0], grid[1], grid[2], block[0], block[1], block[2],
                 cluster);
-    if (!fits || config->stream != &a_stream || config->shared) return INVALID_VALUE;
-    run_grid(kernel, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cluster, arguments, backwards);
+    const unsigned most = most_shared.count(function) ? most_shared[function] : 48 << 10;
+    if (!fits || config->stream != &a_stream || config->shared > most) return INVALID_VALUE;
+    run_grid(kernel, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cluster, config->shared,
+             arguments, backwards);
     return 0;
 }
 
@@ -192,6 +201,7 @@ void* emulated_dlsym(void* handle, const char* name) {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
         {"cuModuleGetFunction", (void*)module_function},   {"cuLaunchKernelEx", (void*)launch_kernel},
+        {"cuFuncSetAttribute", (void*)function_set},       {"cuTensorMapEncodeTiled", (void*)describe_matrix},
         {"cuGetErrorName", (void*)error_name},
     };
     require(functions.count(name), "a function of the driver that is not there");

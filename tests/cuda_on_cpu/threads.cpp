@@ -40,7 +40,7 @@ extern "C" char __start_shared_memory[], __stop_shared_memory[];  // shared_memo
 
 namespace {
 
-enum class State { READY, AT_SHUFFLE, AT_BLOCK, AT_CLUSTER, ENDED };
+enum class State { READY, AT_SHUFFLE, AT_BLOCK, AT_CLUSTER, UNTIL, ENDED };
 
 constexpr unsigned WARP = 32;
 constexpr std::size_t STACK = 1 << 16;
@@ -50,6 +50,7 @@ struct Thread {
     State state;
     void* stack;
     unsigned shuffles;
+    std::function<bool()> holds;  // what it waits for
 };
 
 struct Warp {  // what its threads bring to a shuffle, to the even ones and to the odd ones
@@ -116,7 +117,7 @@ void prepare(unsigned block, unsigned thread) {
     *--top = nullptr;  // the address that thread_main would return to
     *--top = reinterpret_cast<void*>(&thread_main);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
-    blocks[block].threads[thread] = {State::READY, top, 0};
+    blocks[block].threads[thread] = {State::READY, top, 0, {}};
 }
 
 void resume(unsigned thread) {
@@ -137,6 +138,7 @@ bool run_warp(unsigned warp) {
         for (unsigned i = 0; i < size; ++i) {
             const unsigned lane = turn(i, size);
             Thread& thread = block.threads[first + lane];
+            if (thread.state == State::UNTIL && thread.holds()) thread.state = State::READY;
             if (thread.state == State::READY) resume(first + lane), ran = true;
             at_shuffle += thread.state == State::AT_SHUFFLE;
         }
@@ -204,6 +206,16 @@ void wrong(const char* what) {
     std::_Exit(1);
 }
 
+Current current_place() { return {current_block, current_thread}; }
+
+void wait_until(std::function<bool()> holds) {
+    if (holds()) return;
+    current().holds = std::move(holds);
+    wait(State::UNTIL);
+}
+
+void meet_warp() { wait(State::AT_SHUFFLE); }
+
 void __syncthreads() { wait(State::AT_BLOCK); }
 void wait_for_cluster() { wait(State::AT_CLUSTER); }
 
@@ -230,7 +242,7 @@ float2 of_block(const float2* shared, int rank) {
     return value;
 }
 
-void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, void** arguments, bool backwards) {
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments, bool backwards) {
     const unsigned threads = block.x * block.y * block.z, clusters = grid.x / cluster * grid.y * grid.z;
     kernel_run = kernel.run, kernel_arguments = arguments, descending = backwards;
     gridDim = grid, blockDim = block, loaded_block = 0;
@@ -246,7 +258,9 @@ void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, v
     stacks = static_cast<char*>(memory);
     for (unsigned i = 0; i < clusters; ++i) {
         const unsigned at = turn(i, clusters), across = grid.x / cluster;
+        begin_hopper(cluster, threads, shared);
         run_cluster({at % across * cluster, at / across % grid.y, at / across / grid.y});
+        end_hopper();
     }
     munmap(memory, size);
 }

@@ -1,6 +1,8 @@
 // The blocks of a launch, one thread of the CPU running all of their threads in turns.
 #pragma once
 
+#include <functional>
+
 #include "cuda.h"
 
 struct Kernel {
@@ -12,11 +14,24 @@ struct Kernel {
 
 extern const Kernel kernels[];  // up to one without a name
 
+// The thread that runs: its block's place in the cluster, its own in the block.
+struct Current {
+    unsigned block, thread;
+};
+Current current_place();
+
+// Other threads run until this holds.
+void wait_until(std::function<bool()> holds);
+
+// For all threads of its warp.
+void meet_warp();
+
 // Ends the process: what a kernel did that it may not.
 [[noreturn]] void wrong(const char* what);
 
 // Cluster after cluster. A thread runs until it has to wait for others, then the next one of its warp does; the next warp
 // runs when none of the warp's threads can, the next block of the cluster when none of the block's can. So whatever a
 // thread may do before another one, it does. `backwards`: from the last cluster, block, warp and thread to the first: of
-// two accesses that no barrier orders, each comes first in one of the two directions. Shared memory begins as NaN.
-void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, void** arguments, bool backwards);
+// two accesses that no barrier orders, each comes first in one of the two directions. Shared memory begins as NaN. shared: bytes of it
+// that the launch gives a block, beside the kernel's own.
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments, bool backwards);

@@ -194,6 +194,67 @@ def test_phases_are_put_between_one_another_in_one_go(
     assert found == [(DOMAIN, op_type, ["x"], ["y"])]
 
 
+def gated(
+    x: list[int], weight: list[int], *, element: int = TensorProto.FLOAT16, also: bool = False
+) -> onnx.ModelProto:
+    """x through MatMul with w and BiasSplitGelu to y. also: the product is a result too."""
+    product = [*x[:-1], weight[1]]
+    inputs = [helper.make_tensor_value_info(*each) for each in (("x", element, x), ("w", element, weight))]
+    inputs.append(helper.make_tensor_value_info("bias", element, weight[1:]))
+    results = [helper.make_tensor_value_info("y", element, [*x[:-1], weight[1] // 2])]
+    results += [helper.make_tensor_value_info("h", element, product)] if also else []
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "product"),
+        helper.make_node("BiasSplitGelu", ["h", "bias"], ["y"], "gelu", domain="com.microsoft"),
+    ]
+    graph = helper.make_graph(nodes, "test", inputs, results)
+    graph.value_info.append(helper.make_tensor_value_info("h", element, product))
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def operators(graph: onnx.ModelProto, *, hopper: bool = True) -> list[tuple[str, list[str]]]:
+    replaced = with_own_kernels(graph, hopper=hopper)
+    return [] if replaced is None else [(node.op_type, list(node.input)) for node in replaced.graph.node]
+
+
+def test_a_product_and_its_gate_become_one_on_hopper() -> None:
+    graph = gated([2, 1024, 1280], [1280, 10240])
+    assert operators(graph) == [("Geglu", ["x", "w", "bias"])]
+    kept = [("MatMul", ["x", "w"]), ("BiasSplitGelu", ["h", "bias"])]
+    assert operators(graph, hopper=False) == kept
+    assert operators(gated([2, 1024, 1280], [1280, 10240], also=True)) == kept
+    graph.graph.node.append(helper.make_node("Identity", ["h"], ["again"]))
+    assert operators(graph)[:2] == kept
+
+
+def test_phases_behind_a_product_are_found_in_their_places() -> None:
+    graph, behind = gated([2, 1024, 1280], [1280, 10240]), put_between(8)
+    for name in ("node", "initializer", "value_info"):
+        getattr(graph.graph, name).extend(
+            [item for item in getattr(behind.graph, name) if getattr(item, "name", "") not in ("x", "y")]
+        )
+    for node in graph.graph.node[2:]:
+        for names in (node.input, node.output):
+            names[:] = [{"x": "image", "y": "larger"}.get(name, name) for name in names]
+    graph.graph.input.append(helper.make_tensor_value_info("image", TensorProto.FLOAT16, [2, 4, 5, 32]))
+    graph.graph.output.append(helper.make_tensor_value_info("larger", TensorProto.FLOAT16, [2, 6, 8, 8]))
+    assert operators(graph) == [("Geglu", ["x", "w", "bias"]), ("InterleavePhases", ["image"])]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        ([2, 1024, 1280], [1280, 10304]),  # 80.5 tiles across
+        ([2, 1024, 1284], [1284, 10240]),
+        ([2, 63, 1280], [1280, 10240]),  # less than a tile
+        ([2, 4, 2, 512, 1280], [1280, 10240]),
+    ],
+)
+def test_products_that_geglu_does_not_make_quicker_stay(x: list[int], weight: list[int]) -> None:
+    assert "Geglu" not in {operator for operator, _ in operators(gated(x, weight))}
+
+
 @LINUX
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: str, tmp_path: Path) -> None:
@@ -214,7 +275,7 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
     made = library.compile_library(tmp_path, library.Nvrtc(), shutil.which("cc") or "cc", "90")
 
     def refusal(graph: Any, *, registered: bool = True, element: int = TensorProto.FLOAT16) -> str:
-        wanted = with_own_kernels(graph)
+        wanted = with_own_kernels(graph, hopper=True)
         assert wanted is not None
         for item in (*wanted.graph.input, *wanted.graph.output):
             if item.type.tensor_type.elem_type == TensorProto.FLOAT16:
@@ -229,7 +290,7 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
     norm = group_norm("SkipGroupNorm", "x gamma beta skip bias", "y")
     gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
-    for graph in (model([norm], 320), model([gelu], 320), put_between(8)):
+    for graph in (model([norm], 320), model([gelu], 320), put_between(8), gated([2, 1024, 1280], [1280, 10240])):
         assert "not a registered function/op" in refusal(graph, registered=False)
         assert "tensor(double)" in refusal(graph, element=TensorProto.DOUBLE)
         assert "InsertedPrecisionFreeCast" in refusal(graph)

@@ -41,6 +41,8 @@ KERNELS = tuple(
         "interleave.cu",
         "float8.cuh",
         "float8_rows.cu",
+        "hopper.cuh",
+        "geglu.cu",
     )
 )
 OPERATORS = tuple(
@@ -52,6 +54,7 @@ OPERATORS = tuple(
         "interleave.c",
         "float8_rows.c",
         "float8_product.c",
+        "geglu.c",
     )
 )
 HEADER = _FOLDER / "ort.h"
@@ -69,6 +72,8 @@ DEFINES = {
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
+HOPPER = "90"
+"""Compiled with what this capability alone has (sm_90a): geglu.cu is there only."""
 SLOWEST = 300
 """Seconds that the C compiler may take; it takes one."""
 
@@ -146,6 +151,16 @@ def build() -> Path:
     return library
 
 
+def on_hopper() -> bool:
+    """Whether the GPU at hand is of the compute capability that the kernels of HOPPER are for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{device.major}{device.minor}" == HOPPER
+
+
 def kernel_folder() -> Path:
     """Where libraries are kept. Raises UsageError when there is no such place."""
     return user_folder("kernels", FOLDER_VARIABLE)
@@ -161,7 +176,7 @@ def _make(library: Path, nvrtc: Nvrtc, compiler: str, capability: str) -> None:
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as folder:
         made = compile_library(Path(folder), nvrtc, compiler, capability)
-        prove(made)
+        prove(made, hopper=capability == HOPPER)
         write_whole(library, made.read_bytes(), staging=Path(folder), durable=True)
 
 
@@ -175,7 +190,8 @@ def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, 
     defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
     cubin, made = folder / "kernels.cubin", folder / "libsdflow_kernels.so"
     source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in KERNELS)
-    cubin.write_bytes(nvrtc.compile(source, [f"--gpu-architecture=sm_{capability}", "--std=c++17", *defines]))
+    architecture = f"sm_{capability}a" if capability == HOPPER else f"sm_{capability}"
+    cubin.write_bytes(nvrtc.compile(source, [f"--gpu-architecture={architecture}", "--std=c++17", *defines]))
     shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f'-DCUBIN="{cubin}"']
     command = [compiler, *shared, *defines, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
     try:

@@ -82,12 +82,18 @@ enum { CLUSTER_DIMENSION = 4 };
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
     void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave;
-    void *float8_rows, *float8_split_gelu, *float8_layer_norm;
+    void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
     int processors;
     int (*launch)(const Launch *, void *, void **, void **);
+    /* cuTensorMapEncodeTiled, in the order of cuda.h */
+    int (*describe)(void *, int, unsigned, void *, const uint64_t *, const uint64_t *, const unsigned *, const unsigned *, int,
+                    int, int, int);
 } Gpu;
 
 extern Gpu gpu;
+
+/* Bytes of shared memory of a block, as geglu.cu divides it: stages, results, biases, barriers. */
+#define GEGLU_SHARED (4 * 6 * 8192 + 2 * 16384 + 2 * 512 + 6 * 16)
 
 #define TOO_OLD_FOR_FLOAT8 "float8 needs a GPU of compute capability 8.9 or newer"
 
@@ -120,7 +126,7 @@ typedef struct Op {
     Status *(*kernel_compute_v2)(void *, void *);
 } Op;
 
-extern const Op group_norm, group_norm_single, bias_split_gelu;
+extern const Op group_norm, group_norm_single, bias_split_gelu, geglu;
 extern const Op interleave_phases, interleave_phases_single;
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product;
 

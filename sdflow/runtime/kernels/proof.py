@@ -65,13 +65,19 @@ INTERLEAVED = (((2, 5, 8, 32), False), ((1, 2, 3, 2560), False), ((3, 130, 66, 1
 """Of InterleavePhases: the shape of x, and whether it is float32."""
 
 
-def prove(library: Path) -> None:
-    """Raises TargetUnavailableError when a result is not what it should be, or there is none."""
+GEGLU_SHAPES = ((2, 77, 1280, 192), (3, 300, 136, 384), (1, 2003, 320, 2560), (1, 2003, 1024, 5120))
+"""Of Geglu's x, and its result's width. In the last two a block has several tiles; they are wide ones in the last one."""
+
+
+def prove(library: Path, *, hopper: bool = False) -> None:
+    """Raises TargetUnavailableError when a result is not what it should be, or there is none. hopper: Geglu's too."""
     onnxruntime = import_onnxruntime()
     try:
         found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
         found |= {f"BiasSplitGelu, {shape}": gelu_difference(library, shape) for shape in GELU_SHAPES}
         found |= {f"{INTERLEAVE}, {case}": interleave_difference(library, *case) for case in INTERLEAVED}
+        if hopper:
+            found |= {f"Geglu, {shape}": geglu_difference(library, shape) for shape in GEGLU_SHAPES}
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
     for name, distance in found.items():
@@ -105,7 +111,13 @@ def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     """BiasSplitGelu by its definition."""
     import numpy as np
 
-    plain, gate = np.split(feeds["x"].astype(np.float64) + feeds["bias"], 2, axis=-1)
+    return _gated(feeds["x"].astype(np.float64) + feeds["bias"])
+
+
+def _gated(both: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    plain, gate = np.split(both, 2, axis=-1)
     result: np.ndarray = plain * gate * 0.5 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
     return result
 
@@ -138,6 +150,37 @@ def interleave_expected(x: np.ndarray) -> np.ndarray:
     for (row, column), phase in zip(PHASES, np.split(x, 4, axis=3), strict=True):
         y[:, row::2, column::2] = phase[:, row : rows - 1 + row, column : columns - 1 + column]
     return y
+
+
+def geglu_difference(library: Path, shape: tuple[int, ...]) -> float:
+    """Relative L2 distance of Geglu to numpy's. shape: of x, and the result's width."""
+    from onnx import TensorProto, helper
+
+    feeds = geglu_feeds(shape)
+    node = helper.make_node("Geglu", list(feeds), ["y"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-2], shape[-1]))
+    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
+    return relative_l2(found, geglu_expected(feeds))
+
+
+def geglu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Random x, weight and bias, in the operator's order; what is gated has a deviation of about 1.4."""
+    import numpy as np
+
+    *rows, depth, width = shape
+    random = np.random.default_rng(2)
+    return {
+        "x": random.normal(size=(*rows, depth)).astype(np.float16),
+        "weight": (random.normal(size=(depth, 2 * width)) / math.sqrt(depth)).astype(np.float16),
+        "bias": random.normal(size=2 * width).astype(np.float16),
+    }
+
+
+def geglu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """Geglu by its definition."""
+    import numpy as np
+
+    return _gated(feeds["x"].astype(np.float64) @ feeds["weight"].astype(np.float64) + feeds["bias"])
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
@@ -12,18 +14,21 @@ VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
 """As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
 MOST_ROWS = 65535
 """As in interleave.c: rows of an image, and images."""
+GEGLU_ROWS, GEGLU_WIDTH = 128, 64
+"""As in geglu.cu: rows and columns of a tile of Geglu's result."""
 
 _Known = dict[str, tuple[int, list[int]]]
 """Value -> its element type, its shape."""
 
 
-def with_own_kernels(model: Any) -> Any | None:
+def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     """A copy of a ModelProto in which our kernels compute what they can; None where that is nothing.
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
     channels, stays with ONNX Runtime, and so does what is not float16 (of a group normalization: or float32), or of a type
-    or shape that is not known. The phases of `SubpixelConv` are put between one another in one go.
+    or shape that is not known. The phases of `SubpixelConv` are put between one another in one go. hopper: for a GPU of compute
+    capability 9.0, where a product that BiasSplitGelu alone reads is computed with it, as Geglu.
     """
     import onnx
 
@@ -39,12 +44,17 @@ def with_own_kernels(model: Any) -> Any | None:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
+    products = _products_of_gates(result.graph, known) if hopper else {}
     for node, ours in zip(result.graph.node, wanted, strict=True):
         if ours:
             node.domain = DOMAIN
-            if node.op_type != "BiasSplitGelu":
+            if product := products.get(node.input[0]):
+                _replace_product(node, product)
+            elif node.op_type != "BiasSplitGelu":
                 _replace_group_norm(node, known[node.input[0]][0])
     _put_between(result.graph, apart, known)
+    for product in products.values():
+        result.graph.node.remove(product)
     if DOMAIN not in {entry.domain for entry in result.opset_import}:
         result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return result
@@ -71,6 +81,41 @@ def _is_ours(node: Any, known: _Known) -> bool:
     if bias and known.get(bias) != (element, row):
         return False
     return _is_group_norm_ours(node, row[0])
+
+
+def _products_of_gates(graph: Any, known: _Known) -> dict[str, Any]:
+    """Value that a BiasSplitGelu of ours alone reads -> the MatMul that gives it, where Geglu is quicker than both."""
+    import onnx
+
+    half = onnx.TensorProto.FLOAT16
+    readers = Counter(name for node in graph.node for name in node.input)
+    readers.update(item.name for item in graph.output)
+    gated = {node.input[0] for node in graph.node if node.op_type == "BiasSplitGelu" and _is_ours(node, known)}
+    return {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "MatMul"
+        and node.domain in ("", "ai.onnx")
+        and node.output[0] in gated
+        and readers[node.output[0]] == 1
+        and all(known.get(name, (0, []))[0] == half for name in node.input)
+        and _is_geglu_quicker(*(known[name][1] for name in node.input))
+    }
+
+
+def _is_geglu_quicker(x: list[int], weight: list[int]) -> bool:
+    """Than a product and BiasSplitGelu, for x and a weight of these shapes: on an H200 for all from a tile's rows on."""
+    if len(weight) != 2 or math.prod(x[:-1]) < GEGLU_ROWS:
+        return False
+    return weight[0] % VECTOR == 0 and weight[1] % (2 * GEGLU_WIDTH) == 0
+
+
+def _replace_product(node: Any, product: Any) -> None:
+    """By Geglu, which reads what the product reads and the bias."""
+    inputs = [*product.input, node.input[1]]
+    node.op_type = "Geglu"
+    del node.input[:]
+    node.input.extend(inputs)
 
 
 def _is_group_norm_ours(node: Any, channels: int) -> bool:
