@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.phases import interleaved
 from sdflow.runtime.kernels import library
-from sdflow.runtime.kernels.proof import CASES, differences, gelu_difference, prove
+from sdflow.runtime.kernels.proof import CASES, differences, geglu_difference, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
 from sdflow.runtime.specialize import specialize
 
@@ -397,10 +397,12 @@ def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, mo
 @pytest.mark.gpu
 def test_the_kernels_are_right_on_this_gpu() -> None:
     built = library.build()
-    prove(built)
+    prove(built, hopper=library.on_hopper())
     worst = max(max(differences(built, case).values()) for case in CASES)
     assert worst < 4e-4
     assert gelu_difference(built, (2, 4096, 2560)) < 4e-4
+    if library.on_hopper():
+        assert geglu_difference(built, (2, 1024, 1280, 5120)) < 4e-4
 
 
 @pytest.mark.gpu
