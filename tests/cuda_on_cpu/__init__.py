@@ -6,6 +6,7 @@ threads.h, .cpp          a launch's blocks and threads
 hopper.h, .cpp           what hopper.cuh has on a GPU
 operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
 cublaslt.h, .cpp         what they use of cuBLASLt
+graphs.h, .cpp           CUDA graphs, and one to try
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-PTX = ("float16.cuh", "float8.cuh", "cluster.cuh", "hopper.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "hopper.cuh")
 """What cuda.h has instead."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -68,10 +69,10 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and cublaslt.cpp."""
+    """Source -> object: `kernels`, those of the operators, threads.cpp, hopper.cpp, operators.cpp, cublaslt.cpp, graphs.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
-        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
+        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp", "graphs.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
             made[path.name] = pool.submit(compile_operator, path, folder)

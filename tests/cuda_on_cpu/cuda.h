@@ -1,5 +1,5 @@
-// What the kernels use of CUDA C++, on the CPU: the language, and in place of float16.cuh, float8.cuh, cluster.cuh and hopper.cuh, the
-// primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh and
+// hopper.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -45,6 +45,7 @@ extern Place threadIdx, blockIdx, blockDim, gridDim;
 void __syncthreads();
 static inline void __syncwarp() {}
 void wait_for_cluster();
+void wait_for_earlier_kernels();  // operators.cpp
 float __shfl_xor_sync(unsigned mask, float value, int distance);
 float2 of_block(const float2* shared, int rank);
 

@@ -4,7 +4,9 @@
 //
 // DIRECTION: forwards or backwards, of `run_grid`. INPUT: as 10:2,4,4,320, ONNX's type and the axes, or `none`; its content
 // is FOLDER/input<place>. Outputs begin as NaN, as large as the operator asks; they go to FOLDER/output<place>, and what
-// was launched to stdout, a line each: the kernel, grid, block and cluster.
+// was launched to stdout, a line each: the kernel, grid, block and cluster. While a kernel may overlap with the one before it,
+// no tensor may be read or written: that is as long as it has not waited.
+// With memsets_as_kernels as the operator, PROCESSORS is the number of hosts of `check_memsets_as_kernels`.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +16,10 @@
 #include <string>
 #include <vector>
 
+#include <sanitizer/asan_interface.h>
+
 #include "cublaslt.h"
+#include "graphs.h"
 #include "hopper.h"
 #include "threads.h"
 
@@ -131,8 +136,8 @@ enum { INVALID_VALUE = 1, NOT_FOUND = 500 };
 int context_get(void** context) { return *context = &a_context, 0; }
 int device_get(int* device) { return *device = 0, 0; }
 int device_attribute(int* value, int attribute, int) {
-    require(attribute == 16, "not the number of multiprocessors");
-    return *value = processors, 0;
+    require(attribute == 16 || attribute == 75, "neither the number of multiprocessors nor the compute capability");
+    return *value = attribute == 16 ? processors : capability / 10, 0;
 }
 int module_load(void** module, const void*) { return *module = &a_module, 0; }
 int module_function(void** function, void*, const char* name) {
@@ -151,12 +156,35 @@ int error_name(int error, const char** name) {
     return *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_NOT_FOUND", 0;
 }
 
+bool waited;
+
+void forbid_all() {
+    for (const Tensor* one : inputs)
+        if (one) ASAN_POISON_MEMORY_REGION(one->memory, one->size);
+    for (const Tensor& one : outputs)
+        if (one.memory) ASAN_POISON_MEMORY_REGION(one.memory, one.size);
+}
+
+void allow_all() {
+    for (const Tensor* one : inputs)
+        if (one) ASAN_UNPOISON_MEMORY_REGION(one->memory, one->size);
+    for (const Tensor& one : outputs)
+        if (one.memory) ASAN_UNPOISON_MEMORY_REGION(one.memory, one.size);
+}
+
 int launch_kernel(const Launch* config, void* function, void** arguments, void**) {
     const Kernel& kernel = *static_cast<const Kernel*>(function);
     const unsigned *grid = config->grid, *block = config->block;
     unsigned cluster = 1;
+    waited = true;
     for (unsigned i = 0; i < config->attribute_count; ++i) {
         const Attribute& given = config->attributes[i];
+        if (given.id == PROGRAMMATIC_STREAM_SERIALIZATION) {
+            require(capability >= 90 && given.value.allowed == 1, "no overlapping launch before compute capability 9.0");
+            waited = false;
+            forbid_all();
+            continue;
+        }
         require(given.id == CLUSTER_DIMENSION && given.value.dimensions[1] == 1 && given.value.dimensions[2] == 1,
                 "not a row of blocks as a cluster");
         cluster = given.value.dimensions[0];
@@ -170,6 +198,7 @@ int launch_kernel(const Launch* config, void* function, void** arguments, void**
     if (!fits || config->stream != &a_stream || config->shared > most) return INVALID_VALUE;
     run_grid(kernel, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cluster, config->shared,
              arguments, backwards);
+    require(waited, "the kernel may overlap with the one before it, and does not wait for it");
     return 0;
 }
 
@@ -192,11 +221,17 @@ void check(Status* failed) {
 
 }  // namespace
 
+void wait_for_earlier_kernels() {
+    if (!waited) allow_all();
+    waited = true;
+}
+
 void* emulated_dlopen(const char* file, int) {
     return std::strstr(file, "libcublasLt") ? &a_library : &a_driver;
 }
 void* emulated_dlsym(void* handle, const char* name) {
     if (handle == &a_library) return cublaslt_function(name);
+    if (void* found = graph_function(name)) return found;
     static const std::map<std::string, void*> functions = {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
@@ -212,6 +247,7 @@ int main(int count, char** given) {
     require(count >= 7, "operators FOLDER OPERATOR DIRECTION CAPABILITY PROCESSORS OUTPUTS ...");
     folder = given[1], backwards = !std::strcmp(given[3], "backwards");
     capability = std::atoi(given[4]), processors = std::atoi(given[5]);
+    if (!std::strcmp(given[2], "memsets_as_kernels")) return check_memsets_as_kernels(processors, backwards), 0;
     outputs.resize(std::atoi(given[6]));
     int i = 7;
     for (; i < count && std::strcmp(given[i], "--"); ++i) {

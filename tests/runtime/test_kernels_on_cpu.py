@@ -249,6 +249,13 @@ FAULTS = {
         HELD,
         TOO_EARLY,
     ),
+    "no wait for the kernel before": (
+        "bias_split_gelu.cu",
+        "    wait_for_earlier_kernels();\n",
+        "",
+        (Gpu(3), (1, 7, 320)),
+        "use-after-poison",
+    ),
     "no wait for parts": ("group_norm_twice.cu", "= total;\n        __syncthreads();", "= total;", ACROSS, TOO_EARLY),
     "no wait for the cluster's sums": (
         "group_norm_held.cu",
@@ -307,6 +314,14 @@ FAULTS = {
     ),
 }
 """What -> source, right, wrong, what shows it, how."""
+
+
+@pytest.mark.parametrize(("hosts", "others"), [(0, 0), (2, 2)])
+def test_memsets_of_a_graph_become_kernels_that_do_the_same(
+    program: Path, tmp_path: Path, hosts: int, others: int
+) -> None:
+    said, _ = run(program, tmp_path, Gpu(hosts), "memsets_as_kernels", [], 0)
+    assert said == [f"4 {others}"], "four of five memsets have one row"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -11,7 +11,8 @@ and a warning says why.
     float8_rows.cu, .c       rows of float8 and their scales, of values, gated GELUs and layer normalizations
     float8_product.c         products of them, by cuBLASLt
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
-    float16.cuh, float8.cuh, cluster.cuh, hopper.cuh
+    fill.cu, memset_nodes.c  memsets of a captured CUDA graph, as kernels (`sdflow.runtime.captured`)
+    overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, hopper.cuh
                              what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """

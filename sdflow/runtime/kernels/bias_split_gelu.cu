@@ -12,6 +12,7 @@ static __device__ __forceinline__ float gelu(float b) {
 // Grid (columns, blocks), block (wide, deep). x: (rows, 2 lanes), bias: (2 lanes), y: (rows, lanes), eight channels each.
 extern "C" __global__ void __launch_bounds__(GELU_THREADS)
 bias_split_gelu(const uint4* __restrict__ x, const uint4* __restrict__ bias, uint4* __restrict__ y, int rows, int lanes) {
+    wait_for_earlier_kernels();
     const int lane = blockIdx.x * blockDim.x + threadIdx.x;
     if (lane >= lanes) return;
     const Floats plain_bias = floats(bias[lane]), gate_bias = floats(bias[lanes + lane]);

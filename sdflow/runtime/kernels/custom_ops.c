@@ -50,7 +50,7 @@ extern const char sdflow_cubin[] __attribute__((visibility("hidden")));
 Gpu gpu;
 
 /* The name of an error of the driver (CUresult). */
-static const char *name_of(int error) {
+const char *name_of(int error) {
     const char *name = 0;
     void *driver = dlopen("libcuda.so.1", RTLD_NOW);
     int (*get)(int, const char **) = driver ? dlsym(driver, "cuGetErrorName") : 0;
@@ -82,7 +82,7 @@ static const char *load_locked(void) {
         function(&gpu.sums_single, module, "group_norm_sums_single") ||
         function(&gpu.apply_single, module, "group_norm_apply_single") ||
         function(&gpu.bias_split_gelu, module, "bias_split_gelu") ||
-        function(&gpu.interleave, module, "interleave"))
+        function(&gpu.interleave, module, "interleave") || function(&gpu.fill, module, "fill"))
         return "the kernels are not complete";
     if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
         gpu.held_4 = gpu.held_8 = 0;
@@ -98,6 +98,8 @@ static const char *load_locked(void) {
         if (!gpu.describe || !permit || function(geglus[i], module, names[i]) ||
             permit(*geglus[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, GEGLU_SHARED))
             *geglus[i] = 0;
+    int major = 0;
+    gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9;
     gpu.context = context;
     return 0;
 }
@@ -110,7 +112,12 @@ const char *load_kernels(void) {
 }
 
 const char *launch(void *function, Launch config, void **arguments) {
-    config.attribute_count = config.attributes ? 1 : 0;
+    Attribute attributes[2];
+    unsigned count = 0;
+    if (config.attributes) attributes[count++] = *config.attributes;
+    if (gpu.overlaps) attributes[count++] = (Attribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+    config.attributes = count ? attributes : 0;
+    config.attribute_count = count;
     const int error = gpu.launch(&config, function, arguments, 0);
     return error ? name_of(error) : 0;
 }

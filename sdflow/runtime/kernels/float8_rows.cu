@@ -76,6 +76,7 @@ static __device__ __forceinline__ void quantize(const Held& held, const Rows& al
 // x: (rows, lanes), y the same; scales: (rows).
 extern "C" __global__ void __launch_bounds__(32 * FLOAT8_WARPS)
 float8_rows(const uint4* __restrict__ x, uint2* __restrict__ y, float* __restrict__ scales, Rows all) {
+    wait_for_earlier_kernels();
     __shared__ float shared[FLOAT8_WARPS];
     Held held = of_thread(all);
 #pragma unroll
@@ -90,6 +91,7 @@ float8_rows(const uint4* __restrict__ x, uint2* __restrict__ y, float* __restric
 extern "C" __global__ void __launch_bounds__(32 * FLOAT8_WARPS)
 float8_split_gelu(const uint4* __restrict__ x, const uint4* __restrict__ bias, uint2* __restrict__ y,
                   float* __restrict__ scales, Rows all) {
+    wait_for_earlier_kernels();
     __shared__ float shared[FLOAT8_WARPS];
     Held held = of_thread(all);
 #pragma unroll
@@ -112,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(32 * FLOAT8_WARPS)
 float8_layer_norm(const uint4* __restrict__ x, const uint4* __restrict__ skip, const uint4* __restrict__ gamma,
                   const uint4* __restrict__ beta, const uint4* __restrict__ bias, uint2* __restrict__ y,
                   float* __restrict__ scales, uint4* __restrict__ sum, Rows all, float epsilon) {
+    wait_for_earlier_kernels();
     __shared__ float shared[3][FLOAT8_WARPS];
     Held held = of_thread(all);
     float total = 0, squares = 0;

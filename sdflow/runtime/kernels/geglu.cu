@@ -57,6 +57,7 @@ static __device__ __forceinline__ void multiply_and_gate(const TensorMap& x, con
         prefetch(&x), prefetch(&w), prefetch(&y);
     }
     __syncthreads();
+    wait_for_earlier_kernels();
     int stage = 0, phase = 0;
     const auto advance = [&] {
         if (++stage == STAGES) stage = 0, phase ^= 1;

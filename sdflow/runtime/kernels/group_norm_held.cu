@@ -106,6 +106,7 @@ static __device__ __forceinline__ void normalize_held(const uint4* x, const uint
         const uint4* __restrict__ x, const uint4* __restrict__ skip, const uint4* __restrict__ bias,             \
         const float* __restrict__ gamma, const float* __restrict__ beta, uint4* __restrict__ y,                  \
         uint4* __restrict__ sum, const Slice slice) {                                                            \
+        wait_for_earlier_kernels();                                                                              \
         normalize_held<HELD>(x, skip, bias, gamma, beta, y, sum, slice);                                         \
     }
 

@@ -143,6 +143,7 @@ static __device__ __forceinline__ void apply_to(const Vector* __restrict__ x, co
     sums(const Vector* __restrict__ x, const Vector* __restrict__ skip, const Vector* __restrict__ bias,                \
          Vector* __restrict__ sum, float2* __restrict__ partials, const Layout layout) {                                \
         __shared__ float4 found[THREADS];                                                                               \
+        wait_for_earlier_kernels();                                                                                     \
         sums_of(x, skip, bias, sum, partials, layout, found);                                                           \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                               \
@@ -151,6 +152,7 @@ static __device__ __forceinline__ void apply_to(const Vector* __restrict__ x, co
           Vector* __restrict__ y, const Layout layout, int parts, float epsilon, int silu) {                            \
         __shared__ float2 found[THREADS];                                                                               \
         __shared__ float2 statistics[32]; /* mean, 1 / deviation */                                                     \
+        wait_for_earlier_kernels();                                                                                     \
         apply_to(x, skip, bias, gamma, beta, partials, y, layout, parts, epsilon, silu, found, statistics);             \
     }
 GROUP_NORM_TWICE(group_norm_sums, group_norm_apply, uint4)

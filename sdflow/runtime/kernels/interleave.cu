@@ -4,6 +4,7 @@
 // x: (images, rows + 1, columns + 1, 4, lanes), y: (images, 2 rows, 2 columns, lanes).
 extern "C" __global__ void __launch_bounds__(INTERLEAVE_THREADS)
 interleave(const uint4* __restrict__ x, uint4* __restrict__ y, int columns, int lanes) {
+    wait_for_earlier_kernels();
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= columns * lanes) return;
     const int column = at / lanes, lane = at % lanes, rows = gridDim.y, row = blockIdx.y, image = blockIdx.z;

@@ -31,6 +31,7 @@ _FOLDER = Path(__file__).parent
 KERNELS = tuple(
     _FOLDER / name
     for name in (
+        "overlap.cuh",
         "float16.cuh",
         "halves.cuh",
         "group_norm.cuh",
@@ -39,6 +40,7 @@ KERNELS = tuple(
         "group_norm_held.cu",
         "bias_split_gelu.cu",
         "interleave.cu",
+        "fill.cu",
         "float8.cuh",
         "float8_rows.cu",
         "hopper.cuh",
@@ -52,6 +54,7 @@ OPERATORS = tuple(
         "group_norm.c",
         "bias_split_gelu.c",
         "interleave.c",
+        "memset_nodes.c",
         "float8_rows.c",
         "float8_product.c",
         "geglu.c",
@@ -65,6 +68,7 @@ DEFINES = {
     "GELU_THREADS": 640,
     "GELU_PER_PROCESSOR": 2,
     "INTERLEAVE_THREADS": 256,
+    "FILL_THREADS": 128,
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
 }

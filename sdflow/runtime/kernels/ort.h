@@ -67,6 +67,7 @@ typedef struct {
     union {
         char size[64];
         unsigned dimensions[3];
+        int allowed;
     } value;
 } Attribute;
 
@@ -77,13 +78,13 @@ typedef struct {
     unsigned attribute_count;
 } Launch;
 
-enum { CLUSTER_DIMENSION = 4 };
+enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
-    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave;
+    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave, *fill;
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
-    int processors;
+    int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
     /* cuTensorMapEncodeTiled, in the order of cuda.h */
     int (*describe)(void *, int, unsigned, void *, const uint64_t *, const uint64_t *, const unsigned *, const unsigned *, int,
@@ -99,6 +100,9 @@ extern Gpu gpu;
 
 /* Loads the kernels unless they are. Returns why that cannot be done, else null. */
 const char *load_kernels(void);
+
+/* The name of an error of the driver (CUresult). */
+const char *name_of(int error);
 
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
