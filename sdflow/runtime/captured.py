@@ -29,7 +29,6 @@ def captured(run: Callable[[], None], place: Place) -> torch.cuda.CUDAGraph | No
     library = kernel_library()
     if library is None:  # it has said why
         return None
-    errors = (RuntimeError, *onnxruntime_errors(import_onnxruntime()))
     try:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with place.current():
@@ -42,7 +41,7 @@ def captured(run: Callable[[], None], place: Place) -> torch.cuda.CUDAGraph | No
         if why is None:
             graph.instantiate()
             return graph
-    except errors as error:
+    except onnxruntime_errors(import_onnxruntime()) as error:  # torch's are RuntimeErrors too
         why = str(error)
     warnings.warn(
         f"ONNX Runtime captures a CUDA graph, which is slower than sdflow's: {why}", SlowerWarning, stacklevel=4
