@@ -5,7 +5,7 @@
 
 Weights have a scale for each output channel; what they are multiplied with is quantized as it comes, with a scale for each row
 (a token, a pixel), so that no images are needed to calibrate (`sdflow.onnx_model.float8`). cuBLASLt multiplies, in an operator
-of ours, on GPUs of compute capability 8.9 and newer.
+of ours, on GPUs of compute capability 8.9 and newer, or a kernel of ours.
 
 What stays float16: convolutions, attention, normalizations, products of two activations, those of the time embedding (a Gemm
 each, once per schedule), and those of few weights: of 640 x 640 a product takes as long in float8, and what it reads longer

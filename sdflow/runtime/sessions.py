@@ -100,7 +100,7 @@ def create_session(
     read = read_graph(model) if graph is None else graph
     if provider == CUDA_PROVIDER and has_float8(read):  # they need our operators, whatever the tuning says
         session_options.register_custom_ops_library(str(float8_library()))
-        read = graph = with_float8(read)
+        read = graph = with_float8(read, hopper=on_hopper())
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)

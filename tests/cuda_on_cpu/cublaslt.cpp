@@ -8,6 +8,8 @@
 #include <map>
 #include <string>
 
+#include "cuda.h"
+
 // Names, numbers and meanings: cublasLt.h and library_types.h of CUDA 13. Matrices lie in columns.
 namespace {
 
@@ -86,14 +88,7 @@ int choose(void* handle, const Description* what, const Layout* a, const Layout*
     return *count = 1, 0;
 }
 
-float number(uint8_t bits) {
-    const int exponent = bits >> 3 & 15, fraction = bits & 7;
-    if ((bits & 0x7f) == 0x7f) return NAN;
-    const float size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
-    return bits & 0x80 ? -size : size;
-}
-
-int multiply(void* handle, const Description* what, const float* alpha, const uint8_t* a, const Layout* of_a, const uint8_t* b,
+int matmul(void* handle, const Description* what, const float* alpha, const uint8_t* a, const Layout* of_a, const uint8_t* b,
              const Layout* of_b, const float* beta, const void*, const Layout*, _Float16* d, const Layout* of_d, const uint64_t* algo,
              void* workspace, std::size_t size, void* stream) {
     const bool given = handle == &a_handle && stream == &a_stream && size >= WORKSPACE && algo[0] == of_d->columns;
@@ -103,7 +98,7 @@ int multiply(void* handle, const Description* what, const float* alpha, const ui
         for (uint64_t row = 0; row < of_d->rows; ++row) {
             float sum = 0;
             for (uint64_t i = 0; i < of_a->rows; ++i)
-                sum += number(a[row * of_a->leading + i]) * number(b[column * of_b->leading + i]);
+                sum += of_eight(a[row * of_a->leading + i]) * of_eight(b[column * of_b->leading + i]);
             d[column * of_d->leading + row] = (_Float16)(sum * what->scales_a[row] * what->scales_b[column]);
         }
     return 0;
@@ -123,7 +118,7 @@ void* cublaslt_function(const char* name) {
         {"cublasLtMatmulPreferenceSetAttribute", (void*)prefer},
         {"cublasLtMatmulPreferenceDestroy", (void*)release_preference},
         {"cublasLtMatmulAlgoGetHeuristic", (void*)choose},
-        {"cublasLtMatmul", (void*)multiply},
+        {"cublasLtMatmul", (void*)matmul},
     };
     const auto found = functions.find(name);
     return found == functions.end() ? nullptr : found->second;

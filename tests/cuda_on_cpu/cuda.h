@@ -47,6 +47,9 @@ static inline void __syncwarp() {}
 void wait_for_cluster();
 void wait_for_earlier_kernels();  // operators.cpp
 float __shfl_xor_sync(unsigned mask, float value, int distance);
+static inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
+    return __builtin_bit_cast(unsigned, __shfl_xor_sync(mask, __builtin_bit_cast(float, value), distance));
+}
 float2 of_block(const float2* shared, int rank);
 
 static inline int min(int a, int b) { return a < b ? a : b; }
@@ -77,6 +80,13 @@ static inline unsigned eight(float value) {
     int exponent;
     frexpf(size, &exponent);
     return sign | (unsigned)(((exponent + 6) << 3) + (int)nearbyintf(ldexpf(size, 4 - exponent)) - 8);
+}
+
+static inline float of_eight(unsigned char bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return NAN;
+    const float size = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+    return bits & 0x80 ? -size : size;
 }
 
 static inline unsigned eights(float a, float b, float c, float d) {

@@ -17,7 +17,7 @@ constexpr unsigned LANES = 32, MOST_BARRIERS = 16, BLOCK_SHARED = 227 << 10;
 struct Map {  // in a TensorMap
     char* address;
     uint64_t columns, rows, stride;
-    unsigned box_columns, box_rows;
+    unsigned box_columns, box_rows, size;  // size: of an element
 };
 static_assert(sizeof(Map) <= sizeof(TensorMap));
 
@@ -33,10 +33,10 @@ struct Product {
     float* sums;
     int columns;
     unsigned long long a, b;
-    int add;
+    int add, depth;  // depth: 16, or 32 of E4M3
     float before;  // the sum of what is multiplied; of a warpgroup's first and last thread
     bool operator==(const Product& other) const {
-        return columns == other.columns && a == other.a && b == other.b && add == other.add;
+        return columns == other.columns && a == other.a && b == other.b && add == other.add && depth == other.depth;
     }
 };
 struct Word {
@@ -93,14 +93,15 @@ void settle(Phases& one) {
     one.parity ^= 1;
 }
 
-float number(const char* half) {
+float number(const char* at, bool eight) {
+    if (eight) return of_eight(*at);
     _Float16 value;
-    std::memcpy(&value, half, sizeof value);
+    std::memcpy(&value, at, sizeof value);
     return value;
 }
 
-constexpr int MOST_COLUMNS = 256, DEPTH = 16;
-float a[64][DEPTH], b[MOST_COLUMNS][DEPTH];
+constexpr int MOST_COLUMNS = 256, MOST_DEPTH = 32;
+float a[64][MOST_DEPTH], b[MOST_COLUMNS][MOST_DEPTH];
 
 // Reads a and b. Returns their sum, which is no number while something is not there.
 float gather(State& of, const Product& one) {
@@ -108,16 +109,19 @@ float gather(State& of, const Product& one) {
     const auto leading = [](unsigned long long matrix) { return (unsigned)(matrix >> 16 & 0x3fff) << 4; };
     const auto stride = [](unsigned long long matrix) { return (unsigned)(matrix >> 32 & 0x3fff) << 4; };
     if (one.a >> 62 != 1 || one.b >> 62 != 1) wrong("a matrix is not swizzled by 128 bytes");
+    const bool eight = one.depth == 32;
+    const unsigned size = eight ? 1 : 2;
     float sum = 0;
-    for (unsigned k = 0; k < DEPTH; ++k) {
+    for (unsigned k = 0; k < (unsigned)one.depth; ++k) {
         for (unsigned row = 0; row < 64; ++row) {
-            const unsigned from = start(one.a) + row / 8 * stride(one.a) + row % 8 * 128 + k * 2;
-            sum += a[row][k] = number(at(of, swizzled(from), 2));
+            const unsigned from = start(one.a) + row / 8 * stride(one.a) + row % 8 * 128 + k * size;
+            sum += a[row][k] = number(at(of, swizzled(from), size), eight);
         }
         for (unsigned column = 0; column < (unsigned)one.columns; ++column) {
             const unsigned row = k / 8 * stride(one.b) + k % 8 * 128;
-            const unsigned from = start(one.b) + column / 64 * leading(one.b) + row + column % 64 * 2;
-            sum += b[column][k] = number(at(of, swizzled(from), 2));
+            const unsigned across = column / 64 * leading(one.b) + row + column % 64 * 2;
+            const unsigned along = column / 8 * stride(one.b) + column % 8 * 128 + k;
+            sum += b[column][k] = number(at(of, swizzled(start(one.b) + (eight ? along : across)), size), eight);
         }
     }
     return sum;
@@ -134,16 +138,16 @@ void multiply_all(State& of, unsigned first, const std::vector<Product>& ones) {
         for (int i = 0; i < ones[0].columns / 2; ++i) {
             const float *left = a[row + i / 2 % 2 * 8], *right = b[i / 4 * 8 + lane % 4 * 2 + i % 2];
             float product = 0;
-            for (int k = 0; k < DEPTH; ++k) product += left[k] * right[k];
+            for (int k = 0; k < ones[0].depth; ++k) product += left[k] * right[k];
             float& to = ones[thread - first].sums[i];
             to = ones[0].add ? to + product : product;
         }
     }
 }
 
-void begin_product(float* sums, int columns, unsigned long long a, unsigned long long b, int add) {
+void begin_product(float* sums, int columns, unsigned long long a, unsigned long long b, int add, int depth) {
     const unsigned thread = current_place().thread % WARPGROUP;
-    Product one = {sums, columns, a, b, add != 0, 0};
+    Product one = {sums, columns, a, b, add != 0, depth, 0};
     if (thread == 0 || thread == WARPGROUP - 1) one.before = gather(state(), one);
     own().products.push_back(one);
 }
@@ -180,12 +184,13 @@ void end_hopper() {
 
 int describe_matrix(TensorMap* map, int type, unsigned rank, void* address, const uint64_t* sizes, const uint64_t* strides,
                     const unsigned* box, const unsigned* each, int interleave, int swizzle, int promotion, int fill) {
+    const unsigned size = type == 6 ? 2 : 1;
     const bool aligned = (uintptr_t)map % 64 == 0 && (uintptr_t)address % 16 == 0 && strides[0] % 16 == 0;
-    const bool fits = sizes[0] && sizes[1] && strides[0] >= sizes[0] * 2 && box[0] * 2 == 128 && box[1] && box[1] <= 256;
-    if (type != 6 || rank != 2 || !aligned || !fits || each[0] != 1 || each[1] != 1 || interleave || swizzle != 3 ||
+    const bool fits = sizes[0] && sizes[1] && strides[0] >= sizes[0] * size && box[0] * size == 128 && box[1] && box[1] <= 256;
+    if ((type != 6 && type != 0) || rank != 2 || !aligned || !fits || each[0] != 1 || each[1] != 1 || interleave || swizzle != 3 ||
         promotion > 3 || fill)
         return 1;
-    const Map made = {static_cast<char*>(address), sizes[0], sizes[1], strides[0], box[0], box[1]};
+    const Map made = {static_cast<char*>(address), sizes[0], sizes[1], strides[0], box[0], box[1], size};
     std::memcpy(map->content, &made, sizeof made);
     return 0;
 }
@@ -222,13 +227,13 @@ void load_tile(unsigned to, const TensorMap* given, int x, int y, unsigned barri
     if (to % 1024) wrong("a tile does not begin where the swizzle does");
     for (unsigned row = 0; row < map.box_rows; ++row)
         for (unsigned column = 0; column < map.box_columns; ++column) {
-            char* here = at(state(), swizzled(to + row * 128 + column * 2), 2);
+            char* here = at(state(), swizzled(to + row * 128 + column * map.size), map.size);
             if (y + row < map.rows && x + column < map.columns)
-                std::memcpy(here, map.address + (y + row) * map.stride + (x + column) * 2, 2);
-            else std::memset(here, 0, 2);
+                std::memcpy(here, map.address + (y + row) * map.stride + (x + column) * map.size, map.size);
+            else std::memset(here, 0, map.size);
         }
     Phases& one = phases(state(), barrier);
-    one.bytes -= map.box_rows * map.box_columns * 2;
+    one.bytes -= map.box_rows * map.box_columns * map.size;
     settle(one);
 }
 void prefetch(const TensorMap*) {}
@@ -290,10 +295,13 @@ void signal(int barrier, int threads) {
 }
 
 void multiply(float (&sums)[128], unsigned long long a, unsigned long long b, int add) {
-    begin_product(sums, 256, a, b, add);
+    begin_product(sums, 256, a, b, add, 16);
 }
 void multiply(float (&sums)[64], unsigned long long a, unsigned long long b, int add) {
-    begin_product(sums, 128, a, b, add);
+    begin_product(sums, 128, a, b, add, 16);
+}
+void multiply_eights(float (&sums)[80], unsigned long long a, unsigned long long b, int add) {
+    begin_product(sums, 160, a, b, add, 32);
 }
 void begin_products() {}
 void commit_products() {

@@ -30,6 +30,7 @@ void meet(int barrier, int threads);
 void signal(int barrier, int threads);
 void multiply(float (&sums)[128], unsigned long long a, unsigned long long b, int add);
 void multiply(float (&sums)[64], unsigned long long a, unsigned long long b, int add);
+void multiply_eights(float (&sums)[80], unsigned long long a, unsigned long long b, int add);
 void begin_products();
 void commit_products();
 void wait_for_products(unsigned left);
@@ -52,6 +53,6 @@ static inline unsigned long long matrix(unsigned at, int leading, int stride) {
 void begin_hopper(unsigned blocks, unsigned threads, unsigned shared);
 void end_hopper();
 
-// cuTensorMapEncodeTiled, for matrices of float16 whose boxes have rows of 128 swizzled bytes.
+// cuTensorMapEncodeTiled, for matrices of float16 or uint8 whose boxes have rows of 128 swizzled bytes.
 int describe_matrix(TensorMap* map, int type, unsigned rank, void* address, const uint64_t* sizes, const uint64_t* strides,
                     const unsigned* box, const unsigned* each, int interleave, int swizzle, int promotion, int fill);

@@ -5,12 +5,16 @@
 #define float8_rows float8_rows_kernel
 #define float8_split_gelu float8_split_gelu_kernel
 #define float8_layer_norm float8_layer_norm_kernel
+#define float8_product float8_product_kernel
+#define float8_gated_product float8_gated_product_kernel
 #include KERNELS
 #undef bias_split_gelu
 #undef interleave
 #undef float8_rows
 #undef float8_split_gelu
 #undef float8_layer_norm
+#undef float8_product
+#undef float8_gated_product
 #include "threads.h"
 
 #include <utility>
@@ -42,5 +46,7 @@ const Kernel kernels[] = {
     {"float8_layer_norm", run<float8_layer_norm_kernel>, 32 * FLOAT8_WARPS, 89},
     {"geglu_wide", run<geglu_wide>, 3 * WARPGROUP, 90},
     {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
+    {"float8_product", run<float8_product_kernel>, 3 * WARPGROUP, 90},
+    {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
     {nullptr, nullptr, 0, 0},
 };

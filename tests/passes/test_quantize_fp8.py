@@ -155,6 +155,27 @@ def test_a_session_has_rows_that_products_share_and_that_what_is_before_them_giv
     assert with_own_kernels(made) is None or DOMAIN in {entry.domain for entry in made.opset_import}
 
 
+def test_products_are_computed_with_their_gates_on_hopper(float8_unet: Path) -> None:
+    sizes = {"batch": 2, "latent_height": 8, "latent_width": 8, "sequence": 77}
+    fixed = specialize(read(float8_unet), sizes)
+    made = with_float8(fixed, hopper=True)
+    ours = Counter(node.op_type for node in made.graph.node if node.domain == DOMAIN)
+    gates = [node for node in fixed.graph.node if node.op_type == "BiasSplitGelu"]
+    products = {node.output[0]: node for node in fixed.graph.node if node.op_type == FLOAT8_MATMUL}
+    assert ours["Float8GatedProduct"] == len(gates) > 0 == ours["Float8SplitGelu"]
+    assert ours["Float8Product"] == len(products) - len(gates)
+    assert not any(node.op_type == "BiasSplitGelu" for node in made.graph.node)
+    given = {node.output[0]: node for node in made.graph.node}
+    for gate in gates:
+        product = products[gate.input[0]]
+        assert list(given[gate.output[0]].input[2:]) == [*product.input[1:], gate.input[1]]
+        assert any(node.op_type == "Float8Rows" and node.input[0] == gate.output[0] for node in made.graph.node)
+    known = {tensor.name for tensor in made.graph.initializer} | {item.name for item in made.graph.input}
+    for node in made.graph.node:
+        assert {name for name in node.input if name} <= known, node.name
+        known |= set(node.output)
+
+
 def test_other_targets_say_what_float8_needs(float8_unet: Path) -> None:
     with pytest.raises(TargetUnavailableError, match="NVIDIA GPU of compute capability 8.9"):
         create_session(float8_unet / "model.onnx", TARGETS["cpu"])

@@ -14,6 +14,8 @@ from sdflow.runtime.kernels.float8_proof import (
     EPSILON,
     RowsCase,
     dequantized,
+    gated_expected,
+    gated_feeds,
     product_expected,
     product_feeds,
     quantized,
@@ -66,18 +68,73 @@ def test_rows_are_quantized_right_however_they_are_planned(
     assert launch == f"float8_{kernel} ({blocks}, 1, 1) (32, 8, 1) 1"
 
 
-def product(program: Path, folder: Path, shape: tuple[int, int, int, int], gpu: Gpu = FLAT) -> None:
+def product(program: Path, folder: Path, shape: tuple[int, int, int, int], gpu: Gpu = FLAT) -> list[str]:
+    """Runs and checks it. Returns what was launched."""
     feeds = product_feeds(shape)
     launches, (content, workspace) = run(program, folder, gpu, "Float8Product", [*feeds.values()], 2)
-    assert not launches
-    assert workspace
+    assert bool(workspace) != bool(launches)
     found = np.frombuffer(content, np.float16).reshape(*shape[:2], shape[3])
     assert relative_l2(found, product_expected(feeds)) < 5e-4
+    return launches
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 64, 48), (1, 1, 16, 16), (1, 33, 128, 16)], ids=str)
-def test_a_product_is_that_of_its_definition(shape: tuple[int, int, int, int], program: Path, tmp_path: Path) -> None:
-    product(program, tmp_path, shape)
+@pytest.mark.parametrize(
+    ("shape", "gpu"),
+    [
+        ((2, 5, 64, 48), FLAT),
+        ((1, 1, 16, 16), FLAT),
+        ((1, 33, 128, 16), FLAT),
+        ((1, 300, 128, 320), Gpu(2, 89)),
+        ((1, 300, 64, 320), Gpu(8)),  # two multiprocessors would have no tile of ours
+        ((1, 1000, 16, 16), Gpu(1)),  # more tiles of ours for each than they are quicker for
+    ],
+    ids=str,
+)
+def test_a_product_is_that_of_its_definition(
+    shape: tuple[int, int, int, int], gpu: Gpu, program: Path, tmp_path: Path
+) -> None:
+    assert not product(program, tmp_path, shape, gpu)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "processors", "shape"),
+    [
+        (1, 1, (1, 5, 16, 16)),
+        (4, 4, (2, 100, 144, 176)),
+        (2, 2, (1, 300, 272, 208)),  # three tiles for each block
+        (1, 1, (1, 300, 912, 64)),  # more steps than places
+    ],
+    ids=str,
+)
+def test_our_tiles_are_the_product_of_its_definition(
+    blocks: int, processors: int, shape: tuple[int, int, int, int], program: Path, tmp_path: Path
+) -> None:
+    assert product(program, tmp_path, shape, Gpu(processors)) == [f"float8_product ({blocks}, 1, 1) (384, 1, 1) 1"]
+
+
+def gated(program: Path, folder: Path, shape: tuple[int, int, int, int], gpu: Gpu) -> str:
+    """Runs and checks it. Returns what was launched."""
+    feeds = gated_feeds(shape)
+    (launch,), (content,) = run(program, folder, gpu, "Float8GatedProduct", [*feeds.values()], 1)
+    found = np.frombuffer(content, np.float16).reshape(*shape[:2], shape[3] // 2)
+    assert relative_l2(found, gated_expected(feeds)) < 5e-4
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("blocks", "processors", "shape"),
+    [
+        (1, 2, (1, 5, 16, 16)),
+        (2, 2, (2, 100, 144, 368)),  # three tiles for each block, the last one not full
+        (4, 4, (1, 300, 912, 208)),  # more steps than places, and some warpgroups without a tile
+    ],
+    ids=str,
+)
+def test_a_gated_product_is_that_of_its_definition(
+    blocks: int, processors: int, shape: tuple[int, int, int, int], program: Path, tmp_path: Path
+) -> None:
+    launch = gated(program, tmp_path, shape, Gpu(processors))
+    assert launch == f"float8_gated_product ({blocks}, 1, 1) (384, 1, 1) 1"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +170,30 @@ def test_what_float8_cannot_do_is_refused(
 
 
 FAULTS = {
+    "products of what is not there": (
+        "float8_product.cu",
+        "wait_for_phase(places.full + 8 * stage, phase);",
+        "",
+        "not there, or goes too early",
+    ),
+    "a place given back too early": (
+        "float8_product.cu",
+        "            wait_for_products<1>();\n",
+        "",
+        "not there, or goes too early",
+    ),
+    "no turns": (
+        "float8_product.cu",
+        "wait_for_phase(places.turns + 8 * group, turn);",
+        "",
+        "not there, or goes too early",
+    ),
+    "a row too many of y": (
+        "float8_product.cu",
+        "at < size.rows ? size.columns",
+        "at <= size.rows ? size.columns",
+        "overflow",
+    ),
     "a row too many": ("float8_rows.cu", "held.row < all.rows", "held.row <= all.rows", "heap-buffer-overflow"),
     "no wait for the largest": (
         "float8_rows.cu",
@@ -144,5 +225,7 @@ def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], 
     with pytest.raises(AssertionError, match=message):
         if source == "float8_product.c":
             product(program, tmp_path, (1, 9, 32, 16))
+        elif source == "float8_product.cu":
+            gated(program, tmp_path, (1, 300, 1040, 208), Gpu(1))
         else:
             rows(program, tmp_path, RowsCase("Float8LayerNorm", (5, 2560)))

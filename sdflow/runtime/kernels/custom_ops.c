@@ -92,12 +92,12 @@ static const char *load_locked(void) {
         gpu.float8_rows = 0;
     int (*permit)(void *, int, int) = dlsym(driver, "cuFuncSetAttribute");
     gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
-    void **geglus[] = {&gpu.geglu_wide, &gpu.geglu_in_turns};
-    const char *names[] = {"geglu_wide", "geglu_in_turns"};
-    for (int i = 0; i < 2; ++i)
-        if (!gpu.describe || !permit || function(geglus[i], module, names[i]) ||
-            permit(*geglus[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, GEGLU_SHARED))
-            *geglus[i] = 0;
+    void **products[] = {&gpu.geglu_wide, &gpu.geglu_in_turns, &gpu.float8_product, &gpu.float8_gated_product};
+    const char *names[] = {"geglu_wide", "geglu_in_turns", "float8_product", "float8_gated_product"};
+    for (int i = 0; i < 4; ++i)
+        if (!gpu.describe || !permit || function(products[i], module, names[i]) ||
+            permit(*products[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, i < 2 ? GEGLU_SHARED : FLOAT8_SHARED))
+            *products[i] = 0;
     int major = 0;
     gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9;
     gpu.context = context;
@@ -131,7 +131,7 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     static void *domain = 0; /* sessions refer to it as long as they live */
     const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
-                       &float8_layer_norm, &float8_product, &geglu};
+                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);

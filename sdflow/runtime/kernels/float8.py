@@ -8,6 +8,11 @@ gives, that is quantized as it is computed.
         Float8Product(Float8Rows(x), weight, scales)
         Float8Product(Float8SplitGelu(x, bias), weight, scales)             for BiasSplitGelu
         Float8Product(Float8LayerNorm(x, skip, ...), weight, scales)        for SkipLayerNormalization
+
+On Hopper a product that only a GELU with its gate reads is computed with that:
+
+    BiasSplitGelu(Float8MatMul(x, weight, scales), bias)
+        Float8GatedProduct(Float8Rows(x), weight, scales, bias)
 """
 
 from __future__ import annotations
@@ -59,10 +64,11 @@ def float8_library() -> Path:
     return library
 
 
-def with_float8(model: Any) -> Any:
+def with_float8(model: Any, *, hopper: bool = False) -> Any:
     """A copy of a ModelProto with our operators in the place of each Float8MatMul. Its weights are bytes there.
 
     model: with all shapes known, as `specialize` leaves it; where they are not, each product has its Float8Rows.
+    hopper: for a GPU that has Float8GatedProduct.
     """
     import onnx
 
@@ -75,15 +81,23 @@ def with_float8(model: Any) -> Any:
     rows: dict[str, list[str]] = {}
     made: list[Any] = []
     fused = _Fused(graph)
+    products = fused.gated() if hopper else {}
     for node in graph.node:
         if not reads_float8(node):
-            made.append(fused.replaced(node, rows) or node)
+            product = products.get(node.input[0]) if node.input else None
+            if product is None:
+                made.append(fused.replaced(node, rows) or node)
+                continue
+            operands = [*rows[product.input[0]], *product.input[1:], node.input[1]]
+            made.append(onnx.helper.make_node("Float8GatedProduct", operands, [*node.output], node.name, domain=DOMAIN))
             continue
         source = node.input[0]
         if source not in rows:
             rows[source] = _rows_of(source)
             made.append(onnx.helper.make_node("Float8Rows", [source], rows[source], f"{source}/float8", domain=DOMAIN))
         name = node.output[0]
+        if name in products:
+            continue
         made.append(
             onnx.helper.make_node(
                 "Float8Product", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name, domain=DOMAIN
@@ -110,6 +124,23 @@ class _Fused:
         self._others = {name for node in graph.node if not reads_float8(node) for name in node.input}
         self._others |= {name for node in graph.node if reads_float8(node) for name in node.input[1:]}
         self._products = {node.input[0] for node in graph.node if reads_float8(node)}
+        self._readers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._readers.setdefault(name, []).append(node)
+        self._made = {node.output[0]: node for node in graph.node if reads_float8(node)}
+
+    def gated(self) -> dict[str, Any]:
+        """Result -> product, of those that nothing but a GELU with its gate reads."""
+        found = {}
+        for name, product in self._made.items():
+            readers = self._readers.get(name, [])
+            if name in self._results or len(readers) != 1:
+                continue
+            (reader,) = readers
+            if (reader.domain, reader.op_type) == ("com.microsoft", "BiasSplitGelu") and reader.input[0] == name:
+                found[name] = product
+        return found
 
     def replaced(self, node: Any, rows: dict[str, list[str]]) -> Any | None:
         """The operator of ours for a node, if there is one; then `rows` has what it gives."""

@@ -1,7 +1,7 @@
-/* sdflow.Float8Product: a matrix product of E4M3 by cuBLASLt, summed up in float32.
+/* sdflow.Float8Product: a matrix product of E4M3, summed up in float32, by cuBLASLt or by our kernels where they are quicker.
  *
  * inputs: rows (..., K) uint8 and their scales (M) float32, as Float8Rows gives them; weight (N, K) uint8 and its scales (N)
- * float32. outputs: (..., N) float16; cuBLASLt's workspace. K and N are multiples of 16.
+ * float32. outputs: (..., N) float16; cuBLASLt's workspace, empty without it. K and N are multiples of 16.
  *
  * cuBLASLt has its matrices in columns: there it is the transposed weight times the rows, and the result (N, M).
  * https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api; the numbers are those of cublasLt.h of CUDA 13.
@@ -169,15 +169,21 @@ static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims,
     TRY(OUTPUT(api)(context, 0, dims, rank, &value));
     TRY(data(api, value, &to));
     TRY(GPU_STREAM(api)(context, &stream));
-    if (rows && (plan->rows != rows || plan->n != n || plan->k != k)) {
+    const int tiles = float8_tiles_suit(rows, n, k);
+    if (rows && !tiles && (plan->rows != rows || plan->n != n || plan->k != k)) {
         release(plan);
         const char *why = make_plan(plan, rows, n, k, at[WEIGHT_SCALES], at[ROW_SCALES]);
         if (why) return failure(api, "Float8Product", why);
     }
-    const int64_t size = rows ? (int64_t)plan->choice.workspace : 0;
+    const int64_t size = rows && !tiles ? (int64_t)plan->choice.workspace : 0;
     TRY(OUTPUT(api)(context, 1, &size, 1, &value));
     TRY(data(api, value, &workspace));
     if (!rows) return 0;
+    if (tiles) {
+        const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], 0, to};
+        const char *why = multiply_float8_tiles(&of, rows, n, k, stream);
+        return why ? failure(api, "Float8Product cannot be launched", why) : 0;
+    }
     int failed = point(plan, at[WEIGHT_SCALES], at[ROW_SCALES]);
     if (!failed)
         failed = blas.multiply(blas.handle, plan->description, &one, at[WEIGHT], plan->weight, at[ROWS], plan->activation,

@@ -14,6 +14,7 @@ from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.library import on_hopper
 from sdflow.runtime.kernels.proof import gelu_expected, gelu_feeds, one_node_session
 from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT
 
@@ -42,8 +43,10 @@ ROWS_CASES = (
     RowsCase("Float8LayerNorm", (9, 640)),
 )
 
-PRODUCTS = ((2, 77, 640, 640), (1, 64, 1280, 3840), (3, 5, 2560, 640))
-"""Images, rows, K, N."""
+PRODUCTS = ((2, 77, 640, 640), (1, 64, 1280, 3840), (3, 5, 2560, 640), (1, 2000, 656, 1280), (2, 1010, 320, 3840))
+"""Images, rows, K, N. On an H200 the last two are our kernel's."""
+GATED_PRODUCTS = ((2, 77, 656, 2560), (1, 300, 320, 5120))
+"""Images, rows, K, N of the product."""
 
 
 def prove_float8(library: Path) -> None:
@@ -52,6 +55,8 @@ def prove_float8(library: Path) -> None:
     try:
         rows = {f"{case}": rows_difference(library, case) for case in ROWS_CASES}
         products = {f"Float8Product, {shape}": product_difference(library, shape) for shape in PRODUCTS}
+        if on_hopper():
+            products |= {f"Float8GatedProduct, {shape}": gated_difference(library, shape) for shape in GATED_PRODUCTS}
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"float8 does not run on this device: {error}") from error
     for found, limit in ((rows, FLOAT8_ROWS_LIMIT), (products, FLOAT8_PRODUCT_LIMIT)):
@@ -137,6 +142,30 @@ def product_difference(library: Path, shape: tuple[int, int, int, int]) -> float
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:2], shape[3]))
     (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
     return relative_l2(found, product_expected(feeds))
+
+
+def gated_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
+    """Relative L2 distance of Float8GatedProduct to numpy's product and gates of the same numbers."""
+    from onnx import TensorProto, helper
+
+    feeds = gated_feeds(shape)
+    node = helper.make_node("Float8GatedProduct", list(feeds), ["y"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:2], shape[3] // 2))
+    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
+    return relative_l2(found, gated_expected(feeds))
+
+
+def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
+    """As product_feeds, and biases."""
+    import numpy as np
+
+    bias = np.random.default_rng(4).normal(size=shape[3]).astype(np.float16)
+    return product_feeds(shape) | {"bias": bias}
+
+
+def gated_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """Float8GatedProduct by its definition."""
+    return gelu_expected({"x": product_expected(feeds), "bias": feeds["bias"]})
 
 
 def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:

@@ -164,5 +164,16 @@ static __device__ __forceinline__ void multiply(float (&d)[64], unsigned long lo
         : "l"(a), "l"(b), "r"(add));
 }
 
+// The same of E4M3: a has 64 rows of 32, b as many columns, which lie as rows of 32 in memory, as a's do. 160 columns.
+static __device__ __forceinline__ void multiply_eights(float (&d)[80], unsigned long long a, unsigned long long b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+        "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "
+        "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, %80, %81, p, 1, 1;}"
+        : SUMS(0), SUMS(16), SUMS(32), SUMS(48), SUMS(64)
+        : "l"(a), "l"(b), "r"(add));
+}
+
 #undef SUMS
 #endif

@@ -45,6 +45,7 @@ KERNELS = tuple(
         "float8_rows.cu",
         "hopper.cuh",
         "geglu.cu",
+        "float8_product.cu",
     )
 )
 OPERATORS = tuple(
@@ -57,6 +58,7 @@ OPERATORS = tuple(
         "memset_nodes.c",
         "float8_rows.c",
         "float8_product.c",
+        "float8_tiles.c",
         "geglu.c",
     )
 )
@@ -71,13 +73,15 @@ DEFINES = {
     "FILL_THREADS": 128,
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
+    "FLOAT8_STAGES": 6,
 }
-"""Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200."""
+"""Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
+FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
 HOPPER = "90"
-"""Compiled with what this capability alone has (sm_90a): geglu.cu is there only."""
+"""Compiled with what this capability alone has (sm_90a): geglu.cu and float8_product.cu are there only."""
 SLOWEST = 300
 """Seconds that the C compiler may take; it takes one."""
 

@@ -84,6 +84,7 @@ enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 typedef struct {
     void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave, *fill;
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
+    void *float8_product, *float8_gated_product;
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
     /* cuTensorMapEncodeTiled, in the order of cuda.h */
@@ -96,6 +97,10 @@ extern Gpu gpu;
 /* Bytes of shared memory of a block, as geglu.cu divides it: stages, results, biases, barriers. */
 #define GEGLU_SHARED (4 * 6 * 8192 + 2 * 16384 + 2 * 512 + 6 * 16)
 
+/* The same of float8_product.cu: tiles, two barriers for each, two more. */
+enum { FLOAT8_ROWS = 128, FLOAT8_COLUMNS = 160, FLOAT8_DEPTH = 128 };
+#define FLOAT8_SHARED (FLOAT8_STAGES * ((FLOAT8_ROWS + FLOAT8_COLUMNS) * FLOAT8_DEPTH + 2 * 8) + 2 * 8)
+
 #define TOO_OLD_FOR_FLOAT8 "float8 needs a GPU of compute capability 8.9 or newer"
 
 /* Loads the kernels unless they are. Returns why that cannot be done, else null. */
@@ -106,6 +111,18 @@ const char *name_of(int error);
 
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
+
+/* Of a product of float8 rows, where they are on the device. bias: null without gates; to: the result. */
+typedef struct {
+    const void *rows, *row_scales, *weight, *weight_scales, *bias;
+    void *to;
+} Float8Operands;
+
+/* Whether our kernel is there for a product of this size, and quicker than cuBLASLt. rows: (rows, k), weight: (n, k). */
+int float8_tiles_suit(int64_t rows, int64_t n, int64_t k);
+
+/* Null when it is queued, else why it is not. */
+const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream);
 
 /* OrtCustomOp, as far as version 16 of the interface reads it. */
 typedef struct Op {
@@ -132,7 +149,7 @@ typedef struct Op {
 
 extern const Op group_norm, group_norm_single, bias_split_gelu, geglu;
 extern const Op interleave_phases, interleave_phases_single;
-extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product;
+extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }

@@ -1,0 +1,118 @@
+/* The kernels of float8_product.cu, on compute capability 9.0 alone.
+ *
+ * sdflow.Float8GatedProduct: Float8Product and BiasSplitGelu of its result. inputs: as of Float8Product, of N columns; bias (N)
+ * float16. output: (..., N / 2) float16.
+ */
+#include <stdlib.h>
+
+#include "ort.h"
+
+enum { TENSOR_MAP_UINT8 = 0, SWIZZLE_128 = 3, L2_PROMOTION_NONE = 0 };
+#define LARGEST (1 << 24)
+#define MOST_ROUNDS 7
+
+/* As in float8_product.cu. */
+typedef struct {
+    int rows, columns, depth;
+} Size;
+
+/* CUtensorMap */
+typedef struct {
+    _Alignas(64) uint64_t content[16];
+} TensorMap;
+
+/* Of y; width: columns of one. */
+static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
+    return (rows + FLOAT8_ROWS - 1) / FLOAT8_ROWS * ((columns + width - 1) / width);
+}
+
+/* Measured on an H200 (benchmarks/RESULTS.md, "Products in float8 of our own"): where the tiles leave few multiprocessors without one, and a
+ * block has not so many that writing them, while nothing is multiplied, costs more than cuBLASLt's narrower choice of tiles does. */
+int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
+    if (!gpu.float8_product || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
+    const int64_t tiles = tiles_of(rows, n, FLOAT8_COLUMNS), rounds = (tiles + gpu.processors - 1) / gpu.processors;
+    return rounds <= MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * 9;
+}
+
+/* A matrix in rows of k bytes. Returns the driver's error. */
+static int describe(TensorMap *map, const void *at, int64_t rows, int64_t k, unsigned box_rows) {
+    const uint64_t sizes[2] = {(uint64_t)k, (uint64_t)rows}, stride = (uint64_t)k;
+    const unsigned box[2] = {FLOAT8_DEPTH, box_rows}, each[2] = {1, 1};
+    return gpu.describe(map, TENSOR_MAP_UINT8, 2, (void *)at, sizes, &stride, box, each, 0, SWIZZLE_128, L2_PROMOTION_NONE, 0);
+}
+
+/* gates: columns of the weight beside those of the result, each with a bias. */
+static const char *multiply(const Float8Operands *of, int64_t rows, int64_t columns, int64_t gates, int64_t k, void *stream) {
+    const int halves = gates ? 2 : 1;
+    const int64_t tiles = tiles_of(rows, columns, FLOAT8_COLUMNS / halves);
+    const unsigned blocks = (unsigned)(tiles < gpu.processors ? tiles : gpu.processors);
+    TensorMap row_map, weight_map;
+    if (describe(&row_map, of->rows, rows, k, FLOAT8_ROWS) ||
+        describe(&weight_map, of->weight, columns + gates, k, FLOAT8_COLUMNS / halves))
+        return "the driver does not describe the matrices";
+    Float8Operands all = *of;
+    Size size = {(int)rows, (int)columns, (int)k};
+    const Launch config = {{blocks, 1, 1}, {384, 1, 1}, FLOAT8_SHARED, stream, 0, 0};
+    void *plain[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.to, &size};
+    void *gated[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.bias, &all.to, &size};
+    return launch(gates ? gpu.float8_gated_product : gpu.float8_product, config, gates ? gated : plain);
+}
+
+const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream) {
+    return multiply(of, rows, n, 0, k, stream);
+}
+
+enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, BIAS, INPUTS };
+
+static Status *create(const void *op, Api api, const void *info, void **result) {
+    (void)op, (void)info;
+    const char *why = load_kernels();
+    if (!why && !gpu.float8_gated_product) why = "it is for GPUs of compute capability 9.0";
+    if (why) return failure(api, "Float8GatedProduct cannot run", why);
+    Api *kernel = malloc(sizeof *kernel);
+    if (!kernel) return failure(api, "Float8GatedProduct: out of memory", 0);
+    *kernel = api;
+    *result = kernel;
+    return 0;
+}
+
+static Status *compute(void *op_kernel, void *context) {
+    Api api = *(Api *)op_kernel;
+    const void *inputs[INPUTS];
+    void *at[INPUTS], *value, *to, *stream;
+    int64_t dims[4], weight_dims[4], elements, rows = 1;
+    size_t rank = 0, weight_rank = 0;
+    for (size_t i = 0; i < INPUTS; ++i) {
+        TRY(INPUT(api)(context, i, &inputs[i]));
+        TRY(data(api, inputs[i], &at[i]));
+    }
+    TRY(shape_of(api, inputs[ROWS], dims, &rank));
+    TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
+    TRY(elements_of(api, inputs[BIAS], &elements));
+    if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || elements != weight_dims[0])
+        return failure(api, "Float8GatedProduct: weight and bias are not of the rows' size", 0);
+    const int64_t k = weight_dims[1], columns = weight_dims[0] / 2;
+    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
+    if (!k || k % 16 || !columns || weight_dims[0] % 16 || rows > LARGEST || weight_dims[0] > LARGEST || k > LARGEST)
+        return failure(api, "Float8GatedProduct: not for matrices of these sizes", 0);
+    dims[rank - 1] = columns;
+    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
+    TRY(data(api, value, &to));
+    TRY(GPU_STREAM(api)(context, &stream));
+    if (!rows) return 0;
+    const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], at[BIAS], to};
+    const char *why = multiply(&of, rows, columns, columns, k, stream);
+    return why ? failure(api, "Float8GatedProduct cannot be launched", why) : 0;
+}
+
+static const char *name(const Op *op) { return (void)op, "Float8GatedProduct"; }
+static int input_type(const Op *op, size_t i) { return (void)op, i == BIAS ? FLOAT16 : i == ROWS || i == WEIGHT ? UINT8 : FLOAT; }
+static int output_type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
+static size_t input_count(const Op *op) { return (void)op, INPUTS; }
+static size_t output_count(const Op *op) { return (void)op, 1; }
+static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+
+const Op float8_gated_product = {
+    ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, free,
+    required, required, on_device, none, none, none, none, create, compute,
+};
