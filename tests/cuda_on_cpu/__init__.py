@@ -26,8 +26,11 @@ import numpy as np
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "hopper.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh")
 """What cuda.h has instead."""
+ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
+BOTH = "halves.cuh"
+"""What the object `attention` is made of alone, since it takes long to compile; what `kernels` has, too."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -55,12 +58,25 @@ def kernel_texts() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
 
 
-def compile_kernels(folder: Path, texts: dict[str, str], optimization: str = "-O1") -> Path:
-    """The object, of sources with these texts."""
-    source = folder / "kernels.cu"
-    source.write_text("\n".join(f'#line 1 "{name}"\n{text}' for name, text in texts.items()), encoding="utf-8")
-    command = [*CPP, optimization, "-fdata-sections", f'-DKERNELS="{source}"', str(CPU / "kernels.cpp")]
-    return _compile(command, folder / "kernels.o")
+def object_of(source: str) -> str:
+    """Which of `compile_objects` has a source of kernels in it."""
+    return "attention" if source in ATTENTION else "kernels"
+
+
+def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
+    """The object `made`, of sources with these texts."""
+    source = folder / f"{made}.cu"
+    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == BOTH or object_of(name) == made]
+    source.write_text("\n".join(parts), encoding="utf-8")
+    command = [
+        *CPP,
+        optimization,
+        "-fdata-sections",
+        f"-DOBJECT_{made}",
+        f'-DKERNELS="{source}"',
+        str(CPU / "kernels.cpp"),
+    ]
+    return _compile(command, folder / f"{made}.o")
 
 
 def compile_operator(source: Path, folder: Path) -> Path:
@@ -69,9 +85,11 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, those of the operators, threads.cpp, hopper.cpp, operators.cpp, cublaslt.cpp, graphs.cpp."""
+    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp, cublaslt.cpp,
+    graphs.cpp."""
     with ThreadPoolExecutor(2) as pool:
-        made = {"kernels": pool.submit(compile_kernels, folder, kernel_texts())}
+        made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
+        made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
         for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp", "graphs.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:

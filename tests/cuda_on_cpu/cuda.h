@@ -1,5 +1,5 @@
-// What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh and
-// hopper.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh,
+// mma.cuh and hopper.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -41,9 +41,10 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 
 extern Place threadIdx, blockIdx, blockDim, gridDim;
 
-// Threads that have ended count as arrived, at a block's barrier and at a cluster's. All of a warp take part in a shuffle.
+// Threads that have ended count as arrived, at a block's barrier and at a cluster's. All of a warp take part in a shuffle, in
+// reading matrices and in a product.
 void __syncthreads();
-static inline void __syncwarp() {}
+void __syncwarp();
 void wait_for_cluster();
 void wait_for_earlier_kernels();  // operators.cpp
 float __shfl_xor_sync(unsigned mask, float value, int distance);
@@ -51,8 +52,22 @@ static inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distan
     return __builtin_bit_cast(unsigned, __shfl_xor_sync(mask, __builtin_bit_cast(float, value), distance));
 }
 float2 of_block(const float2* shared, int rank);
+unsigned launched_shared();
+void write_shared(unsigned to, unsigned value);
+uint4 read_shared(unsigned from);
+void copy_async(unsigned to, const uint4* from, bool there);
+void end_group();
+void wait_for_groups_but(unsigned left);
+template <int left>
+static inline void wait_for_groups() {
+    wait_for_groups_but(left);
+}
+void read_matrices(unsigned (&to)[4], unsigned row);
+void read_transposed(unsigned (&to)[4], unsigned row);
+void add_product(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 static inline int min(int a, int b) { return a < b ? a : b; }
+static inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 // Macros, since C libraries have functions of these names.
 #define rsqrtf(x) (1.0f / sqrtf(x))
 #define __expf(x) expf(x)

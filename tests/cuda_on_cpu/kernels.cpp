@@ -1,4 +1,5 @@
-// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with all of them.
+// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with them, of attention or
+// all others.
 #include "cuda.h"
 #define bias_split_gelu bias_split_gelu_kernel  // the operators have the names in the same program
 #define interleave interleave_kernel
@@ -31,6 +32,14 @@ static void run(void** arguments) {
     }(kernel);
 }
 
+#ifdef OBJECT_attention
+const Kernel attention_kernels[] = {
+#define KERNEL(SIZE, PIECE, PIECES, WARPS, ...)                                                  \
+    {"few_keys_attention_" #SIZE "_" #PIECE "_" #PIECES, run<few_keys_attention_##SIZE##_##PIECE##_##PIECES>, 32 * WARPS, 80},
+    FEW_KEYS_KERNELS(KERNEL)
+    {nullptr, nullptr, 0, 0},
+};
+#else
 const Kernel kernels[] = {
     {"group_norm_sums", run<group_norm_sums>, THREADS, 80},
     {"group_norm_apply", run<group_norm_apply>, THREADS, 80},
@@ -50,3 +59,4 @@ const Kernel kernels[] = {
     {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
     {nullptr, nullptr, 0, 0},
 };
+#endif

@@ -133,24 +133,30 @@ Api api(uint32_t version) {
 
 enum { INVALID_VALUE = 1, NOT_FOUND = 500 };
 
+// Bytes that a block may have when it asks: CUDA C++ programming guide, technical specifications per compute capability.
+int most_shared() { return (capability == 80 ? 163 : capability == 90 ? 227 : 99) << 10; }
+
+std::map<const void*, int> allowed_shared;  // function -> bytes of a launch, where that is more than the 48 KB of all
+
 int context_get(void** context) { return *context = &a_context, 0; }
 int device_get(int* device) { return *device = 0, 0; }
 int device_attribute(int* value, int attribute, int) {
-    require(attribute == 16 || attribute == 75, "neither the number of multiprocessors nor the compute capability");
-    return *value = attribute == 16 ? processors : capability / 10, 0;
+    require(attribute == 16 || attribute == 75 || attribute == 97,
+            "neither the number of multiprocessors nor the compute capability nor a block's shared memory");
+    return *value = attribute == 16 ? processors : attribute == 75 ? capability / 10 : most_shared(), 0;
 }
 int module_load(void** module, const void*) { return *module = &a_module, 0; }
 int module_function(void** function, void*, const char* name) {
-    for (const Kernel* kernel = kernels; kernel->name; ++kernel)
-        if (!std::strcmp(kernel->name, name) && kernel->capability <= capability)
-            return *function = const_cast<Kernel*>(kernel), 0;
+    for (const Kernel* kernel : {kernels, attention_kernels})
+        for (; kernel->name; ++kernel)
+            if (!std::strcmp(kernel->name, name) && kernel->capability <= capability)
+                return *function = const_cast<Kernel*>(kernel), 0;
     return NOT_FOUND;
 }
-std::map<const void*, unsigned> most_shared;  // of kernels that may have more than others
-
-int function_set(void* function, int attribute, int value) {
-    require(attribute == 8, "not the most shared memory");
-    return most_shared[function] = value, 0;
+int function_attribute(void* function, int attribute, int value) {
+    require(attribute == 8, "not the shared memory of a launch");
+    if (value > most_shared()) return INVALID_VALUE;
+    return allowed_shared[function] = value, 0;
 }
 int error_name(int error, const char** name) {
     return *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_NOT_FOUND", 0;
@@ -194,8 +200,8 @@ int launch_kernel(const Launch* config, void* function, void** arguments, void**
                       threads && threads <= kernel.most_threads && cluster && cluster <= 8 && grid[0] % cluster == 0;
     std::printf("%s (%u, %u, %u) (%u, %u, %u) %u\n", kernel.name, grid[0], grid[1], grid[2], block[0], block[1], block[2],
                 cluster);
-    const unsigned most = most_shared.count(function) ? most_shared[function] : 48 << 10;
-    if (!fits || config->stream != &a_stream || config->shared > most) return INVALID_VALUE;
+    const unsigned shared_limit = std::max(48 << 10, allowed_shared[function]);
+    if (!fits || config->stream != &a_stream || config->shared > shared_limit) return INVALID_VALUE;
     run_grid(kernel, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cluster, config->shared,
              arguments, backwards);
     require(waited, "the kernel may overlap with the one before it, and does not wait for it");
@@ -236,7 +242,7 @@ void* emulated_dlsym(void* handle, const char* name) {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
         {"cuModuleGetFunction", (void*)module_function},   {"cuLaunchKernelEx", (void*)launch_kernel},
-        {"cuFuncSetAttribute", (void*)function_set},       {"cuTensorMapEncodeTiled", (void*)describe_matrix},
+        {"cuFuncSetAttribute", (void*)function_attribute}, {"cuTensorMapEncodeTiled", (void*)describe_matrix},
         {"cuGetErrorName", (void*)error_name},
     };
     require(functions.count(name), "a function of the driver that is not there");

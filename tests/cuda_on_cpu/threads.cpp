@@ -1,12 +1,13 @@
 #include "threads.h"
 
-#include <sanitizer/common_interface_defs.h>
+#include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #define UNCHECKED __attribute__((no_sanitize("address"), noinline, optimize("O2")))
@@ -40,28 +41,42 @@ extern "C" char __start_shared_memory[], __stop_shared_memory[];  // shared_memo
 
 namespace {
 
-enum class State { READY, AT_SHUFFLE, AT_BLOCK, AT_CLUSTER, UNTIL, ENDED };
+enum class State { READY, IN_WARP, AT_BLOCK, AT_CLUSTER, UNTIL, ENDED };
 
 constexpr unsigned WARP = 32;
-constexpr std::size_t STACK = 1 << 16;
+constexpr std::size_t STACK = 1 << 16, ENTRY = 1 << 10;  // ENTRY: more than thread_main takes of it
 constexpr std::uint64_t END_OF_STACK = 0x5ac0ffee5ac0ffee;
+
+union Brought {
+    float value;
+    const uint4* row;
+    unsigned words[6];
+};
+
+struct Copy {
+    uint4* to;
+    const uint4* from;  // null: zeros
+    unsigned group;
+};
 
 struct Thread {
     State state;
     void* stack;
-    unsigned shuffles;
+    unsigned meetings, groups;
+    std::vector<Copy> copies;  // that it has not waited for
     std::function<bool()> holds;  // what it waits for
 };
 
-struct Warp {  // what its threads bring to a shuffle, to the even ones and to the odd ones
-    float values[2][WARP];
-    int distances[2][WARP];
+struct Warp {  // what its threads bring to where they meet, to the even ones and to the odd ones
+    Brought brought[2][WARP];
+    int kinds[2][WARP];
 };
 
 struct Block {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<char> shared;
+    std::unique_ptr<char[]> launched;  // as the launch asks for, to the byte, for the sanitizer
     bool started = false, ended = false;
 };
 
@@ -74,6 +89,7 @@ std::size_t scheduler_size;
 char* stacks;
 void (*kernel_run)(void**);
 void** kernel_arguments;
+std::size_t launched_size;
 
 unsigned turn(unsigned i, unsigned count) { return descending ? count - 1 - i : i; }
 
@@ -104,6 +120,7 @@ void wait(State state) {
 void thread_main() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
     kernel_run(kernel_arguments);
+    if (!current().copies.empty()) wrong("a copy that its thread did not wait for");
     wait(State::ENDED);
     std::abort();
 }
@@ -113,11 +130,12 @@ char* stack_of(unsigned block, unsigned thread) { return stacks + (block * block
 void prepare(unsigned block, unsigned thread) {
     char* bottom = stack_of(block, thread);
     std::memcpy(bottom, &END_OF_STACK, sizeof END_OF_STACK);
+    __asan_unpoison_memory_region(bottom + STACK - ENTRY, ENTRY);  // of the thread that ended here
     void** top = reinterpret_cast<void**>(bottom + STACK);
     *--top = nullptr;  // the address that thread_main would return to
     *--top = reinterpret_cast<void*>(&thread_main);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
-    blocks[block].threads[thread] = {State::READY, top, 0, {}};
+    blocks[block].threads[thread] = {State::READY, top, 0, 0, {}, {}};
 }
 
 void resume(unsigned thread) {
@@ -134,15 +152,15 @@ bool run_warp(unsigned warp) {
     Block& block = blocks[current_block];
     const unsigned first = warp * WARP, size = min(WARP, block.threads.size() - first);
     for (bool ran = false;;) {
-        unsigned at_shuffle = 0;
+        unsigned in_warp = 0;
         for (unsigned i = 0; i < size; ++i) {
             const unsigned lane = turn(i, size);
             Thread& thread = block.threads[first + lane];
             if (thread.state == State::UNTIL && thread.holds()) thread.state = State::READY;
             if (thread.state == State::READY) resume(first + lane), ran = true;
-            at_shuffle += thread.state == State::AT_SHUFFLE;
+            in_warp += thread.state == State::IN_WARP;
         }
-        if (at_shuffle < WARP) return ran;
+        if (in_warp < WARP) return ran;
         for (unsigned lane = 0; lane < WARP; ++lane) block.threads[first + lane].state = State::READY;
     }
 }
@@ -182,6 +200,7 @@ void run_cluster(Place first) {
     for (unsigned i = 0; i < blocks.size(); ++i) {
         blocks[i].started = blocks[i].ended = false;
         std::memset(blocks[i].shared.data(), 0xff, shared_size());
+        std::memset(blocks[i].launched.get(), 0xff, launched_size);
         for (unsigned j = 0; j < blocks[i].threads.size(); ++j) prepare(i, j);
     }
     copy(__start_shared_memory, blocks[loaded_block].shared.data(), shared_size());
@@ -214,21 +233,93 @@ void wait_until(std::function<bool()> holds) {
     wait(State::UNTIL);
 }
 
-void meet_warp() { wait(State::AT_SHUFFLE); }
+void meet_warp() { wait(State::IN_WARP); }
 
 void __syncthreads() { wait(State::AT_BLOCK); }
 void wait_for_cluster() { wait(State::AT_CLUSTER); }
 
-float __shfl_xor_sync(unsigned mask, float value, int distance) {
-    const unsigned lane = current_thread % WARP, other = lane ^ distance;
-    if (mask != 0xffffffffu || other >= WARP) wrong("a shuffle is not of a whole warp");
-    const unsigned parity = current().shuffles++ % 2;
+// Brings what the warp's threads give each other here, and returns what all of them brought. kind: what they do here.
+static const Brought* bring(int kind, const Brought& mine) {
+    const unsigned lane = current_thread % WARP, parity = current().meetings++ % 2;
     Warp& warp = blocks[current_block].warps[current_thread / WARP];
-    warp.values[parity][lane] = value;
-    warp.distances[parity][lane] = distance;
-    wait(State::AT_SHUFFLE);
-    if (warp.distances[parity][other] != distance) wrong("a warp's threads are at different shuffles");
-    return warp.values[parity][other];
+    warp.brought[parity][lane] = mine;
+    warp.kinds[parity][lane] = kind;
+    wait(State::IN_WARP);
+    if (warp.kinds[parity][(lane + 1) % WARP] != kind) wrong("a warp's threads are at different places");
+    return warp.brought[parity];
+}
+
+enum Kind { SYNC = -1, MATRICES = -2, PRODUCT = -3 };  // of a shuffle: its distance
+
+void __syncwarp() { bring(SYNC, {}); }
+
+float __shfl_xor_sync(unsigned mask, float value, int distance) {
+    const unsigned other = current_thread % WARP ^ distance;
+    if (mask != 0xffffffffu || other >= WARP) wrong("a shuffle is not of a whole warp");
+    return bring(distance, {.value = value})[other].value;
+}
+
+// Addresses in shared memory begin behind null, so that this is none.
+constexpr unsigned LAUNCHED = 1024;
+
+unsigned launched_shared() { return LAUNCHED; }
+
+static char* launched(unsigned address) { return blocks[current_block].launched.get() + (std::ptrdiff_t)address - LAUNCHED; }
+
+void write_shared(unsigned to, unsigned value) { *reinterpret_cast<unsigned*>(launched(to)) = value; }
+
+uint4 read_shared(unsigned from) { return *reinterpret_cast<const uint4*>(launched(from)); }
+
+void copy(const Copy& one) { *one.to = one.from ? *one.from : uint4{0, 0, 0, 0}; }
+
+void copy_async(unsigned to, const uint4* from, bool there) {
+    Thread& thread = current();
+    thread.copies.push_back({reinterpret_cast<uint4*>(launched(to)), there ? from : nullptr, thread.groups});
+    if (!descending) copy(thread.copies.back());
+}
+
+void end_group() { ++current().groups; }
+
+void wait_for_groups_but(unsigned left) {
+    Thread& thread = current();
+    std::vector<Copy> later;
+    for (const Copy& one : thread.copies) {
+        if (one.group + left >= thread.groups) later.push_back(one);
+        else if (descending) copy(one);
+    }
+    thread.copies = std::move(later);
+}
+
+// Row `row` of the matrix, as lanes named the rows.
+static const unsigned short* matrix_row(const Brought* brought, unsigned matrix, unsigned row) {
+    return reinterpret_cast<const unsigned short*>(brought[8 * matrix + row].row);
+}
+
+void read_matrices(unsigned (&to)[4], unsigned row) {
+    const unsigned lane = current_thread % WARP;
+    const Brought* brought = bring(MATRICES, {.row = reinterpret_cast<const uint4*>(launched(row))});
+    for (unsigned i = 0; i < 4; ++i) std::memcpy(&to[i], matrix_row(brought, i, lane / 4) + lane % 4 * 2, sizeof to[i]);
+}
+
+void read_transposed(unsigned (&to)[4], unsigned row) {
+    const unsigned lane = current_thread % WARP, first = lane % 4 * 2;
+    const Brought* brought = bring(MATRICES, {.row = reinterpret_cast<const uint4*>(launched(row))});
+    for (unsigned i = 0; i < 4; ++i)
+        to[i] = matrix_row(brought, i, first)[lane / 4] | (unsigned)matrix_row(brought, i, first + 1)[lane / 4] << 16;
+}
+
+void add_product(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned lane = current_thread % WARP;
+    const Brought* brought = bring(PRODUCT, {.words = {a[0], a[1], a[2], a[3], b0, b1}});
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (unsigned k = 0; k < 16; k += 2) {
+            const unsigned of_a = brought[row * 4 + k / 2 % 4].words[i / 2 + k / 8 * 2];
+            const unsigned of_b = brought[column * 4 + k / 2 % 4].words[4 + k / 8];
+            const float2 left = unpacked(of_a), right = unpacked(of_b);
+            sum[i] += left.x * right.x + left.y * right.y;
+        }
+    }
 }
 
 float2 of_block(const float2* shared, int rank) {
@@ -242,15 +333,17 @@ float2 of_block(const float2* shared, int rank) {
     return value;
 }
 
-void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments, bool backwards) {
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments,
+              bool backwards) {
     const unsigned threads = block.x * block.y * block.z, clusters = grid.x / cluster * grid.y * grid.z;
-    kernel_run = kernel.run, kernel_arguments = arguments, descending = backwards;
+    kernel_run = kernel.run, kernel_arguments = arguments, descending = backwards, launched_size = shared;
     gridDim = grid, blockDim = block, loaded_block = 0;
-    blocks.assign(cluster, {});
+    blocks = std::vector<Block>(cluster);
     for (Block& one : blocks) {
         one.threads.resize(threads);
         one.warps.resize((threads + WARP - 1) / WARP);
         one.shared.resize(shared_size());
+        one.launched.reset(new char[shared]);
     }
     const std::size_t size = cluster * threads * STACK;
     void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -12,7 +12,7 @@ struct Kernel {
     int capability;         // that it takes: 80, 90
 };
 
-extern const Kernel kernels[];  // up to one without a name
+extern const Kernel kernels[], attention_kernels[];  // up to one without a name
 
 // The thread that runs: its block's place in the cluster, its own in the block.
 struct Current {
@@ -32,6 +32,7 @@ void meet_warp();
 // Cluster after cluster. A thread runs until it has to wait for others, then the next one of its warp does; the next warp
 // runs when none of the warp's threads can, the next block of the cluster when none of the block's can. So whatever a
 // thread may do before another one, it does. `backwards`: from the last cluster, block, warp and thread to the first: of
-// two accesses that no barrier orders, each comes first in one of the two directions. Shared memory begins as NaN. shared: bytes of it
-// that the launch gives a block, beside the kernel's own.
-void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments, bool backwards);
+// two accesses that no barrier orders, each comes first in one of the two directions. Shared memory begins as NaN; `shared`
+// bytes of it are the launch's. Copies that go on by themselves are made at once, backwards when they are waited for.
+void run_grid(const Kernel& kernel, Place grid, Place block, unsigned cluster, unsigned shared, void** arguments,
+              bool backwards);

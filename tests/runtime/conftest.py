@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu import compile_kernels, compile_objects, compile_operator, kernel_texts, link, unavailable
+from cuda_on_cpu import compile_kernels, compile_objects, compile_operator, kernel_texts, link, object_of, unavailable
 
 from sdflow.runtime.kernels import library
 
@@ -38,7 +38,8 @@ def faulty(objects: dict[str, Path], tmp_path: Path) -> Callable[[str, str, str]
             changed.write_text(text, encoding="utf-8")
             made = {source: compile_operator(changed, tmp_path)}
         else:
-            made = {"kernels": compile_kernels(tmp_path, kernel_texts() | {source: text}, "-O0")}
+            name = object_of(source)
+            made = {name: compile_kernels(tmp_path, name, kernel_texts() | {source: text}, "-O0")}
         return link((objects | made).values(), tmp_path / "operators")
 
     return make

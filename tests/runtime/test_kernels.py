@@ -24,6 +24,23 @@ from sdflow.runtime.specialize import specialize
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 
+_compiled: dict[tuple[str, ...], bytes] = {}
+
+
+class CompilesOnce(library.Nvrtc):
+    """NVRTC, which takes some seconds for our kernels: what several tests compile, the first one does."""
+
+    def compile(self, source: str, options: list[str]) -> bytes:
+        key = (source, *options)
+        if key not in _compiled:
+            _compiled[key] = super().compile(source, options)
+        return _compiled[key]
+
+
+@pytest.fixture(autouse=True)
+def compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "Nvrtc", CompilesOnce)
+
 
 def group_norm(op_type: str, names: str, outputs: str, **attributes: Any) -> Any:
     given = {"groups": 32, "epsilon": 1e-6, "activation": 1, **attributes}

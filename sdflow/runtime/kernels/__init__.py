@@ -8,13 +8,15 @@ and a warning says why.
     group_norm*.cu, .c       GroupNorm and SkipGroupNorm with SiLU, float16 and float32
     bias_split_gelu.cu, .c   BiasSplitGelu, float16
     interleave.cu, .c        what SubpixelConv convolves to, as one image, float16 and float32
+    few_keys_attention.cu, .c, .h
+                             MultiHeadAttention to a text, or as few other keys, float16
     float8_rows.cu, .c       rows of float8 and their scales, of values, gated GELUs and layer normalizations
     float8_product.c         products of them, by cuBLASLt
     float8_product.cu, float8_tiles.c
                              on Hopper by our own where that is quicker, and with the GELU that gates them
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
     fill.cu, memset_nodes.c  memsets of a captured CUDA graph, as kernels (`sdflow.runtime.captured`)
-    overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, hopper.cuh
+    overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, mma.cuh, hopper.cuh
                              what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """

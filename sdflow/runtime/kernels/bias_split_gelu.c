@@ -21,7 +21,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
     const void *x, *bias;
     void *y, *stream, *value, *from, *with;
-    int64_t dims[4];
+    int64_t dims[MOST_AXES];
     size_t rank = 0;
     TRY(INPUT(api)(context, 0, &x));
     TRY(INPUT(api)(context, 1, &bias));

@@ -15,14 +15,14 @@ Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count) {
     void *info = 0;
     TRY(TYPE_AND_SHAPE(api)(value, &info));
     Status *failed = DIMENSIONS_COUNT(api)(info, count);
-    if (!failed && *count > 4) failed = failure(api, "more than four axes", 0);
+    if (!failed && *count > MOST_AXES) failed = failure(api, "more than five axes", 0);
     if (!failed) failed = DIMENSIONS(api)(info, dims, *count);
     RELEASE_SHAPE(api)(info);
     return failed;
 }
 
 Status *elements_of(Api api, const void *value, int64_t *elements) {
-    int64_t dims[4];
+    int64_t dims[MOST_AXES];
     size_t count = 0;
     TRY(shape_of(api, value, dims, &count));
     *elements = 1;
@@ -69,11 +69,14 @@ static const char *load_locked(void) {
     int (*attribute)(int *, int, int) = dlsym(driver, "cuDeviceGetAttribute");
     int (*load)(void **, const void *) = dlsym(driver, "cuModuleLoadData");
     int (*function)(void **, void *, const char *) = dlsym(driver, "cuModuleGetFunction");
+    int (*permit)(void *, int, int) = dlsym(driver, "cuFuncSetAttribute");
     gpu.launch = dlsym(driver, "cuLaunchKernelEx");
-    if (!current || !device_of || !attribute || !load || !function || !gpu.launch) return "the driver is too old";
+    if (!current || !device_of || !attribute || !load || !function || !permit || !gpu.launch) return "the driver is too old";
     if (current(&context) || !context) return "there is no CUDA context";
     if (gpu.context) return gpu.context == context ? 0 : "the kernels are in use on another device of this process";
-    if (device_of(&device) || attribute(&gpu.processors, 16 /* MULTIPROCESSOR_COUNT */, device)) return "no device";
+    if (device_of(&device) || attribute(&gpu.processors, 16 /* MULTIPROCESSOR_COUNT */, device) ||
+        attribute(&gpu.shared_memory, 97 /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */, device))
+        return "no device";
     if ((error = load(&module, sdflow_cubin))) { /* for another device, or by an NVRTC that is newer than the driver */
         snprintf(refusal, sizeof refusal, "the driver does not load the kernels: %s", name_of(error));
         return refusal;
@@ -90,12 +93,15 @@ static const char *load_locked(void) {
         function(&gpu.float8_split_gelu, module, "float8_split_gelu") ||
         function(&gpu.float8_layer_norm, module, "float8_layer_norm"))
         gpu.float8_rows = 0;
-    int (*permit)(void *, int, int) = dlsym(driver, "cuFuncSetAttribute");
+    for (int i = 0; i < FEW_KEYS_COUNT; ++i)
+        if (function(&gpu.few_keys_attention[i], module, few_keys_names[i]) ||
+            permit(gpu.few_keys_attention[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, gpu.shared_memory))
+            return "the kernels are not complete";
     gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
     void **products[] = {&gpu.geglu_wide, &gpu.geglu_in_turns, &gpu.float8_product, &gpu.float8_gated_product};
     const char *names[] = {"geglu_wide", "geglu_in_turns", "float8_product", "float8_gated_product"};
     for (int i = 0; i < 4; ++i)
-        if (!gpu.describe || !permit || function(products[i], module, names[i]) ||
+        if (!gpu.describe || function(products[i], module, names[i]) ||
             permit(*products[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, i < 2 ? GEGLU_SHARED : FLOAT8_SHARED))
             *products[i] = 0;
     int major = 0;
@@ -129,7 +135,7 @@ typedef struct {
 __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, const ApiBase *base) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static void *domain = 0; /* sessions refer to it as long as they live */
-    const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &interleave_phases,
+    const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &few_keys_attention, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
                        &float8_layer_norm, &float8_product, &float8_gated_product, &geglu};
     Api api = base->api(ORT_VERSION);

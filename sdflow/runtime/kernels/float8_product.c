@@ -199,7 +199,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const void *inputs[INPUTS];
     void *at[INPUTS];
-    int64_t dims[4], weight_dims[4];
+    int64_t dims[MOST_AXES], weight_dims[MOST_AXES];
     size_t rank = 0, weight_rank = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
         TRY(INPUT(api)(context, i, &inputs[i]));

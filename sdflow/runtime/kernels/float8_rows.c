@@ -51,7 +51,7 @@ static Status *compute(void *op_kernel, void *context) {
     const Op *op = kernel->op;
     const void *inputs[MOST_INPUTS];
     void *at[MOST_INPUTS], *to, *scales, *sum = 0, *value, *stream;
-    int64_t dims[4], elements, count = 1;
+    int64_t dims[MOST_AXES], elements, count = 1;
     size_t rank = 0, outputs = 0;
     for (size_t i = 0; i < input_count(op); ++i) {
         TRY(INPUT(api)(context, i, &inputs[i]));

@@ -140,7 +140,7 @@ static Status *compute(void *op_kernel, void *context) {
     Work work = {.kernel = kernel, .context = context};
     const void *inputs[INPUTS];
     void *value;
-    int64_t dims[4], skip_dims[4];
+    int64_t dims[MOST_AXES], skip_dims[MOST_AXES];
     size_t rank = 0, skip_rank = 0, outputs = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
         TRY(optional_input(api, context, i, &inputs[i]));

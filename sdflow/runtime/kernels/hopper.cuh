@@ -106,12 +106,6 @@ static __device__ __forceinline__ void leave_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-static __device__ __forceinline__ float power_of_two(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
 static __device__ __forceinline__ float reciprocal(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

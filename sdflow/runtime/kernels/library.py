@@ -43,6 +43,9 @@ KERNELS = tuple(
         "fill.cu",
         "float8.cuh",
         "float8_rows.cu",
+        "mma.cuh",
+        "few_keys_attention.h",
+        "few_keys_attention.cu",
         "hopper.cuh",
         "geglu.cu",
         "float8_product.cu",
@@ -60,6 +63,7 @@ OPERATORS = tuple(
         "float8_product.c",
         "float8_tiles.c",
         "geglu.c",
+        "few_keys_attention.c",
     )
 )
 HEADER = _FOLDER / "ort.h"

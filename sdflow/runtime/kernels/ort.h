@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <stddef.h>
 
+#include "few_keys_attention.h"
+
 #define ORT_VERSION 16
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
@@ -46,7 +48,9 @@ typedef void Status;
 /* A status that says what, and why unless that is null. */
 Status *failure(Api api, const char *what, const char *why);
 
-/* Up to four axes of a tensor. */
+#define MOST_AXES 5
+
+/* Up to MOST_AXES axes of a tensor. */
 Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count);
 
 /* How many they are in all. */
@@ -80,11 +84,16 @@ typedef struct {
 
 enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
+#define ADD_ONE(...) +1
+enum { FEW_KEYS_COUNT = 0 FEW_KEYS_KERNELS(ADD_ONE) };
+
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
     void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave, *fill;
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
     void *float8_product, *float8_gated_product;
+    void *few_keys_attention[FEW_KEYS_COUNT];
+    int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
     /* cuTensorMapEncodeTiled, in the order of cuda.h */
@@ -93,6 +102,7 @@ typedef struct {
 } Gpu;
 
 extern Gpu gpu;
+extern const char *const few_keys_names[FEW_KEYS_COUNT];
 
 /* Bytes of shared memory of a block, as geglu.cu divides it: stages, results, biases, barriers. */
 #define GEGLU_SHARED (4 * 6 * 8192 + 2 * 16384 + 2 * 512 + 6 * 16)
@@ -147,7 +157,7 @@ typedef struct Op {
     Status *(*kernel_compute_v2)(void *, void *);
 } Op;
 
-extern const Op group_norm, group_norm_single, bias_split_gelu, geglu;
+extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_attention;
 extern const Op interleave_phases, interleave_phases_single;
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
 

@@ -69,6 +69,35 @@ GEGLU_SHAPES = ((2, 77, 1280, 192), (3, 300, 136, 384), (1, 2003, 320, 2560), (1
 """Of Geglu's x, and its result's width. In the last two a block has several tiles; they are wide ones in the last one."""
 
 
+@dataclass(frozen=True)
+class AttentionCase:
+    """An attention of `heads` heads of `size` channels. parts: tensors that query, key and value come in."""
+
+    images: int
+    queries: int
+    keys: int
+    heads: int
+    size: int
+    parts: int = 3
+
+
+ATTENTIONS = (
+    AttentionCase(2, 4096, 77, 2, 40),
+    AttentionCase(2, 1000, 77, 20, 64),
+    AttentionCase(3, 65, 77, 2, 80),
+    AttentionCase(2, 64, 77, 8, 160),
+    AttentionCase(1, 17, 4, 3, 64),
+    AttentionCase(2, 300, 154, 2, 40),
+    AttentionCase(1, 257, 231, 5, 64),
+    AttentionCase(2, 130, 81, 2, 80),
+    AttentionCase(1, 33, 231, 2, 160),
+    AttentionCase(2, 256, 16, 4, 40, parts=2),
+    AttentionCase(2, 1, 77, 4, 64, parts=2),
+    AttentionCase(2, 64, 64, 8, 160, parts=1),
+    AttentionCase(1, 256, 256, 2, 160, parts=1),
+)
+
+
 def prove(library: Path, *, hopper: bool = False) -> None:
     """Raises TargetUnavailableError when a result is not what it should be, or there is none. hopper: Geglu's too."""
     onnxruntime = import_onnxruntime()
@@ -78,6 +107,7 @@ def prove(library: Path, *, hopper: bool = False) -> None:
         found |= {f"{INTERLEAVE}, {case}": interleave_difference(library, *case) for case in INTERLEAVED}
         if hopper:
             found |= {f"Geglu, {shape}": geglu_difference(library, shape) for shape in GEGLU_SHAPES}
+        found |= {f"FewKeysAttention, {case}": attention_difference(library, case) for case in ATTENTIONS}
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
     for name, distance in found.items():
@@ -181,6 +211,53 @@ def geglu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
     import numpy as np
 
     return _gated(feeds["x"].astype(np.float64) @ feeds["weight"].astype(np.float64) + feeds["bias"])
+
+
+def attention_difference(library: Path, case: AttentionCase) -> float:
+    """Relative L2 distance of FewKeysAttention to numpy's."""
+    from onnx import TensorProto, helper
+
+    feeds = attention_feeds(case)
+    attributes = {"num_heads": case.heads, "scale": attention_scale(case)}
+    node = helper.make_node("FewKeysAttention", list(feeds), ["y"], domain=DOMAIN, **attributes)
+    shape = (case.images, case.queries, case.heads * case.size)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, shape)
+    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
+    return relative_l2(found, attention_expected(feeds, case))
+
+
+def attention_scale(case: AttentionCase) -> float:
+    """Larger than the usual one, so that a few keys count and the others hardly do."""
+    return 2 / math.sqrt(case.size)
+
+
+def attention_feeds(case: AttentionCase) -> dict[str, np.ndarray]:
+    """Random query, key and value in as many tensors as the case has, in the operator's order."""
+    import numpy as np
+
+    random = np.random.default_rng(4)
+    rows = {"query": case.queries, "key": case.keys, "value": case.keys}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (case.images, count, case.heads * case.size) for name, count in rows.items()
+    }
+    if case.parts < 3:
+        packed = "key" if case.parts == 2 else "query"
+        shapes = dict(list(shapes.items())[: case.parts])
+        shapes[packed] = (case.images, case.keys, case.heads, 4 - case.parts, case.size)
+    return {name: random.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
+
+
+def attention_expected(feeds: dict[str, np.ndarray], case: AttentionCase) -> np.ndarray:
+    """FewKeysAttention by its definition."""
+    import numpy as np
+
+    by_head = [value.reshape(*value.shape[:2], case.heads, -1, case.size) for value in feeds.values()]
+    parts = [value[:, :, :, i] for value in by_head for i in range(value.shape[3])]
+    query, key, value = (part.astype(np.float64).swapaxes(1, 2) for part in parts)
+    scores = attention_scale(case) * (query @ key.swapaxes(2, 3))
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    result: np.ndarray = (weights / weights.sum(-1, keepdims=True)) @ value
+    return result.swapaxes(1, 2).reshape(case.images, case.queries, -1)
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:

@@ -16,6 +16,10 @@ MOST_ROWS = 65535
 """As in interleave.c: rows of an image, and images."""
 GEGLU_ROWS, GEGLU_WIDTH = 128, 64
 """As in geglu.cu: rows and columns of a tile of Geglu's result."""
+HEAD_SIZES = (40, 64, 80, 160)
+"""Of an attention, as in few_keys_attention.c."""
+FEW_KEYS = 160
+"""Of an attention, at most: with 231, a third text, cuDNN's kernel was as quick on an H200."""
 
 _Known = dict[str, tuple[int, list[int]]]
 """Value -> its element type, its shape."""
@@ -26,9 +30,10 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
-    channels, stays with ONNX Runtime, and so does what is not float16 (of a group normalization: or float32), or of a type
-    or shape that is not known. The phases of `SubpixelConv` are put between one another in one go. hopper: for a GPU of compute
-    capability 9.0, where a product that BiasSplitGelu alone reads is computed with it, as Geglu.
+    channels, stays with ONNX Runtime; so does an attention to many keys, with a mask or a bias, or with heads of another size;
+    and what is not float16 (of a group normalization: or float32), or of a type or shape that is not known. The phases of
+    `SubpixelConv` are put between one another in one go. hopper: for a GPU of compute capability 9.0, where a product that
+    BiasSplitGelu alone reads is computed with it, as Geglu.
     """
     import onnx
 
@@ -46,12 +51,15 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     result.CopyFrom(model)
     products = _products_of_gates(result.graph, known) if hopper else {}
     for node, ours in zip(result.graph.node, wanted, strict=True):
-        if ours:
-            node.domain = DOMAIN
-            if product := products.get(node.input[0]):
-                _replace_product(node, product)
-            elif node.op_type != "BiasSplitGelu":
-                _replace_group_norm(node, known[node.input[0]][0])
+        if not ours:
+            continue
+        node.domain = DOMAIN
+        if product := products.get(node.input[0]):
+            _replace_product(node, product)
+        elif node.op_type == "MultiHeadAttention":
+            _replace_attention(node, known)
+        elif node.op_type != "BiasSplitGelu":
+            _replace_group_norm(node, known[node.input[0]][0])
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
@@ -61,18 +69,33 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
 
 
 def _is_ours(node: Any, known: _Known) -> bool:
+    if node.domain != "com.microsoft" or node.op_type not in _RULES:
+        return False
+    axes = known.get(node.input[0], (0, []))[1]
+    return bool(axes) and all(axes) and _RULES[node.op_type](node, known)
+
+
+def _is_gelu_ours(node: Any, known: _Known) -> bool:
+    import onnx
+
+    half = onnx.TensorProto.FLOAT16
+    element, axes = known[node.input[0]]
+    if element != half or len(axes) > 4 or axes[-1] % (2 * VECTOR):
+        return False
+    return known.get(node.input[1]) == (half, axes[-1:])
+
+
+def _is_group_norm_ours(node: Any, known: _Known) -> bool:
     import onnx
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
-    if node.domain != "com.microsoft" or node.op_type not in ("GroupNorm", "SkipGroupNorm", "BiasSplitGelu"):
-        return False
-    element, axes = known.get(node.input[0], (0, []))
-    if element not in (half, single) or not axes or not all(axes) or len(axes) > 4:
-        return False
+    element, axes = known[node.input[0]]
     row = axes[-1:]
-    if node.op_type == "BiasSplitGelu":
-        return element == half and row[0] % (2 * VECTOR) == 0 and known.get(node.input[1]) == (half, row)
-    if len(axes) != 4 or any(known.get(name) != (single, row) for name in node.input[1:3]):
+    if (
+        element not in (half, single)
+        or len(axes) != 4
+        or any(known.get(name) != (single, row) for name in node.input[1:3])
+    ):
         return False
     skip, bias = ((*node.input[3:], "", "")[i] for i in range(2))
     images = axes[:1]
@@ -80,7 +103,7 @@ def _is_ours(node: Any, known: _Known) -> bool:
         return False
     if bias and known.get(bias) != (element, row):
         return False
-    return _is_group_norm_ours(node, row[0])
+    return _are_groups_ours(node, row[0])
 
 
 def _products_of_gates(graph: Any, known: _Known) -> dict[str, Any]:
@@ -118,10 +141,8 @@ def _replace_product(node: Any, product: Any) -> None:
     node.input.extend(inputs)
 
 
-def _is_group_norm_ours(node: Any, channels: int) -> bool:
-    import onnx
-
-    attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+def _are_groups_ours(node: Any, channels: int) -> bool:
+    attributes = _attributes(node)
     if not attributes.get("channels_last", 1):
         return False
     groups = int(attributes["groups"])
@@ -148,6 +169,60 @@ def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
         node.CopyFrom(onnx.helper.make_node(op_type, [each.value], [each.result], node.name, domain=DOMAIN))
     for place in sorted((place for each in apart for place in each.nodes[:-1]), reverse=True):
         del graph.node[place]
+
+
+def _is_attention_ours(node: Any, known: _Known) -> bool:
+    """Query, key and value each (B, S, heads x size); key and value, or all three, as (B, S, heads, 2 or 3, size)."""
+    import onnx
+
+    given = [name for name in node.input if name]
+    attributes = _attributes(node)
+    if list(node.input[: len(given)]) != given or len(given) > 3 or any(node.output[1:]):
+        return False  # a bias, a mask, keys of before
+    if attributes.get("unidirectional", 0) or attributes.get("scale", 0) < 0:
+        return False
+    heads, size = attributes["num_heads"], _head_size(node, known)
+    found = [known.get(name, (0, [])) for name in given]
+    shapes = [axes for _, axes in found]
+    if any(element != onnx.TensorProto.FLOAT16 or len(axes) < 2 for element, axes in found) or size not in HEAD_SIZES:
+        return False
+    (images, queries), keys = shapes[0][:2], shapes[len(given) > 1][1]
+    query, row = [images, queries, heads * size], [images, keys, heads * size]
+    packed = [images, keys, heads, 4 - len(given), size]
+    wanted = {3: [query, row, row], 2: [query, packed], 1: [packed]}[len(given)]
+    return shapes == wanted and 0 < keys <= FEW_KEYS
+
+
+def _head_size(node: Any, known: _Known) -> int:
+    axes = known[node.input[0]][1]
+    return axes[4] if len(axes) == 5 else axes[-1] // int(_attributes(node)["num_heads"])
+
+
+_RULES = {
+    "GroupNorm": _is_group_norm_ours,
+    "SkipGroupNorm": _is_group_norm_ours,
+    "BiasSplitGelu": _is_gelu_ours,
+    "MultiHeadAttention": _is_attention_ours,
+}
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    import onnx
+
+    return {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+
+
+def _replace_attention(node: Any, known: _Known) -> None:
+    import onnx
+
+    attributes = _attributes(node)
+    scale = attributes.get("scale", 0) or 1 / math.sqrt(_head_size(node, known))
+    node.op_type = "FewKeysAttention"
+    given = [name for name in node.input if name]
+    del node.attribute[:], node.input[:], node.output[1:]
+    node.input.extend(given)
+    for name, value in (("num_heads", attributes["num_heads"]), ("scale", scale)):
+        node.attribute.append(onnx.helper.make_attribute(name, value))
 
 
 def _replace_group_norm(node: Any, element: int) -> None:
