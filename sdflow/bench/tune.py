@@ -103,7 +103,6 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
         found = [_provider(name, value) for name, values in options for value in values] if cuda else []
         if cuda:
             found.append(Candidate("own_kernels", "off", lambda tuning: replace(tuning, own_kernels=False)))
-            found.append(Candidate("own_graphs", "off", lambda tuning: replace(tuning, own_graphs=False)))
         return [*found, Candidate("cuda_graphs", "off", lambda tuning: replace(tuning, cuda_graphs=False))]
     if target.name != "cpu":
         return []

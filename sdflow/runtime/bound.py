@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
-from sdflow.runtime.captured import captured
 from sdflow.runtime.cublas import small_workspaces
 from sdflow.runtime.place import Place
 
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 class Bound:
     """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
 
-    Where the session allows it and all its shapes are fixed, a run is captured in a CUDA graph (`sdflow.runtime.captured`),
-    and the following ones replay it. Where sdflow has none, ONNX Runtime captures one, the only one of that session.
+    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
+    that session; the following ones replay it.
     """
 
     def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -37,8 +36,6 @@ class Bound:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
         self._unprepared = place.stream is not None
-        self._captures = fixed and getattr(session, "own_graph", False)
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._io = session.io_binding()
         for name, tensor in (*inputs.items(), *_live(session).items()):
             self._io.bind_input(name, *self._described(tensor))
@@ -61,17 +58,10 @@ class Bound:
     def _run(self) -> None:
         import onnxruntime
 
-        if self._graph is not None:
-            with self._place.current():
-                self._graph.replay()
-            return
         try:
             if self._unprepared:
                 self._prepare()
-            if self._captures:
-                self._capture()
-            if self._graph is None:
-                self._session.run_with_iobinding(self._io, self._options)
+            self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
             raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
 
@@ -86,22 +76,6 @@ class Bound:
         trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
         with small_workspaces():  # cuBLAS may make its handles only now
             self._session.run_with_iobinding(self._io, trial)
-
-    def _capture(self) -> None:
-        """Capture a run, and replay it. The first run behind the trial tells ONNX Runtime which memory it takes at once, the
-        second one takes it: none is left to take in the one that is captured."""
-        import onnxruntime
-
-        self._captures = False
-        plain = onnxruntime.RunOptions()
-        plain.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        plain.add_run_config_entry("gpu_graph_id", "-1")
-        for _ in range(2):
-            self._session.run_with_iobinding(self._io, plain)
-        self._graph = captured(lambda: self._session.run_with_iobinding(self._io, plain), self._place)
-        if self._graph is not None:
-            with self._place.current():
-                self._graph.replay()
 
     def _find_outputs(self) -> None:
         """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""

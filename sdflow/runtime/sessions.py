@@ -85,8 +85,7 @@ def create_session(
     where `graph` takes the model's place.
     profile: between which shapes the inputs will be; for targets that want to know.
     capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
-    session's provider options tell. A graph that cannot be captured runs without, and a warning says so. `own_graph` of
-    the session tells whether `Bound` is to capture it.
+    session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
     Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
     run this graph.
     """
@@ -162,8 +161,6 @@ def create_session(
     if target.session.needs_cuda:
         _require_cudnn(target)
     session.weights, session.live = weights, live  # they must outlive it
-    captured = providers[provider].get("enable_cuda_graph") == "1" and provider == CUDA_PROVIDER
-    session.own_graph = captured and options.tuning.own_graphs
     return session
 
 

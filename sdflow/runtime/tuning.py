@@ -14,8 +14,7 @@ class Tuning:
     provider: options of the target's execution provider. session: ONNX Runtime's session configuration entries.
     threads: of the CPU, for one operator; None leaves it to ONNX Runtime. optimization: a name of its
     `GraphOptimizationLevel`. memory_arena, memory_pattern: of the CPU's allocator. cuda_graphs: whether runs are captured.
-    own_kernels: whether `sdflow.runtime.kernels` are used, on CUDA. own_graphs: whether captures are sdflow's
-    (`sdflow.runtime.captured`), and not ONNX Runtime's.
+    own_kernels: whether `sdflow.runtime.kernels` are used, on CUDA.
     """
 
     provider: Mapping[str, str] = field(default_factory=dict)
@@ -26,7 +25,6 @@ class Tuning:
     memory_pattern: bool = True
     cuda_graphs: bool = True
     own_kernels: bool = True
-    own_graphs: bool = True
 
     def apply(self, options: Any, provider_options: dict[str, str], ort: Any) -> None:
         """Set what is chosen here on ONNX Runtime's `SessionOptions` and on the options of the provider."""

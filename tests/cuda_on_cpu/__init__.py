@@ -6,7 +6,6 @@ threads.h, .cpp          a launch's blocks and threads
 hopper.h, .cpp           what hopper.cuh has on a GPU
 operators.cpp            what the operators use of ONNX Runtime and of CUDA's driver; runs one
 cublaslt.h, .cpp         what they use of cuBLASLt
-graphs.h, .cpp           CUDA graphs, and one to try
 """
 
 from __future__ import annotations
@@ -85,12 +84,12 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp, cublaslt.cpp,
-    graphs.cpp."""
+    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
+    cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
-        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp", "graphs.cpp"):
+        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
             made[path.name] = pool.submit(compile_operator, path, folder)

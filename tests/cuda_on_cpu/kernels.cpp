@@ -49,7 +49,6 @@ const Kernel kernels[] = {
     {"group_norm_apply_single", run<group_norm_apply_single>, THREADS, 80},
     {"bias_split_gelu", run<bias_split_gelu_kernel>, GELU_THREADS, 80},
     {"interleave", run<interleave_kernel>, INTERLEAVE_THREADS, 80},
-    {"fill", run<fill>, FILL_THREADS, 80},
     {"float8_rows", run<float8_rows_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_split_gelu", run<float8_split_gelu_kernel>, 32 * FLOAT8_WARPS, 89},
     {"float8_layer_norm", run<float8_layer_norm_kernel>, 32 * FLOAT8_WARPS, 89},

@@ -6,7 +6,6 @@
 // is FOLDER/input<place>. Outputs begin as NaN, as large as the operator asks; they go to FOLDER/output<place>, and what
 // was launched to stdout, a line each: the kernel, grid, block and cluster. While a kernel may overlap with the one before it,
 // no tensor may be read or written: that is as long as it has not waited.
-// With memsets_as_kernels as the operator, PROCESSORS is the number of hosts of `check_memsets_as_kernels`.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -19,7 +18,6 @@
 #include <sanitizer/asan_interface.h>
 
 #include "cublaslt.h"
-#include "graphs.h"
 #include "hopper.h"
 #include "threads.h"
 
@@ -237,7 +235,6 @@ void* emulated_dlopen(const char* file, int) {
 }
 void* emulated_dlsym(void* handle, const char* name) {
     if (handle == &a_library) return cublaslt_function(name);
-    if (void* found = graph_function(name)) return found;
     static const std::map<std::string, void*> functions = {
         {"cuCtxGetCurrent", (void*)context_get},           {"cuCtxGetDevice", (void*)device_get},
         {"cuDeviceGetAttribute", (void*)device_attribute}, {"cuModuleLoadData", (void*)module_load},
@@ -253,7 +250,6 @@ int main(int count, char** given) {
     require(count >= 7, "operators FOLDER OPERATOR DIRECTION CAPABILITY PROCESSORS OUTPUTS ...");
     folder = given[1], backwards = !std::strcmp(given[3], "backwards");
     capability = std::atoi(given[4]), processors = std::atoi(given[5]);
-    if (!std::strcmp(given[2], "memsets_as_kernels")) return check_memsets_as_kernels(processors, backwards), 0;
     outputs.resize(std::atoi(given[6]));
     int i = 7;
     for (; i < count && std::strcmp(given[i], "--"); ++i) {

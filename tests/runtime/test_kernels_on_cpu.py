@@ -316,14 +316,6 @@ FAULTS = {
 """What -> source, right, wrong, what shows it, how."""
 
 
-@pytest.mark.parametrize(("hosts", "others"), [(0, 0), (2, 2)])
-def test_memsets_of_a_graph_become_kernels_that_do_the_same(
-    program: Path, tmp_path: Path, hosts: int, others: int
-) -> None:
-    said, _ = run(program, tmp_path, Gpu(hosts), "memsets_as_kernels", [], 0)
-    assert said == [f"4 {others}"], "four of five memsets have one row"
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], Path], tmp_path: Path) -> None:
     source, right, wrong, (gpu, case), message = FAULTS[fault]

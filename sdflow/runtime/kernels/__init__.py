@@ -15,7 +15,6 @@ and a warning says why.
     float8_product.cu, float8_tiles.c
                              on Hopper by our own where that is quicker, and with the GELU that gates them
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
-    fill.cu, memset_nodes.c  memsets of a captured CUDA graph, as kernels (`sdflow.runtime.captured`)
     overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, mma.cuh, hopper.cuh
                              what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them

@@ -50,7 +50,7 @@ extern const char sdflow_cubin[] __attribute__((visibility("hidden")));
 Gpu gpu;
 
 /* The name of an error of the driver (CUresult). */
-const char *name_of(int error) {
+static const char *name_of(int error) {
     const char *name = 0;
     void *driver = dlopen("libcuda.so.1", RTLD_NOW);
     int (*get)(int, const char **) = driver ? dlsym(driver, "cuGetErrorName") : 0;
@@ -85,7 +85,7 @@ static const char *load_locked(void) {
         function(&gpu.sums_single, module, "group_norm_sums_single") ||
         function(&gpu.apply_single, module, "group_norm_apply_single") ||
         function(&gpu.bias_split_gelu, module, "bias_split_gelu") ||
-        function(&gpu.interleave, module, "interleave") || function(&gpu.fill, module, "fill"))
+        function(&gpu.interleave, module, "interleave"))
         return "the kernels are not complete";
     if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
         gpu.held_4 = gpu.held_8 = 0;
@@ -105,7 +105,7 @@ static const char *load_locked(void) {
             permit(*products[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, i < 2 ? GEGLU_SHARED : FLOAT8_SHARED))
             *products[i] = 0;
     int major = 0;
-    gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9;
+    gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9 && OVERLAPS;
     gpu.context = context;
     return 0;
 }

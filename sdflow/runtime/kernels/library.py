@@ -40,7 +40,6 @@ KERNELS = tuple(
         "group_norm_held.cu",
         "bias_split_gelu.cu",
         "interleave.cu",
-        "fill.cu",
         "float8.cuh",
         "float8_rows.cu",
         "mma.cuh",
@@ -58,7 +57,6 @@ OPERATORS = tuple(
         "group_norm.c",
         "bias_split_gelu.c",
         "interleave.c",
-        "memset_nodes.c",
         "float8_rows.c",
         "float8_product.c",
         "float8_tiles.c",
@@ -74,13 +72,14 @@ DEFINES = {
     "GELU_THREADS": 640,
     "GELU_PER_PROCESSOR": 2,
     "INTERLEAVE_THREADS": 256,
-    "FILL_THREADS": 128,
+    "OVERLAPS": 1,
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
     "FLOAT8_STAGES": 6,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
-FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory."""
+FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only
+when the one before it has ended (overlap.cuh)."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""

@@ -89,7 +89,7 @@ enum { FEW_KEYS_COUNT = 0 FEW_KEYS_KERNELS(ADD_ONE) };
 
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
-    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave, *fill;
+    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave;
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
     void *float8_product, *float8_gated_product;
     void *few_keys_attention[FEW_KEYS_COUNT];
@@ -115,9 +115,6 @@ enum { FLOAT8_ROWS = 128, FLOAT8_COLUMNS = 160, FLOAT8_DEPTH = 128 };
 
 /* Loads the kernels unless they are. Returns why that cannot be done, else null. */
 const char *load_kernels(void);
-
-/* The name of an error of the driver (CUresult). */
-const char *name_of(int error);
 
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
