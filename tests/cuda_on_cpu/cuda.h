@@ -46,6 +46,8 @@ extern Place threadIdx, blockIdx, blockDim, gridDim;
 void __syncthreads();
 void __syncwarp();
 void wait_for_cluster();
+void arrive_in_cluster();
+void wait_for_arrivals();
 void wait_for_earlier_kernels();  // operators.cpp
 float __shfl_xor_sync(unsigned mask, float value, int distance);
 static inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {

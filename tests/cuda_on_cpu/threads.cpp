@@ -63,6 +63,8 @@ struct Thread {
     State state;
     void* stack;
     unsigned meetings, groups;
+    unsigned arrivals;  // in the cluster
+    bool arrived;  // and has not waited for the others yet
     std::vector<Copy> copies;  // that it has not waited for
     std::function<bool()> holds;  // what it waits for
 };
@@ -83,6 +85,7 @@ struct Block {
 std::vector<Block> blocks;  // of the cluster that runs
 bool descending;
 unsigned current_block, loaded_block, current_thread;  // loaded: whose shared memory lies in place
+unsigned met;  // how often all threads of the cluster have arrived
 void* scheduler;  // its stack, while a thread runs
 const void* scheduler_bottom;  // of its stack, and how large that is: for the sanitizer
 std::size_t scheduler_size;
@@ -135,7 +138,7 @@ void prepare(unsigned block, unsigned thread) {
     *--top = nullptr;  // the address that thread_main would return to
     *--top = reinterpret_cast<void*>(&thread_main);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
-    blocks[block].threads[thread] = {State::READY, top, 0, 0, {}, {}};
+    blocks[block].threads[thread] = {State::READY, top, 0, 0, 0, false, {}, {}};
 }
 
 void resume(unsigned thread) {
@@ -165,17 +168,27 @@ bool run_warp(unsigned warp) {
     }
 }
 
-// Lets all go on that wait at a barrier if nobody is missing.
-bool release(State barrier, unsigned first, unsigned end) {
+// Lets all of a block go on that wait at its barrier if nobody is missing.
+bool release(Block& block) {
     bool found = false;
-    for (unsigned i = first; i < end; ++i)
-        for (const Thread& thread : blocks[i].threads) {
-            if (thread.state != barrier && thread.state != State::ENDED) return false;
-            found |= thread.state == barrier;
-        }
-    for (unsigned i = first; i < end; ++i)
-        for (Thread& thread : blocks[i].threads)
-            if (thread.state == barrier) thread.state = State::READY;
+    for (const Thread& thread : block.threads) {
+        if (thread.state != State::AT_BLOCK && thread.state != State::ENDED) return false;
+        found |= thread.state == State::AT_BLOCK;
+    }
+    for (Thread& thread : block.threads)
+        if (thread.state == State::AT_BLOCK) thread.state = State::READY;
+    return found;
+}
+
+// Lets all of the cluster go on that wait for an arrival of which nobody's is missing.
+bool release_cluster() {
+    bool all = true, found = false;
+    for (const Block& block : blocks)
+        for (const Thread& thread : block.threads) all &= thread.arrivals > met || thread.state == State::ENDED;
+    met += all;
+    for (Block& block : blocks)
+        for (Thread& thread : block.threads)
+            if (thread.state == State::AT_CLUSTER && thread.arrivals <= met) thread.state = State::READY, found = true;
     return found;
 }
 
@@ -188,7 +201,7 @@ bool run_block(unsigned block) {
         more = false;
         const unsigned warps = blocks[block].warps.size();
         for (unsigned i = 0; i < warps; ++i) more |= run_warp(turn(i, warps));
-        more |= release(State::AT_BLOCK, block, block + 1);
+        more |= release(blocks[block]);
     }
     bool ended = true;
     for (const Thread& thread : blocks[block].threads) ended &= thread.state == State::ENDED;
@@ -197,6 +210,7 @@ bool run_block(unsigned block) {
 }
 
 void run_cluster(Place first) {
+    met = 0;
     for (unsigned i = 0; i < blocks.size(); ++i) {
         blocks[i].started = blocks[i].ended = false;
         std::memset(blocks[i].shared.data(), 0xff, shared_size());
@@ -211,7 +225,7 @@ void run_cluster(Place first) {
             blockIdx = {first.x + current_block, first.y, first.z};
             ran |= run_block(current_block);
         }
-        ran |= release(State::AT_CLUSTER, 0, blocks.size());
+        ran |= release_cluster();
     }
     for (const Block& block : blocks)
         if (!block.ended) wrong("threads wait for others that never come");
@@ -236,7 +250,24 @@ void wait_until(std::function<bool()> holds) {
 void meet_warp() { wait(State::IN_WARP); }
 
 void __syncthreads() { wait(State::AT_BLOCK); }
-void wait_for_cluster() { wait(State::AT_CLUSTER); }
+
+void arrive_in_cluster() {
+    Thread& thread = current();
+    if (thread.arrived) wrong("a thread arrives again before it has waited for the others");
+    thread.arrived = true;
+    ++thread.arrivals;
+}
+
+void wait_for_arrivals() {
+    if (!current().arrived) wrong("a thread waits for arrivals without its own");
+    current().arrived = false;
+    wait(State::AT_CLUSTER);
+}
+
+void wait_for_cluster() {
+    arrive_in_cluster();
+    wait_for_arrivals();
+}
 
 // Brings what the warp's threads give each other here, and returns what all of them brought. kind: what they do here.
 static const Brought* bring(int kind, const Brought& mine) {
@@ -328,6 +359,7 @@ float2 of_block(const float2* shared, int rank) {
     if (rank < 0 || rank >= static_cast<int>(blocks.size())) wrong("the cluster has no such block");
     float2 value = *shared;  // for the checks of the address
     if (rank == static_cast<int>(current_block)) return value;
+    if (current().arrived) wrong("shared memory is read of a block that may have ended: this thread has arrived before");
     if (!blocks[rank].started || blocks[rank].ended) wrong("shared memory is read of a block that does not run");
     std::memcpy(&value, blocks[rank].shared.data() + at, sizeof value);
     return value;

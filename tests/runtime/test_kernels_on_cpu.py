@@ -264,7 +264,16 @@ FAULTS = {
         HELD,
         NOT_RUNNING,
     ),
-    "gone before it is read": ("group_norm_held.cu", "    wait_for_cluster();  //", "    //", HELD, NOT_RUNNING),
+    "gone before it is read": ("group_norm_held.cu", "    wait_for_arrivals();  //", "    //", HELD, NOT_RUNNING),
+    "no arrival": ("group_norm_held.cu", "    arrive_in_cluster();", "", HELD, "waits for arrivals without its own"),
+    "an arrival before it is read": (
+        "group_norm_held.cu",
+        "    wait_for_cluster();\n",
+        "    wait_for_cluster();\n    arrive_in_cluster();\n#define arrive_in_cluster()\n",
+        HELD,
+        "this thread has arrived before",
+    ),
+    "arrived twice": ("group_norm_held.cu", "    wait_for_arrivals(", "wait_for_cluster(", HELD, "arrives again"),
     "not assigned": ("group_norm_held.cu", "constant = {};", "constant;", UNBIASED, NOT_WRITTEN),
     "scratch too small": (
         "group_norm.c",

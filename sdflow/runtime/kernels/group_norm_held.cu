@@ -84,6 +84,8 @@ static __device__ __forceinline__ void normalize_held(const uint4* x, const uint
         if (group < slice.groups && threadIdx.x % cluster == 0)
             statistics[group] = mean_and_scale(total, (float)slice.rows * width, slice.epsilon);
     }
+    // This warp has used the others' sums. Behind __syncthreads() the compiler would load gamma and beta later, behind it too.
+    arrive_in_cluster();
     __syncthreads();
     const int group = in_slice * VECTOR / width;
     Floats scale, shift;
@@ -98,7 +100,7 @@ static __device__ __forceinline__ void normalize_held(const uint4* x, const uint
         const int row = first + i * step;
         if (row < end) y[start + (size_t)row * slice.row_lanes] = halves(normalized(floats(held[i]), scale, shift, slice.silu));
     }
-    wait_for_cluster();  // a block's sums stay until the others have read them
+    wait_for_arrivals();  // a block's sums stay until the others have read them
 }
 
 #define NORMALIZE_HELD(HELD, LIMIT)                                                                              \
