@@ -137,6 +137,19 @@ def test_a_gated_product_is_that_of_its_definition(
     assert launch == f"float8_gated_product ({blocks}, 1, 1) (384, 1, 1) 1"
 
 
+def scaled(rows: int, columns: int) -> list[np.ndarray | None]:
+    """What a product of two rows and sixteen columns reads, with so many scales."""
+    return [
+        np.zeros((2, 16), np.uint8),
+        np.ones(rows, np.float32),
+        np.zeros((16, 16), np.uint8),
+        np.ones(columns, np.float32),
+    ]
+
+
+HALVES = np.zeros(16, np.float16)
+
+
 @pytest.mark.parametrize(
     ("message", "gpu", "operator", "inputs"),
     [
@@ -160,6 +173,10 @@ def test_a_gated_product_is_that_of_its_definition(
                 np.zeros(16, np.float32),
             ],
         ),
+        ("not a scale for each row", FLAT, "Float8Product", scaled(rows=1, columns=16)),
+        ("not a scale for each row", FLAT, "Float8Product", scaled(rows=2, columns=1)),
+        ("not a scale for each row", FLAT, "Float8GatedProduct", [*scaled(rows=1, columns=16), HALVES]),
+        ("not a scale for each row", FLAT, "Float8GatedProduct", [*scaled(rows=2, columns=1), HALVES]),
     ],
 )
 def test_what_float8_cannot_do_is_refused(

@@ -37,6 +37,7 @@ def geglu(program: Path, folder: Path, processors: int, shape: tuple[int, ...]) 
     [
         ("in_turns 2", 132, (128, 64, 128)),
         ("in_turns 8", 132, (2, 5, 13, 8, 256)),
+        ("in_turns 1", 132, (1, 1, 1, 2, 8, 64)),  # five axes
         ("in_turns 9", 132, (3, 100, 136, 192)),
         ("in_turns 4", 4, (130, 328, 384)),  # three tiles for a block
         ("in_turns 1", 1, (520, 72, 128)),

@@ -194,6 +194,7 @@ def test_phases_are_put_between_one_another(
         ("not for this shape", (1, 4, 4, 16)),
         ("not for this shape", (1, 1, 4, 32)),
         ("not for this shape", (4, 4, 32)),
+        ("not for this shape", (1, 1, 4, 4, 32)),
         ("x is too large", (65536, 2, 2, 32)),
     ],
 )

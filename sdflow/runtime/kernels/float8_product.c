@@ -199,7 +199,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const void *inputs[INPUTS];
     void *at[INPUTS];
-    int64_t dims[MOST_AXES], weight_dims[MOST_AXES];
+    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], row_scales, scales, rows = 1;
     size_t rank = 0, weight_rank = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
         TRY(INPUT(api)(context, i, &inputs[i]));
@@ -209,6 +209,11 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
     if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || weight_dims[0] % 16 || weight_dims[1] % 16)
         return failure(api, "Float8Product: not for matrices of these sizes", 0);
+    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
+    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
+    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
+    if (row_scales != rows || scales != weight_dims[0])
+        return failure(api, "Float8Product: there is not a scale for each row and each column", 0);
     pthread_mutex_lock(&kernel->lock); /* the scales' places are in the plan */
     Status *failed = multiply(kernel, context, at, dims, rank, weight_dims[0]);
     pthread_mutex_unlock(&kernel->lock);

@@ -80,7 +80,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
     const void *inputs[INPUTS];
     void *at[INPUTS], *value, *to, *stream;
-    int64_t dims[4], weight_dims[4], elements, rows = 1;
+    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], elements, row_scales, scales, rows = 1;
     size_t rank = 0, weight_rank = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
         TRY(INPUT(api)(context, i, &inputs[i]));
@@ -88,11 +88,15 @@ static Status *compute(void *op_kernel, void *context) {
     }
     TRY(shape_of(api, inputs[ROWS], dims, &rank));
     TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
+    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
+    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
     TRY(elements_of(api, inputs[BIAS], &elements));
     if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || elements != weight_dims[0])
         return failure(api, "Float8GatedProduct: weight and bias are not of the rows' size", 0);
     const int64_t k = weight_dims[1], columns = weight_dims[0] / 2;
     for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
+    if (row_scales != rows || scales != weight_dims[0])
+        return failure(api, "Float8GatedProduct: there is not a scale for each row and each column", 0);
     if (!k || k % 16 || !columns || weight_dims[0] % 16 || rows > LARGEST || weight_dims[0] > LARGEST || k > LARGEST)
         return failure(api, "Float8GatedProduct: not for matrices of these sizes", 0);
     dims[rank - 1] = columns;

@@ -47,7 +47,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
     const void *x, *weight, *bias;
     void *from, *by, *with, *value, *y, *stream;
-    int64_t dims[4], weight_dims[4], elements, rows = 1;
+    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], elements, rows = 1;
     size_t rank = 0, weight_rank = 0;
     TRY(INPUT(api)(context, 0, &x));
     TRY(INPUT(api)(context, 1, &weight));

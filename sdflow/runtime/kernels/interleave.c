@@ -37,7 +37,7 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const void *x;
     void *from, *to, *stream, *value;
-    int64_t dims[4];
+    int64_t dims[MOST_AXES];
     size_t rank = 0;
     TRY(INPUT(api)(context, 0, &x));
     TRY(data(api, x, &from));

@@ -141,7 +141,7 @@ def build() -> Path:
     content = {
         "sources": [path.read_text(encoding="utf-8") for path in (*KERNELS, *OPERATORS, HEADER)],
         "defines": DEFINES,
-        "capability": capability,
+        "architecture": _architecture(capability),
         "device": [device.name, device.multi_processor_count],  # a part of a GPU (MIG) may launch less than the whole
         "onnxruntime": import_onnxruntime().__version__,
     }
@@ -201,8 +201,9 @@ def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, 
     defines = [f"-D{name}={value}" for name, value in DEFINES.items()]
     cubin, made = folder / "kernels.cubin", folder / "libsdflow_kernels.so"
     source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in KERNELS)
-    architecture = f"sm_{capability}a" if capability == HOPPER else f"sm_{capability}"
-    cubin.write_bytes(nvrtc.compile(source, [f"--gpu-architecture={architecture}", "--std=c++17", *defines]))
+    cubin.write_bytes(
+        nvrtc.compile(source, [f"--gpu-architecture={_architecture(capability)}", "--std=c++17", *defines])
+    )
     shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", f'-DCUBIN="{cubin}"']
     command = [compiler, *shared, *defines, *flags, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
     try:
@@ -214,6 +215,11 @@ def compile_library(folder: Path, nvrtc: Nvrtc, compiler: str, capability: str, 
     if finished.returncode:
         raise TargetUnavailableError(f"{compiler} cannot compile the operators: {finished.stderr.strip()[-400:]}")
     return made
+
+
+def _architecture(capability: str) -> str:
+    """As NVRTC names what it compiles for."""
+    return f"sm_{capability}a" if capability == HOPPER else f"sm_{capability}"
 
 
 class Nvrtc:
