@@ -11,7 +11,7 @@ import pytest
 from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
-from sdflow.runtime.kernels.proof import AttentionCase, attention_expected, attention_feeds, attention_scale
+from sdflow.runtime.kernels.definitions import AttentionCase, attention_expected, attention_feeds, attention_scale
 from sdflow.tolerances import KERNEL_LIMIT
 
 

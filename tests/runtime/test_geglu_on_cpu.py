@@ -17,7 +17,7 @@ from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
 from sdflow.runtime.kernels import library
-from sdflow.runtime.kernels.proof import geglu_expected, geglu_feeds
+from sdflow.runtime.kernels.definitions import geglu_expected, geglu_feeds
 from sdflow.tolerances import KERNEL_LIMIT
 
 

@@ -18,7 +18,8 @@ from onnx import TensorProto, helper
 from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.phases import interleaved
 from sdflow.runtime.kernels import library
-from sdflow.runtime.kernels.proof import CASES, differences, geglu_difference, gelu_difference, prove
+from sdflow.runtime.kernels.definitions import CASES
+from sdflow.runtime.kernels.proof import differences, geglu_difference, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
 from sdflow.runtime.specialize import specialize
 

@@ -16,7 +16,7 @@ import pytest
 from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
-from sdflow.runtime.kernels.proof import (
+from sdflow.runtime.kernels.definitions import (
     EPSILON,
     INPUTS,
     GroupNormCase,

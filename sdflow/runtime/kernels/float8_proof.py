@@ -14,8 +14,9 @@ from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.definitions import gelu_expected, gelu_feeds
 from sdflow.runtime.kernels.library import on_hopper
-from sdflow.runtime.kernels.proof import gelu_expected, gelu_feeds, one_node_session
+from sdflow.runtime.kernels.proof import one_node_session
 from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT
 
 if TYPE_CHECKING:
