@@ -272,7 +272,8 @@ def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
         for component in (denoiser, decoder):
             getattr(pipeline, component).set_default_attn_processor()
         for name in family.text:
-            getattr(pipeline, family.part(name).component).set_attn_implementation("eager")
+            if (encoder := getattr(pipeline, family.part(name).component)) is not None:
+                encoder.set_attn_implementation("eager")
     if engine.attention == "xformers":
         pipeline.enable_xformers_memory_efficient_attention()
     if engine.fused_qkv:

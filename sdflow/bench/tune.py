@@ -282,12 +282,15 @@ class _Tuner:
             noise = latents(case, settings.seed, pipeline.latents).to(pipeline.place.device)
             width = pipeline.family.guidance_width(pipeline.configs)
             prompts = [settings.prompt] * case.batch
-            request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width)
+            denoised = pipeline.configs[pipeline.family.denoiser]
+            request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width, denoiser=denoised)
             given = noise[:, :0] if pipeline.task != "inpaint" else torch.cat([noise[:, :1], noise], dim=1)
             start = Start(noise, [], context=given)
             denoiser = pipeline.denoiser(start, case.batch * (2 if request.guided else 1))
             conditions = pipeline.condition(request)
-            schedule = pipeline.schedule(case.steps, guidance_scale=settings.guidance_scale if request.guided else None)
+            schedule = pipeline.schedule(
+                case.steps, noise.shape, guidance_scale=settings.guidance_scale if request.guided else None
+            )
             denoiser.begin(conditions.inputs, schedule)
             found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}
             for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):

@@ -174,13 +174,13 @@ def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.nd
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     stepped = (family.denoiser, *family.nets(configs).values())
-    pairs = (*family.text, *family.prompters(configs))  # which run two rows at a time
+    pairs = (*family.text_of(configs), *family.prompters(configs))  # which run two rows at a time
     batches = {**dict.fromkeys(pairs, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
     sizes = Sizes(
         height=image.height or latents.image_size,
         width=image.width or latents.image_size,
         vae_scale=latents.scale,
-        sequence=max(configs[name]["max_position_embeddings"] for name in family.text),
+        more=family.token_sizes(configs),
     )
     return {
         name: family.part(name).of(config).model.dummy(config, replace(sizes, batch=batches.get(name, 1)))

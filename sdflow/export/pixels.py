@@ -13,6 +13,8 @@ from sdflow.families.latents import Latents
 def add_decoder(graph: Builder, model: Any, name: str, latents: str, what: Latents) -> str:
     """Images, float32 (images, height, width, 3) in [0, 1], as of a decoder's ModelProto and latents."""
     scaled = graph.add("Div", latents, graph.constant(what.factor, "float32"))
+    if what.shift:
+        scaled = graph.add("Add", scaled, graph.constant(what.shift, "float32"))
     decoder = inlined(model, name, {"latent_sample": scaled}, ["sample"])
     graph.nodes.extend(decoder.nodes)
     graph.initializers.extend(decoder.initializers)

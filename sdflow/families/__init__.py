@@ -9,12 +9,19 @@ from sdflow.families.base import Family
 from sdflow.families.latent_consistency import LatentConsistency
 from sdflow.families.part import Part
 from sdflow.families.stable_diffusion import StableDiffusion
+from sdflow.families.stable_diffusion_3 import StableDiffusion3
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
 from sdflow.families.stable_diffusion_xl_refiner import StableDiffusionXLRefiner
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
-    for family in (StableDiffusion(), StableDiffusionXL(), LatentConsistency(), StableDiffusionXLRefiner())
+    for family in (
+        StableDiffusion(),
+        StableDiffusionXL(),
+        LatentConsistency(),
+        StableDiffusionXLRefiner(),
+        StableDiffusion3(),
+    )
 }
 
 DEFAULT = "stable_diffusion"
@@ -48,7 +55,12 @@ OPTIONAL: tuple[str, ...] = tuple(part.name for family in FAMILIES.values() for 
 
 EXCHANGEABLE: Mapping[str, str] = {
     "vae": "The autoencoder, both halves: latents to pixels, and pixels to latents.",
-    "unet": "The denoiser, run once per step. Text encoders, VAE and scheduler stay the model's own.",
+    **{
+        family.part(
+            family.denoiser
+        ).component: "The denoiser, run once per step. Text encoders, VAE and scheduler stay the model's own."
+        for family in FAMILIES.values()
+    },
 }
 """The components that a workflow may take from elsewhere, with what they are. Nothing lies beside them that would have to
 be exchanged too, as tokenizers do beside text encoders."""

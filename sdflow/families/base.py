@@ -6,7 +6,7 @@ passes, the cache or sessions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,9 +14,10 @@ from sdflow.errors import UsageError
 from sdflow.families.colors import LatentColors
 from sdflow.families.defaults import Defaults, Task, settled
 from sdflow.families.latents import Latents
+from sdflow.families.noising import DIFFUSION, Noising
 from sdflow.families.part import Companion, Part
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.models.base import Config
+from sdflow.models.base import Config, halved
 
 ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
 """What model_index.json calls a folder with an ONNX graph, in every family."""
@@ -30,13 +31,14 @@ class Family:
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
     net: a part that may be there any number of times, each with a name of its own: a ControlNet. None: there are none.
     prompter: the part that reads image prompts, where a pipeline has IP-Adapters. None: there are none.
+    noising: how its latents become noise (`sdflow.families.noising`).
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
     embeddings: what `encode_prompt` of diffusers' pipeline gives, in order: arguments that its call takes in place of
     prompts. assembled_as: the class in an assembled model_index.json, by what the pipeline is made for (`task`).
     architectures: shipped ones, the first is the usual one. strength_spreads: the steps from an image are spread over what
     its strength leaves, where the scheduler can; else some are left out. defaults: of a call for each task, as in the
-    signatures of diffusers' pipelines. colors: of its latents, for previews.
+    signatures of diffusers' pipelines. colors: of its latents, for previews; None: nobody has published any.
     """
 
     name: str
@@ -54,10 +56,11 @@ class Family:
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]
     arguments: tuple[str, ...]
+    noising: ClassVar[Noising] = DIFFUSION
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
     embeddings: tuple[str, ...]
-    colors: ClassVar[LatentColors]
+    colors: ClassVar[LatentColors | None] = None
     assembled_as: ClassVar[Mapping[Task, str]]
     architectures: tuple[str, ...]
 
@@ -91,6 +94,16 @@ class Family:
         """diffusers' own pipeline of these modules, by component: what sdflow's are held to. It lacks those that are not
         given: the text encoders where prompts come encoded, the others where prompts are only to be encoded."""
         raise NotImplementedError
+
+    def encode_reference(
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+    ) -> dict[str, Any]:
+        """What diffusers' pipeline makes of prompts, without negative ones, as arguments of its call (`embeddings`). pipeline: as of
+        `torch_pipeline`, with its text encoders. configs: by part."""
+        found = pipeline.encode_prompt(
+            list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
+        )
+        return {name: value for name, value in zip(self.embeddings, found, strict=True) if value is not None}
 
     def task(self, configs: Mapping[str, Config]) -> Task:
         """What a pipeline of these configs, by part, is made for; one that is made for text does the others too. A denoiser
@@ -163,12 +176,22 @@ class Family:
     @property
     def drawing(self) -> tuple[str, ...]:
         """The parts that text to image cannot do without."""
-        return tuple(name for name in self.submodels if name not in (self.encoder, self.checker))
+        optional = {part.name for part in self.parts if part.optional}
+        return tuple(name for name in self.submodels if name != self.encoder and name not in optional)
+
+    def drawing_of(self, submodels: Container[str]) -> tuple[str, ...]:
+        """The parts of a pipeline of these submodels that text to image runs: with the text encoders that a checkpoint may lack."""
+        return tuple(name for name in self.submodels if name in self.drawing or name in self.text_of(submodels))
 
     @property
     def text(self) -> tuple[str, ...]:
-        """The parts that read the prompt."""
-        return tuple(name for name in self.drawing if name not in (self.denoiser, self.decoder))
+        """The parts that read the prompt, those that a checkpoint may lack among them."""
+        others = (self.denoiser, self.decoder, self.encoder, self.checker)
+        return tuple(name for name in self.submodels if name not in others)
+
+    def text_of(self, submodels: Container[str]) -> tuple[str, ...]:
+        """Those of them that are among these submodels."""
+        return tuple(name for name in self.text if name in submodels)
 
     @property
     def with_loras(self) -> tuple[str, ...]:
@@ -189,6 +212,10 @@ class Family:
         """What a call of a model with these configs, by part, takes where the caller says nothing: `settled`."""
         return settled(self.defaults, configs[self.denoiser], scheduler, said)
 
+    def token_sizes(self, configs: Mapping[str, Config]) -> dict[str, int]:
+        """The sizes of the axes of text tokens, by name, for texts of the usual length. configs: by part."""
+        return {"sequence": max(int(configs[name]["max_position_embeddings"]) for name in self.text_of(configs))}
+
     def guidance_width(self, configs: Mapping[str, Config]) -> int | None:
         """Of the embedding in which the denoiser takes the guidance scale; None where it takes none."""
         width = configs[self.denoiser].get("time_cond_proj_dim")
@@ -200,4 +227,5 @@ class Family:
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """configs: by part. Raises KeyError or TypeError for one that lacks something."""
-        return Latents.of(configs[self.denoiser], configs[self.decoder])
+        denoiser = configs[self.denoiser]
+        return Latents.of(denoiser, configs[self.decoder], multiple=halved(denoiser))

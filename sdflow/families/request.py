@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.models.base import GUIDANCE
+from sdflow.models.base import GUIDANCE, Config
 from sdflow.prompts.reading import PLAIN, Reading
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Request:
     negatives: None where the caller gave none. guidance_scale: up to 1 there is no guidance. height, width: of the image
     in pixels. guidance_width: of the embedding in which the denoiser takes the guidance scale; None: it takes none.
     more: what only some families take (`Family.arguments`), each None where the caller did not say it. reading: how the
-    texts are read.
+    texts are read. denoiser: its config.
     """
 
     prompts: Sequence[str]
@@ -36,6 +36,7 @@ class Request:
     guidance_width: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     reading: Reading = PLAIN
+    denoiser: Config = field(default_factory=dict)
 
     @property
     def guided(self) -> bool:

@@ -1,4 +1,4 @@
-"""The schedulers that a pipeline may be given by name. Every family draws with each of them."""
+"""The schedulers that a pipeline may be given by name: those of its family's noising."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from sdflow.errors import UsageError
 from sdflow.models.base import Config
 
 SchedulerName = Literal[
-    "ddim", "ddim_trailing", "euler", "euler_trailing", "euler_a", "euler_a_trailing", "dpm++_2m", "unipc", "lcm", "tcd", "pndm"
+    "ddim", "ddim_trailing", "euler", "euler_trailing", "euler_a", "euler_a_trailing", "dpm++_2m", "unipc", "lcm", "tcd", "pndm",
+    "flow_euler",
 ]  # fmt: skip
 
 _TRAILING = {"timestep_spacing": "trailing"}
 
-SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+SchedulerRow = tuple[str, Mapping[str, Any]]
+"""A class of diffusers, and the options that make it what the name says."""
+
+NOISE_SCHEDULERS: Mapping[str, SchedulerRow] = {
     "ddim": ("DDIMScheduler", {}),
     "ddim_trailing": ("DDIMScheduler", _TRAILING),
     "euler": ("EulerDiscreteScheduler", {}),
@@ -28,7 +32,13 @@ SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tcd": ("TCDScheduler", {}),
     "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
 }
-"""Name -> class in diffusers, and the options that make it what the name says."""
+"""Those of families with a table of alphas, by name."""
+
+FLOW_SCHEDULERS: Mapping[str, SchedulerRow] = {"flow_euler": ("FlowMatchEulerDiscreteScheduler", {})}
+"""Those of families of flow matching, by name."""
+
+SCHEDULERS: Mapping[str, SchedulerRow] = {**NOISE_SCHEDULERS, **FLOW_SCHEDULERS}
+"""Name -> class in diffusers, and options. A family draws with those of its noising (`sdflow.families.noising`)."""
 
 
 _CONSISTENCY_ALONE = ("original_inference_steps", "timestep_scaling")
@@ -40,14 +50,16 @@ _CONSISTENCY = (
 """The settings that LCM and TCD have."""
 
 
-def require_known(name: str, where: str = "--scheduler") -> None:
-    """Raises UsageError with the nearest known name for a scheduler that `SCHEDULERS` does not have."""
-    if name not in SCHEDULERS:
-        near = get_close_matches(name.lower(), SCHEDULERS, n=1, cutoff=0.3)
+def require_known(name: str, where: str = "--scheduler", schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> None:
+    """Raises UsageError with the nearest known name for a scheduler that is not one of these. schedulers: the family's, where it is
+    known."""
+    if name not in schedulers:
+        near = get_close_matches(name.lower(), schedulers, n=1, cutoff=0.3)
         raise UsageError(
-            f"no scheduler is named {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            (f"{name} does not fit this model" if name in SCHEDULERS else f"no scheduler is named {name!r}")
+            + (f"; did you mean {near[0]!r}?" if near else ""),
             where=where,
-            remedy=f"Known: {', '.join(SCHEDULERS)}.",
+            remedy=f"Known: {', '.join(schedulers)}.",
         )
 
 

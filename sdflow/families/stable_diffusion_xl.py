@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
@@ -22,7 +22,7 @@ from sdflow.families.shared_parts import (
     unet_fingerprint,
     vae_fingerprint,
 )
-from sdflow.families.text import encode
+from sdflow.families.text import encode, last_but_one, last_but_one_layer
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText, ClipTextWithProjection
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
@@ -52,7 +52,7 @@ class StableDiffusionXL(Family):
             ClipText(),
             "text_encoder",
             "The first CLIP text model: token ids to embeddings.",
-            read=lambda config: (_last_but_one(config),),
+            read=lambda config: (last_but_one(config),),
             layouts=(Layout("conditioner.embedders.0.transformer."),),
             lora=("lora_te1_", "text_encoder."),
             config=_LAYERS,
@@ -63,7 +63,7 @@ class StableDiffusionXL(Family):
             ClipTextWithProjection(),
             "text_encoder_2",
             "The second text model, of OpenCLIP: token ids to embeddings, and to one for the whole text.",
-            read=lambda config: ("text_embeds", _last_but_one(config)),
+            read=lambda config: ("text_embeds", last_but_one(config)),
             layouts=(Layout("conditioner.embedders.1.model.", open_clip_names, open_clip_unused),),
             lora=("lora_te2_", "text_encoder_2."),
             config=_LAYERS,
@@ -219,17 +219,3 @@ class _Texts:
 def _is_pair(value: Any, least: int) -> bool:
     numbers = list(value) if isinstance(value, (list, tuple)) else []
     return len(numbers) == 2 and all(type(number) is int and number >= least for number in numbers)
-
-
-def _last_but_one(config: Config) -> str:
-    """The output that goes into the last layer."""
-    return f"hidden_states.{config['num_hidden_layers'] - 1}"
-
-
-def last_but_one_layer(outputs: Iterable[str]) -> str:
-    """The output that goes into the last layer, of those that a text encoder gave."""
-    return max((name for name in outputs if name.startswith("hidden_states.")), key=_layer)
-
-
-def _layer(output: str) -> int:
-    return int(output.partition(".")[2])

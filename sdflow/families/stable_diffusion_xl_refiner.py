@@ -15,8 +15,8 @@ from sdflow.families.defaults import Task
 from sdflow.families.part import Companion, Layout
 from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.shared_parts import projected_text_fingerprint, unet_fingerprint, vae_fingerprint
-from sdflow.families.stable_diffusion_xl import StableDiffusionXL, last_but_one_layer
-from sdflow.families.text import encode
+from sdflow.families.stable_diffusion_xl import StableDiffusionXL
+from sdflow.families.text import encode, last_but_one_layer
 from sdflow.models.base import Config
 from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.models.unet import RefinerUNet

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families.request import Run
+from sdflow.models.base import Config
 from sdflow.prompts.chunks import Chunk, chunked
 from sdflow.prompts.reading import Reading
 from sdflow.prompts.weights import parse
@@ -78,13 +79,27 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
-    """(texts, length) of a CLIP tokenizer. A text beyond the model's length is cut, as in diffusers."""
+def token_ids(tokenizer: Any, texts: Sequence[str], length: int | None = None) -> torch.Tensor:
+    """(texts, length) of a tokenizer; None: as many as the model reads. A longer text is cut, as in diffusers."""
     ids: torch.Tensor = tokenizer(
         list(texts),
         padding="max_length",
-        max_length=tokenizer.model_max_length,
+        max_length=tokenizer.model_max_length if length is None else length,
         truncation=True,
         return_tensors="pt",
     ).input_ids
     return ids
+
+
+def last_but_one(config: Config) -> str:
+    """The output of a CLIP text encoder with this config that goes into its last layer."""
+    return f"hidden_states.{config['num_hidden_layers'] - 1}"
+
+
+def last_but_one_layer(outputs: Iterable[str]) -> str:
+    """The output that goes into the last layer, of those that a text encoder gave."""
+    return max((name for name in outputs if name.startswith("hidden_states.")), key=_layer)
+
+
+def _layer(output: str) -> int:
+    return int(output.partition(".")[2])

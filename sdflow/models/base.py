@@ -8,7 +8,7 @@ a pipeline but for `batch`, so that `add_free_dimension_override_by_name` can ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -80,19 +80,21 @@ class Ports:
 @dataclass(frozen=True)
 class Sizes:
     """What the dynamic axes are. height, width: of the image in pixels; vae_scale: image pixels per latent pixel, for
-    models whose config does not say it; sequence: tokens per prompt."""
+    models whose config does not say it; sequence: tokens per prompt; more: of further axes, by name."""
 
     batch: int = 1
     height: int = 512
     width: int = 512
     vae_scale: int = 8
     sequence: int = 77
+    more: Mapping[str, int] = field(default_factory=dict)
 
     def axes(self) -> dict[str, int]:
         """Axis name -> size."""
         return {
+            **self.more,
             "batch": self.batch,
-            "sequence": self.sequence,
+            "sequence": self.more.get("sequence", self.sequence),
             "height": self.height,
             "width": self.width,
             "latent_height": self.height // self.vae_scale,
@@ -103,12 +105,13 @@ class Sizes:
 @dataclass(frozen=True)
 class Original:
     """Where a parameter lies in a file in the original layout: the tensor `name`; of its rows the part of this index out
-    of so many equal parts (q, k and v in one matrix); transposed."""
+    of so many equal parts (q, k and v in one matrix); transposed; with the halves of its rows swapped."""
 
     name: str
     part: int = 0
     parts: int = 1
     transposed: bool = False
+    swapped: bool = False
 
 
 def halved(config: Config) -> int:
@@ -198,15 +201,29 @@ class Model:
         """Image pixels per latent pixel, along each axis; None where the config does not say it."""
         return None
 
+    def width(self, config: Config) -> int:
+        """Channels of its widest layer, of a denoiser."""
+        return int(max(config["block_out_channels"]))
+
     def more_axes(self, config: Config) -> Mapping[str, int]:
         """The sizes of axes that no other model has, at the smallest."""
         return {}
+
+    def token_sizes(self, config: Config, inputs: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """The sizes of the axes of tokens, by name, when inputs have these shapes. inputs: shapes by port, of any of them."""
+        return {
+            axis: int(size)
+            for port in self.ports(config).inputs
+            if port.name in inputs
+            for axis, size in zip(port.axes, inputs[port.name], strict=True)
+            if isinstance(axis, str) and axis not in ("batch", "latent_height", "latent_width")
+        }
 
     def dummy(self, config: Config, sizes: Sizes = Sizes(), seed: int = 0) -> dict[str, np.ndarray]:
         """Random inputs of the right names, types and shapes. The same seed gives the same values."""
         import numpy as np
 
-        axes = {**sizes.axes(), **self.more_axes(config)}
+        axes = {**self.more_axes(config), **sizes.axes()}
         if scale := self.scale(config):
             axes |= {"latent_height": sizes.height // scale, "latent_width": sizes.width // scale}
         random = np.random.default_rng(seed)

@@ -50,7 +50,7 @@ class DenoiserSource(Protocol):
 
 class Denoisers(DenoiserSource):
     """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
-    image pixels per latent pixel. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
+    image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
     nothing beside it."""
 
     def __init__(
@@ -60,12 +60,14 @@ class Denoisers(DenoiserSource):
         texts: Sequence[Submodel],
         decoder: Submodel,
         scale: int,
+        tokens: Mapping[str, int],
         *,
         split: bool,
         low_memory: bool,
     ) -> None:
         self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
         self._scale, self._split, self._low_memory = scale, split, low_memory
+        self._tokens = tokens
         self.kept: dict[tuple[Any, ...], Denoiser] = {}
 
     def unload(self) -> None:
@@ -88,11 +90,8 @@ class Denoisers(DenoiserSource):
             self._require_parts(fewer)
         images, channels, *size = start.noise.shape
         shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
-        if conditions is None:
-            length = max(int(text.config["max_position_embeddings"]) for text in self._texts)
-        else:
-            length = _length(self._model, conditions)
-        sizes = {"batch": rows, "sequence": length, "latent_height": size[0], "latent_width": size[1], **axes}
+        tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
+        sizes = {"batch": rows, **tokens, "latent_height": size[0], "latent_width": size[1], **axes}
         if self._nets:  # also without an image for any: what the last call added is there still
             sizes |= {"height": size[0] * self._scale, "width": size[1] * self._scale}
             whole = WholeDenoiser(self._model, shape, sizes)
@@ -149,12 +148,10 @@ class Denoisers(DenoiserSource):
         return made
 
 
-def _length(denoiser: Submodel, conditions: Conditions) -> int:
-    """How many tokens the texts have."""
-    for port in denoiser.part.model.ports(denoiser.config).inputs:
-        if "sequence" in port.axes:
-            return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
-    raise AssertionError("a denoiser that reads no texts")
+def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
+    """The sizes of the axes of text tokens, by name, in these conditions."""
+    shapes = {name: tuple(value.shape) for name, value in conditions.inputs.items()}
+    return denoiser.part.model.token_sizes(denoiser.config, shapes)
 
 
 def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int) -> Denoiser:

@@ -48,7 +48,7 @@ class Ensemble:
 
     def __post_init__(self) -> None:
         one, other = self.base.latents, self.refiner.latents
-        if (one.channels, one.scale, one.factor) != (other.channels, other.scale, other.factor):
+        if (one.channels, one.scale, one.factor, one.shift) != (other.channels, other.scale, other.factor, other.shift):
             raise UsageError(
                 "its latents are not those of the base", where="refiner", remedy="Take the refiner of the same family."
             )

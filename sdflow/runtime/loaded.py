@@ -90,7 +90,7 @@ class LoadedPipeline:
             raise UsageError(f"the pipeline has no {', '.join(missing)}")
         require_different(words)
         self.family = family
-        texts = {name: with_words(submodels[name], family, words) for name in family.text}
+        texts = {name: with_words(submodels[name], family, words) for name in family.text_of(submodels)}
         self.submodels = {**submodels, **texts}
         self.words = {word.word: word.count for word in words}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
@@ -111,9 +111,10 @@ class LoadedPipeline:
         self.denoisers: DenoiserSource = Denoisers(
             submodels[family.denoiser],
             self.nets,
-            [self.submodels[name] for name in family.text],
+            [self.submodels[name] for name in family.text_of(submodels)],
             submodels[family.decoder],
             self.latents.scale,
+            family.token_sizes(configs),
             split=split,
             low_memory=low_memory,
         )
@@ -309,14 +310,28 @@ class LoadedPipeline:
         return self.denoisers.get(start, rows, conditions, controls or {}, axes, guess=guess, fewer=fewer)
 
     def schedule(
-        self, steps: int, *, guidance_scale: float | None, fewer: Approximation = EXACT, **options: Any
+        self,
+        steps: int,
+        shape: Sequence[int],
+        *,
+        guidance_scale: float | None,
+        fewer: Approximation = EXACT,
+        **options: Any,
     ) -> Schedule:
-        """The factors of the scheduler for so many steps, on the device. guidance_scale: None without guidance. fewer: what is
-        left out. options: as of `schedule.trace`."""
-        key = (type(self.scheduler), repr(self.scheduler.config), steps, guidance_scale, fewer, *options.items())
+        """The factors of the scheduler for so many steps, on the device. shape: of the latents. guidance_scale: None without
+        guidance. fewer: what is left out. options: as of `schedule.trace`."""
+        noising, tokens = self.family.noising, self.latents.tokens(*shape[-2:])
+        own = (type(self.scheduler), repr(self.scheduler.config), noising.key(self.scheduler, tokens))
+        key = (*own, steps, guidance_scale, fewer, *options.items())
         if key not in self._schedules:
             schedule = trace(
-                self.scheduler, steps, self.family.scheduler_config, spread=self.family.strength_spreads, **options
+                self.scheduler,
+                steps,
+                self.family.scheduler_config,
+                spread=self.family.strength_spreads,
+                noising=noising,
+                tokens=tokens,
+                **options,
             )
             guided = schedule if guidance_scale is None else schedule.guided(guidance_scale, fewer.guidance)
             guided = guided if fewer.reuse is None else guided.reusing(fewer.reuse)

@@ -140,6 +140,7 @@ class Pipeline(LoadedPipeline):
             from_image = image is not None and (mask is None or (strength < 1 and latents is None))
             schedule = self.schedule(
                 steps,
+                shape,
                 strength=strength if image is not None and denoising_start is None else 1.0,
                 from_image=from_image,
                 inpaint=mask is not None,
@@ -161,6 +162,7 @@ class Pipeline(LoadedPipeline):
                 self.family.guidance_width(self.configs),
                 {name: per_image(value, num_images_per_prompt) for name, value in more.items()},
                 Reading(prompt_syntax, self.words),
+                denoised,
             )
             rows = len(prompts) * (2 if guided else 1)
             axes = token_axes(denoised, shown)

@@ -58,7 +58,9 @@ def previewer(family: Family, decoder: Submodel, what: Latents) -> Draw:
     """What draws the previews of a pipeline: its own decoder, if that is a quick one, else the linear map."""
     if decoder.part.model.quick:
         return lambda latents: by_decoder(latents, decoder, what)
-    return lambda latents: by_colors(latents, family.colors)
+    if (colors := family.colors) is not None:
+        return lambda latents: by_colors(latents, colors)
+    return lambda latents: by_decoder(_shrunk(latents), decoder, what)
 
 
 def previewer_of(folder: Path, family: Family, what: Latents, target: Target) -> Draw:
@@ -89,6 +91,17 @@ def by_colors(latents: torch.Tensor, colors: LatentColors) -> torch.Tensor:
     """A pixel for each of the latents."""
     factors = latents.new_tensor(colors.factors)  # (channels, 3)
     return (latents.permute(0, 2, 3, 1) @ factors + latents.new_tensor(colors.offset)).clamp(0, 1)
+
+
+SHRUNK = 16
+"""Rows or columns, the larger of both, of latents that a preview's decoder is given where nobody has published their colors."""
+
+
+def _shrunk(latents: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    by = -(-max(latents.shape[2:]) // SHRUNK)
+    return latents if by == 1 else torch.nn.functional.avg_pool2d(latents, by, ceil_mode=True)
 
 
 def by_decoder(latents: torch.Tensor, decoder: Submodel, what: Latents) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.approximation import Interval, Reuse
+from sdflow.families.noising import DIFFUSION, Noising
 from sdflow.families.schedulers import SCHEDULERS, require_known
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def trace(
     eta: float = 0.0,
     spread: bool = False,
     span: Span = WHOLE,
+    noising: Noising = DIFFUSION,
+    tokens: int = 0,
 ) -> Schedule:
     """The factors of a diffusers scheduler; the scheduler itself is left as it is.
 
@@ -121,7 +124,8 @@ def trace(
     from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
     spread: all steps are taken, in that part, where the scheduler can. span: from where to where of the way from noise to
     image, each a part of 1, as in diffusers' `denoising_start` and `denoising_end`; None: to the end. From a place on the way,
-    the latents begin with those given as the image's, and there is no strength.
+    the latents begin with those given as the image's, and there is no strength. noising: the family's. tokens: of the image, where
+    the schedule depends on its size.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
     import torch
@@ -130,7 +134,7 @@ def trace(
         raise UsageError(f"an image of {steps:,} steps", remedy=f"At most {MOST_STEPS:,} are drawn.")
     scheduler = _fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
-    options = (steps, strength, from_image, inpaint, eta, spread, span)
+    options = (steps, strength, from_image, inpaint, eta, spread, span, noising, tokens)
     with _refusals(scheduler, steps):
         schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
     if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
@@ -162,6 +166,8 @@ def _trace(
     eta: float,
     spread: bool,
     span: Span,
+    noising: Noising,
+    tokens: int,
     unit: float,
 ) -> Schedule:
     import torch
@@ -170,9 +176,8 @@ def _trace(
     if not 0 < strength <= 1:
         raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
     scheduler = _fresh(scheduler, {})
-    scheduler.set_timesteps(steps, **({"strength": strength} if spread else {}))
-    # As in diffusers' image to image: a strength of 0.8 leaves out the first fifth.
-    left = steps if spread else min(int(steps * strength), steps)
+    noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
+    left = steps - (0 if spread else noising.skipped(steps, strength))
     if left == 0:
         raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
     skipped = (steps - left) * scheduler.order
@@ -210,21 +215,23 @@ def _trace(
 
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {"eta": eta} if "eta" in accepted else {}
-    latents = scheduler.add_noise(image, noise, timesteps[:1]) if from_image else noise * scheduler.init_noise_sigma
+    latents = noising.noised(scheduler, image, noise, timesteps[:1]) if from_image else noising.first(scheduler, noise)
     if begin is not None:
         latents = image
     inputs, kept, clean = [], [], []
     known = latents
     with Draw():
         for index, timestep in enumerate(timesteps):
-            inputs.append(scheduler.scale_model_input(latents, timestep))
+            inputs.append(noising.scaled(scheduler, latents, timestep))
             scale = inputs[-1].norm() / latents.norm()
             kept.append(known * scale)
             latents = scheduler.step(outputs[index], timestep, latents, **step_options).prev_sample
-            clean.append(_without_noise(scheduler, timestep, inputs[-1], outputs[index], latents))
+            clean.append(noising.clean(scheduler, timestep, inputs[-1], outputs[index], latents))
             if inpaint:
                 known = (
-                    image if index + 1 == runs else scheduler.add_noise(image, noise, timesteps[index + 1 : index + 2])
+                    image
+                    if index + 1 == runs
+                    else noising.noised(scheduler, image, noise, timesteps[index + 1 : index + 2])
                 )
     if draws > most_draws:
         raise UsageError(f"{type(scheduler).__name__} draws more than two noises a step", remedy="Take another one.")
@@ -242,31 +249,6 @@ def _trace(
         rows(clean),
         draws,
     )
-
-
-def _without_noise(scheduler: Any, timestep: Any, given: Any, output: Any, after: Any) -> Any:
-    """What the image is, by what the UNet made of `given` at a timestep. after: the latents behind the step, where the
-    scheduler's noise has another form.
-
-    The UNet of these schedulers reads image * alpha + noise * sigma, of which the squares sum to 1 (https://arxiv.org/abs/2010.02502,
-    equation 12; of v https://arxiv.org/abs/2202.00512, appendix D).
-    """
-    kind, alphas = scheduler.config.get("prediction_type"), getattr(scheduler, "alphas_cumprod", None)
-    if alphas is None or kind not in ("epsilon", "sample", "v_prediction"):
-        return after
-    place, last = min(max(float(timestep), 0.0), len(alphas) - 1.0), len(alphas) - 1
-    # As EulerDiscreteScheduler, sigma / alpha is linear between two timesteps.
-    low, high = (alphas[min(int(place) + more, last)].double() for more in (0, 1))
-    noise = ((1 - low) / low) ** 0.5
-    if part := place - int(place):
-        noise = noise + part * (((1 - high) / high) ** 0.5 - noise)
-    alpha = 1 / (noise**2 + 1) ** 0.5
-    sigma = (1 - alpha**2) ** 0.5
-    if kind == "sample":
-        return output
-    if kind == "v_prediction":
-        return alpha * given - sigma * output
-    return (given - sigma * output) / alpha
 
 
 def _cutoff(scheduler: Any, place: float) -> int:

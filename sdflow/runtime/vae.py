@@ -28,7 +28,7 @@ def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bo
         return bound.run()["sample"]
 
     size = int(decoder.config.get("sample_size", TILE))
-    for latent in (latents / what.factor).split(1):
+    for latent in what.to_vae(latents).split(1):
         yield _maybe_tiled(run, latent, size // what.scale, size, tiles)
 
 
@@ -46,7 +46,8 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
         _maybe_tiled(run, image, size, size // what.scale, tiles).to(torch.float32, copy=True)
         for image in images.split(1)
     ]
-    return torch.cat(encoded) * what.factor
+    encoded_all: torch.Tensor = what.from_vae(torch.cat(encoded))
+    return encoded_all
 
 
 def _maybe_tiled(

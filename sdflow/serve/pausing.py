@@ -59,7 +59,7 @@ class StepsOfSizes:
     def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
         self._cuts = cuts
         self._model = pipeline.submodels[pipeline.family.denoiser]
-        self._texts = [pipeline.submodels[name].config for name in pipeline.family.text]
+        self._tokens = pipeline.family.token_sizes(pipeline.configs)
         self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
         self._alone: set[tuple[tuple[str, int], ...]] = set()
         ports = self._model.part.model.ports(self._model.config).inputs
@@ -82,7 +82,7 @@ class StepsOfSizes:
         if self.why_alone is not None:
             return None
         sizes: dict[str, int] = {
-            "sequence": self._length(conditions),
+            **(self._tokens if conditions is None else token_sizes(self._model, conditions)),
             "latent_height": rows,
             "latent_width": columns,
             **axes,
@@ -103,13 +103,6 @@ class StepsOfSizes:
             self._made[key] = made
         self._made[key] = self._made.pop(key)
         return self._made[key]
-
-    def _length(self, conditions: Conditions | None) -> int:
-        """How many tokens the texts have."""
-        for port in self._model.part.model.ports(self._model.config).inputs:
-            if conditions is not None and "sequence" in port.axes:
-                return int(conditions.inputs[port.name].shape[port.axes.index("sequence")])
-        return max(int(config["max_position_embeddings"]) for config in self._texts)
 
 
 class HeldSteps:

@@ -135,7 +135,7 @@ class ServedPipeline:
         base = self.base
         if self.why_alone is not None:
             return
-        for name in base.family.text:
+        for name in base.family.text_of(base.submodels):
             base.submodels[name].load()
         given = job.arguments
         _, _, rows, columns = base.latents_shape(1, given.get("height"), given.get("width"))
@@ -217,7 +217,7 @@ class ServedPipeline:
             return {1: 1.0}
         own = stage.defaults["text"]
         halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
-        schedule = stage.schedule(own.steps, guidance_scale=None)
+        schedule = stage.schedule(own.steps, (latents.size, latents.size), guidance_scale=None)
         denoiser = stage.submodels[stage.family.denoiser]
         in_a_row = 1 if stage.place.stream is None else QUEUED_RUNS  # what queues one is done while another is computed
 

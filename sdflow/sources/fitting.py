@@ -25,6 +25,9 @@ class Found:
         if original.parts > 1:
             rows = tensor.shape[0] // original.parts
             tensor = tensor[original.part * rows : (original.part + 1) * rows]
+        if original.swapped:
+            half = tensor.shape[0] // 2
+            tensor = tensor.reshape(2, half, *tensor.shape[1:])[[1, 0]]
         if original.transposed:
             tensor = tensor.T
         return tensor.reshape(shape)

@@ -124,7 +124,7 @@ def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
     """The prompt encoded, by precision."""
     selection = run.request.selection
     guided, prompts = run.family.guided(run.configs(), selection.guidance_scale), selection.prompts[:1]
-    networks, pipeline = run.stage(run.family.text)
+    networks, pipeline = run.stage(run.family.text_of(run.request.loads))
     exact = run.encoded(pipeline, prompts, guided=guided)
     with _halved(networks):
         return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=guided)}

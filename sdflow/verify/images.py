@@ -96,13 +96,13 @@ def text_to_image(
 
     companions, latents, task = load_companions(folder), folder_latents(folder), folder_task(folder)
     height, width = (latents.scale * size for size in first.shape[2:])
-    guidance_width = family.guidance_width({family.denoiser: submodel_config(folder, family.denoiser)})
-    request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width)
+    denoiser = submodel_config(folder, family.denoiser)
+    guidance_width = family.guidance_width({family.denoiser: denoiser})
+    request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width, denoiser=denoiser)
     conditions = family.condition(run_torch, companions, read_options(folder), request)
 
     nets = list(family.nets(onnx_submodels(folder)).values())
     rows = len(prompts) * conditions.halves
-    denoiser = submodel_config(folder, family.denoiser)
     inputs_of_images: Tensors = {}
     if adapters := adapter_count(denoiser):
         shown = [ImagePrompt((image,), IMAGE_SCALE) for image in shown_images(selection, adapters)]
@@ -114,21 +114,22 @@ def text_to_image(
     ]
 
     scheduler = companions["scheduler"]
-    scheduler.set_timesteps(steps)
+    noising = family.noising
+    noising.set_timesteps(scheduler, steps, latents.tokens(*first.shape[2:]))
     known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
     accepted = inspect.signature(scheduler.step).parameters
     step_options = {name: value for name, value in known.items() if name in accepted}
     noise, start = torch.from_numpy(first), canvas(task, height, width)
-    sample = noise * scheduler.init_noise_sigma if begin is None else noise
+    sample = noising.first(scheduler, noise) if begin is None else noise
     beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
     if task == "inpaint":
         beside = _mask_and_masked(run_torch, family, latents, start["image"], start["mask_image"])
     elif task == "image" and begin is None:
         pixels = image_reader(1).preprocess(start["image"])
-        encoded = run_torch(family.encoder, {"sample": pixels})["latent_sample"].float() * latents.factor
-        sample = scheduler.add_noise(encoded, noise, scheduler.timesteps[:1])
+        encoded = run_torch(family.encoder, {"sample": pixels})["latent_sample"].float()
+        sample = noising.noised(scheduler, latents.from_vae(encoded), noise, scheduler.timesteps[:1])
     for timestep in _part(scheduler, begin, end):
-        scaled = torch.cat([scheduler.scale_model_input(sample, timestep), *beside], dim=1)
+        scaled = torch.cat([noising.scaled(scheduler, sample, timestep), *beside], dim=1)
         fed = torch.cat([scaled] * conditions.halves)
         inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs, **inputs_of_images}
         given = [
@@ -145,7 +146,7 @@ def text_to_image(
     if end is not None:
         reached: np.ndarray = sample.numpy()
         return reached
-    decoded = [run_torch(family.decoder, {"latent_sample": one[None] / latents.factor})["sample"] for one in sample]
+    decoded = [run_torch(family.decoder, {"latent_sample": latents.to_vae(one[None])})["sample"] for one in sample]
     drawn: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)
     return drawn.transpose(0, 2, 3, 1)
 
@@ -172,7 +173,7 @@ def _mask_and_masked(
 
     mask = image_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True).preprocess(mask_image)
     pixels = image_reader(1).preprocess(image) * (mask < 0.5)
-    encoded = run(family.encoder, {"sample": pixels})["latent_sample"].float() * latents.factor
+    encoded = latents.from_vae(run(family.encoder, {"sample": pixels})["latent_sample"].float())
     return [torch.nn.functional.interpolate(mask, size=tuple(encoded.shape[2:])), encoded]
 
 

@@ -138,7 +138,7 @@ def decoder_cases(
     fed, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
     trajectory = [index for index, case in denoiser_cases if case.group == "trajectory"]
     for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
-        drawn = denoiser_cases.get(index, "inputs")[fed][-1:, : latents.channels] / latents.factor
+        drawn = latents.to_vae(denoiser_cases.get(index, "inputs")[fed][-1:, : latents.channels])
         step = denoiser_cases.cases[index].step
         cases.add(Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {port.name: drawn})
     random = np.random.default_rng(selection.seed + 2)

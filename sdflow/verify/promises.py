@@ -303,8 +303,8 @@ def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
     """diffusers draws the latents in the type of the text encoders' output; latents and embeddings go from submodel to
     submodel without a cast."""
     none: tuple[dict[str, str], dict[str, str]] = ({}, {})
-    inputs, outputs = ({name: types.get(name, none)[side] for name in family.drawing} for side in (0, 1))
-    passed = [(name, outputs[name]) for name in family.text]
+    inputs, outputs = ({name: types.get(name, none)[side] for name in family.drawing_of(types)} for side in (0, 1))
+    passed = [(name, outputs[name]) for name in family.text_of(types)]
     # What the denoiser is given from the text stands behind the latents.
     passed += [
         (family.denoiser, dict(reversed(inputs[family.denoiser].items()))),

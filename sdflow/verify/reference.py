@@ -119,7 +119,7 @@ class ReferenceRun:
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""
         selection = self.request.selection
-        networks, pipeline = self.stage(self.family.text)
+        networks, pipeline = self.stage(self.family.text_of(self.request.loads))
 
         def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
             return self.encoded(pipeline, prompts, guided=guided)
@@ -145,11 +145,7 @@ class ReferenceRun:
 
     def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
         """The prompts as diffusers' pipeline encodes them."""
-        found = pipeline.encode_prompt(
-            list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
-        )
-        given = zip(self.family.embeddings, found, strict=True)
-        return {name: value for name, value in given if value is not None}
+        return self.family.encode_reference(pipeline, prompts, self.configs(), guided=guided)
 
     def show(self) -> tuple[Shown, dict[str, Cases]]:
         """The image prompts as the denoiser takes them, and the cases of what reads them."""

@@ -90,7 +90,7 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
     full, family = spec.level == "full", checkpoint.family
     configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
     latents = family.latents(configs)
-    large = max(configs[family.denoiser]["block_out_channels"]) >= LARGE_CHANNELS
+    large = family.part(family.denoiser).model.width(configs[family.denoiser]) >= LARGE_CHANNELS
     own = latents.size
     small = max(QUICK_LATENTS, latents.multiple)
     if full:

@@ -28,6 +28,11 @@ _LENDERS = {
     ("sdxl", "tokenizer_2"): "sd21/tokenizer",
     ("sdxl-tiny", "tokenizer"): "sd15/tokenizer",
     ("sdxl-tiny", "tokenizer_2"): "sd21/tokenizer",
+    ("sd35-medium", "tokenizer"): "sd15/tokenizer",
+    ("sd35-medium", "tokenizer_2"): "sd21/tokenizer",
+    ("sd35-tiny", "tokenizer"): "sd15/tokenizer",
+    ("sd35-tiny", "tokenizer_2"): "sd21/tokenizer",
+    ("sd35-tiny", "tokenizer_3"): "sd35-medium/tokenizer_3",
 }
 
 # Architecture -> the one that it is like, but for the entries of the JSON files in its own folder.
@@ -48,6 +53,8 @@ _LIKE = {
     "sdxl-inpainting-tiny": "sdxl-tiny",
     "sdxl-refiner": "sdxl",
     "sdxl-refiner-tiny": "sdxl-tiny",
+    "sd35-large": "sd35-medium",
+    "sd3-medium": "sd35-medium",
     "ip-adapter-plus": "ip-adapter",
     "ip-adapter-sdxl": "ip-adapter",
     "ip-adapter-plus-sdxl": "ip-adapter-plus",

@@ -1,0 +1,133 @@
+"""diffusers' SD3Transformer2DModel: the denoiser of Stable Diffusion 3 and 3.5.
+
+It takes latents as they are and cuts them into patches inside; text comes as one row of tokens, CLIP's and T5's, with the pooled
+embedding of both CLIPs beside it (https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to 1000: one for
+the whole batch, as for the UNet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes
+from sdflow.models.sd3_names import sd3_names
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOKENS = "joint_sequence"
+"""The axis of the text's tokens: CLIP's and T5's together."""
+
+_BLOCK = re.compile(r"transformer_blocks_(\d+)_")
+_READS_TEXT = re.compile(r"^context_embedder$")
+
+
+class SD3Transformer(Model):
+    """The velocity, from image to noise, of latents."""
+
+    class_name: ClassVar[str] = "SD3Transformer2DModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import SD3Transformer2DModel
+
+        module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
+        return module
+
+    def ports(self, config: Config) -> Ports:
+        size = ("latent_height", "latent_width")
+        return Ports(
+            inputs=(
+                Port("sample", "float32", ("batch", config["in_channels"], *size)),
+                Port("timestep", "float32", (1,)),
+                Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
+                Port("pooled_projections", "float32", ("batch", config["pooled_projection_dim"])),
+            ),
+            outputs=(Port("out_sample", "float32", ("batch", config["out_channels"], *size)),),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        patch = int(config["patch_size"])
+        return Sizes(batch=2, height=4 * patch, width=6 * patch, vae_scale=1)
+
+    def width(self, config: Config) -> int:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 13}
+
+    def telling(self, config: Config) -> Shapes:
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        last = config["num_layers"] - 1
+        found = {
+            "pos_embed.proj.weight": (width, config["in_channels"], config["patch_size"], config["patch_size"]),
+            "context_embedder.weight": (config["caption_projection_dim"], config["joint_attention_dim"]),
+            f"transformer_blocks.{last}.attn.to_q.weight": (width, width),
+        }
+        if config.get("qk_norm"):
+            found["transformer_blocks.0.attn.norm_q.weight"] = (config["attention_head_dim"],)
+        if dual := config.get("dual_attention_layers"):
+            found[f"transformer_blocks.{max(dual)}.attn2.to_q.weight"] = (width, width)
+        return found
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        import numpy as np
+
+        if port.name == "timestep":
+            return random.uniform(0, 1000, shape).astype(port.dtype)
+        return random.standard_normal(shape, np.float32)
+
+    def traced(self, module: Any) -> None:
+        original = module.forward
+
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, pooled_projections: Any) -> Any:
+            return original(
+                hidden_states=sample,
+                timestep=timestep.expand(sample.shape[0]),
+                encoder_hidden_states=encoder_hidden_states,
+                pooled_projections=pooled_projections,
+                return_dict=False,
+            )[0]
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sample = inputs["sample"]
+        found = module(
+            hidden_states=sample,
+            timestep=inputs["timestep"].expand(len(sample)),
+            encoder_hidden_states=inputs["encoder_hidden_states"],
+            pooled_projections=inputs["pooled_projections"],
+        )
+        return {"out_sample": found.sample}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """diffusers' pipeline repeats the timestep for every row."""
+        return {
+            "sample": kwargs["hidden_states"],
+            "timestep": kwargs["timestep"][:1].float(),
+            "encoder_hidden_states": kwargs["encoder_hidden_states"],
+            "pooled_projections": kwargs["pooled_projections"],
+        }
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return sd3_names(keys)
+
+    def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return {
+            module: (module, *([module.removesuffix(".0")] if module.endswith((".to_out.0", ".to_add_out.0")) else []))
+            for module in modules
+        }
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        layers = config.get("num_layers")
+        if layers is not None and (block := _BLOCK.search(module)) and int(block[1]) >= layers:
+            return f"this transformer has {layers} blocks"
+        text = config.get("joint_attention_dim", width)
+        if _READS_TEXT.search(module) and width != text:
+            return f"for text embeddings {width} wide, not {text}"
+        return None

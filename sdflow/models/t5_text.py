@@ -1,0 +1,99 @@
+"""T5's encoder: token ids to embeddings, as a text encoder of Stable Diffusion 3 and FLUX.1.
+
+diffusers' pipelines give it no attention mask: padding is attended to, so that the length that texts are padded to is part of what is
+computed. It takes int32 ids, as CLIP's text model here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOKENS = "long_sequence"
+"""The axis of its tokens, beside `sequence`, CLIP's."""
+
+_TIED = ("encoder.embed_tokens.weight", "shared.weight")
+"""Two names of one parameter: files have either or both."""
+
+
+class T5Text(Model):
+    """transformers' T5EncoderModel. Output: the last hidden state."""
+
+    class_name: ClassVar[str] = "T5EncoderModel"
+    weights_stem: ClassVar[str] = "model"
+    library_module: ClassVar[str | None] = "transformers.models.t5.modeling_t5"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from transformers import T5Config, T5EncoderModel
+
+        return T5EncoderModel(T5Config.from_dict(dict(config)))
+
+    def ports(self, config: Config) -> Ports:
+        return Ports(
+            inputs=(Port("input_ids", "int32", ("batch", TOKENS)),),
+            outputs=(Port("last_hidden_state", "float32", ("batch", TOKENS, config["d_model"])),),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        return Sizes(batch=2)
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 11}
+
+    def telling(self, config: Config) -> Shapes:
+        return {
+            "shared.weight": (config["vocab_size"], config["d_model"]),
+            f"encoder.block.{config['num_layers'] - 1}.layer.1.DenseReluDense.wo.weight": (
+                config["d_model"],
+                config["d_ff"],
+            ),
+        }
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        ids: np.ndarray = random.integers(0, config["vocab_size"], shape, dtype=port.dtype)
+        return ids
+
+    def traced(self, module: Any) -> None:
+        """Its position bias needs the length of the ids alone, so that it stays an expression of the graph's inputs."""
+        module.set_attn_implementation("eager")
+        original = module.forward
+
+        def forward(input_ids: Any) -> Any:
+            return original(input_ids=input_ids, attention_mask=_sees_all(input_ids)).last_hidden_state
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"last_hidden_state": module(input_ids=inputs["input_ids"].long()).last_hidden_state}
+
+    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {"input_ids": args[0] if args else kwargs["input_ids"]}
+
+    def current_name(self, name: str) -> str:
+        return _TIED[1] if name == _TIED[0] else name
+
+    def unused(self, name: str, keys: Iterable[str]) -> bool:
+        """Of a file that has both names, one is enough."""
+        return name in _TIED
+
+    def to_float16(self, module: Any) -> None:
+        """With the second product of each feed-forward layer in float32, as transformers loads it in half precision
+        (`_keep_in_fp32_modules`): its sums pass 65,504."""
+        module.half()
+        for name, part in module.named_modules():
+            if name.endswith(".wo"):
+                part.float()
+
+
+def _sees_all(input_ids: Any) -> Any:
+    """A mask of four dimensions that hides nothing: it is used as it is, in place of one that transformers would make."""
+    import torch
+
+    batch, length = input_ids.shape
+    return torch.zeros((1, 1, 1, 1)).expand(batch, 1, length, length)
