@@ -100,7 +100,7 @@ def open_folder(
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
     family, index = _pipeline_index(folder)
     found: dict[str, ComponentFiles] = {}
-    configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json")}
+    configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json", finite=False)}
     files: dict[str, str] = {}
     for component, parts in family.components.items():
         if parts[0].optional and index.get(component, [None])[0] is None:
@@ -162,10 +162,13 @@ def open_component(folder: Path, component: str, part: Part, family: Family, all
     return ComponentFiles(config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError when it is missing or something else."""
+def read_config(path: Path, *, finite: bool = True) -> dict[str, Any]:
+    """A JSON object from a file. finite: as of `read_json`; False for what lies beside the networks.
+
+    Raises CheckpointError when it is missing or something else.
+    """
     try:
-        value = read_json(path)
+        value = read_json(path, finite=finite)
     except FileNotFoundError as error:
         raise MissingFile(
             "no such file", where=str(path), remedy="A checkpoint folder has the layout of diffusers' save_pretrained."
@@ -227,7 +230,7 @@ def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dic
     wanted = {name: companion for name, companion in family.companions.items() if companion.wanted(submodels)}
     for name, companion in wanted.items():
         path = folder / name / companion.file
-        if wrong := wrong_entry(read_config(path)):
+        if wrong := wrong_entry(read_config(path, finite=False)):
             raise CheckpointError(wrong, where=str(path), remedy="Download it again.")
         require_inside(folder / name, folder)
     return {name: folder / name for name in wanted}
