@@ -98,8 +98,8 @@ class Family:
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
     ) -> dict[str, Any]:
-        """What diffusers' pipeline makes of prompts, without negative ones, as arguments of its call (`embeddings`). pipeline: as of
-        `torch_pipeline`, with its text encoders. configs: by part."""
+        """What diffusers' pipeline makes of prompts, without negative ones, as arguments of its call (`embeddings`).
+        pipeline: as of `torch_pipeline`, with its text encoders. configs: by part."""
         found = pipeline.encode_prompt(
             list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
         )
@@ -180,7 +180,8 @@ class Family:
         return tuple(name for name in self.submodels if name != self.encoder and name not in optional)
 
     def drawing_of(self, submodels: Container[str]) -> tuple[str, ...]:
-        """The parts of a pipeline of these submodels that text to image runs: with the text encoders that a checkpoint may lack."""
+        """The parts of a pipeline of these submodels that text to image runs: with the text encoders that a checkpoint
+        may lack."""
         return tuple(name for name in self.submodels if name in self.drawing or name in self.text_of(submodels))
 
     @property

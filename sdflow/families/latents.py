@@ -55,8 +55,8 @@ class Latents:
 
     @classmethod
     def of(cls, denoiser: Config, vae: Config, *, multiple: int, patch: int = 1, where: str = "unet") -> Latents:
-        """From config.json of a denoiser and a VAE. where: the denoiser's folder, for messages. Raises KeyError or TypeError for one
-        that lacks something, CheckpointError for a size that is none."""
+        """From config.json of a denoiser and a VAE. where: the denoiser's folder, for messages. Raises KeyError or
+        TypeError for one that lacks something, CheckpointError for a size that is none."""
         return cls(
             channels=int(vae["latent_channels"]),
             scale=halved(vae),

@@ -1,12 +1,13 @@
 """How a family's latents become noise, and the schedulers that take the noise away again.
 
-`Diffusion` is that of Stable Diffusion 1.x, 2.x and XL: x_t = alpha_t x_0 + sigma_t noise, with a table of alphas, and a model that
-predicts the noise, the velocity or the image (https://arxiv.org/abs/2006.11239, https://arxiv.org/abs/2202.00512). `Flow` is that of
+`Diffusion` is that of Stable Diffusion 1.x, 2.x and XL: x_t = alpha_t x_0 + sigma_t noise, with a table of alphas, and
+a model that predicts the noise, the velocity or the image (https://arxiv.org/abs/2006.11239, https://arxiv.org/abs/2202.00512).
+`Flow` is that of
 rectified flows: x_t = (1 - t) x_0 + t noise, and a model that predicts noise - x_0 (https://arxiv.org/abs/2209.03003,
 https://arxiv.org/abs/2403.03206).
 
-A method that takes a scheduler takes one of diffusers, after `set_timesteps` unless it says otherwise. Latents are (..., rows, columns)
-of any type of number.
+A method that takes a scheduler takes one of diffusers, after `set_timesteps` unless it says otherwise. Latents are
+(..., rows, columns) of any type of number.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from sdflow.errors import UsageError
 from sdflow.families.schedulers import FLOW_SCHEDULERS, NOISE_SCHEDULERS, SchedulerRow
 
 Tokens = int
-"""Image tokens that the denoiser attends to: (rows / patch) * (columns / patch) of the latents. The schedule of some flows depends
-on it."""
+"""Image tokens that the denoiser attends to: (rows / patch) * (columns / patch) of the latents. The schedule of some
+flows depends on it."""
 
 
 class Noising(Protocol):
@@ -32,8 +33,8 @@ class Noising(Protocol):
         """What of the image's size the schedule depends on; None where it does not."""
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: Tokens, strength: float | None = None) -> None:
-        """Give the scheduler so many steps, as the family's pipelines in diffusers do. strength: for those that spread their steps
-        over what it leaves."""
+        """Give the scheduler so many steps, as the family's pipelines in diffusers do. strength: for those that spread
+        their steps over what it leaves."""
 
     def skipped(self, steps: int, strength: float) -> int:
         """How many of the steps an image that goes through this part of them (0 to 1) leaves out."""

@@ -51,8 +51,8 @@ _CONSISTENCY = (
 
 
 def require_known(name: str, where: str = "--scheduler", schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> None:
-    """Raises UsageError with the nearest known name for a scheduler that is not one of these. schedulers: the family's, where it is
-    known."""
+    """Raises UsageError with the nearest known name for a scheduler that is not one of these. schedulers: the family's,
+    where it is known."""
     if name not in schedulers:
         near = get_close_matches(name.lower(), schedulers, n=1, cutoff=0.3)
         raise UsageError(

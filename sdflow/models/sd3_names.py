@@ -1,7 +1,7 @@
 """Names of the original (Stability AI, "MMDiT") layout for the tensors of diffusers' SD3Transformer2DModel.
 
-The layout: https://github.com/Stability-AI/sd3.5, mmditx.py. The correspondence is `convert_sd3_transformer_checkpoint_to_diffusers` of
-diffusers' loaders/single_file_utils.py, read backwards.
+The layout: https://github.com/Stability-AI/sd3.5, mmditx.py. The correspondence is
+`convert_sd3_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read backwards.
 """
 
 from __future__ import annotations

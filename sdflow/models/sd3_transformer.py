@@ -1,8 +1,8 @@
 """diffusers' SD3Transformer2DModel: the denoiser of Stable Diffusion 3 and 3.5.
 
 It takes latents as they are and cuts them into patches inside; text comes as one row of tokens, CLIP's and T5's, with the pooled
-embedding of both CLIPs beside it (https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to 1000: one for
-the whole batch, as for the UNet.
+embedding of both CLIPs beside it (https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to
+1000: one for the whole batch, as for the UNet.
 """
 
 from __future__ import annotations

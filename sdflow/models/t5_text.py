@@ -1,7 +1,7 @@
 """T5's encoder: token ids to embeddings, as a text encoder of Stable Diffusion 3 and FLUX.1.
 
-diffusers' pipelines give it no attention mask: padding is attended to, so that the length that texts are padded to is part of what is
-computed. It takes int32 ids, as CLIP's text model here does.
+diffusers' pipelines give it no attention mask: padding is attended to, so that the length that texts are padded to is
+part of what is computed. It takes int32 ids, as CLIP's text model here does.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class DenoiserSource(Protocol):
 
 class Denoisers(DenoiserSource):
     """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
-    image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
-    nothing beside it."""
+    image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split:
+    take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make nothing beside it."""
 
     def __init__(
         self,

@@ -124,8 +124,8 @@ def trace(
     from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
     spread: all steps are taken, in that part, where the scheduler can. span: from where to where of the way from noise to
     image, each a part of 1, as in diffusers' `denoising_start` and `denoising_end`; None: to the end. From a place on the way,
-    the latents begin with those given as the image's, and there is no strength. noising: the family's. tokens: of the image, where
-    the schedule depends on its size.
+    the latents begin with those given as the image's, and there is no strength. noising: the family's. tokens: of the
+    image, where the schedule depends on its size.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
     import torch

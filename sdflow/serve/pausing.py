@@ -14,7 +14,7 @@ from sdflow.families.request import Conditions
 from sdflow.runtime.control import Control
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser
-from sdflow.runtime.denoisers import DenoiserSource
+from sdflow.runtime.denoisers import DenoiserSource, token_sizes
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.place import Place
 from sdflow.runtime.schedule import Schedule

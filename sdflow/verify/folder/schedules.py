@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 STEPS = (4, 21)
 SHAPE = (1, 4, 4, 4)
+TOKENS = 1024
 LARGEST = 1e-5
 """Distance (relative L2) of what is fed to the denoiser. The factors are kept in float32."""
 
@@ -43,12 +44,12 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
     def apart(name: str | None) -> str | None:
         loaded = ours if name is None else named_scheduler(name, ours.config)
         wanted = _of_diffusers([each for each in (source.scheduler, name) if each], family, source, theirs)
-        return next((why for steps in STEPS if (why := _apart(loaded, wanted, steps, family.scheduler_config))), None)
+        return next((why for steps in STEPS if (why := _apart(loaded, wanted, steps, family))), None)
 
     if why := apart(None):
         what = f"the schedule is not the checkpoint's: {why}"
         return [Finding("", CHECK, "error", f"{SCHEDULER}/{companion.file}", what, REBUILD)]
-    others = {name: why for name in SCHEDULERS if (why := apart(name))}
+    others = {name: why for name in family.noising.schedulers if (why := apart(name))}
     if not others:
         return []
     what = f"{', '.join(others)} cannot draw as diffusers does with this checkpoint: {next(iter(others.values()))}"
@@ -68,18 +69,18 @@ def _of_diffusers(names: Sequence[str], family: Family, source: Source, companio
     return family.torch_pipeline({}, {**companions, SCHEDULER: own}, options).scheduler
 
 
-def _apart(ours: Any, theirs: Any, steps: int, fixed: Mapping[str, Any]) -> str | None:
+def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
     """What is otherwise at so many steps, in words. A schedule that both refuse is the same."""
     import torch
 
     try:
-        theirs.set_timesteps(steps)
+        theirs.set_timesteps(steps, **_shift(theirs))
     except ValueError:
         wanted = None
     else:
         wanted = theirs.timesteps
     try:
-        schedule = trace(ours, steps, fixed)
+        schedule = trace(ours, steps, family.scheduler_config, noising=family.noising, tokens=TOKENS)
     except UsageError as error:
         return None if wanted is None else error.what
     if wanted is None:
@@ -126,12 +127,25 @@ def _by_diffusers(
     known = {"generator": torch.Generator().manual_seed(0), "eta": 0.0}
     accepted = inspect.signature(scheduler.step).parameters
     options = {name: value for name, value in known.items() if name in accepted}
-    fed, latents = [], noise * scheduler.init_noise_sigma
+    # Those of flow matching begin with noise as it is, and scale nothing.
+    scaled = getattr(scheduler, "scale_model_input", lambda latents, timestep: latents)
+    fed, latents = [], noise * getattr(scheduler, "init_noise_sigma", 1.0)
     with Recorded():
         for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
-            fed.append(scheduler.scale_model_input(latents, timestep))
+            fed.append(scaled(latents, timestep))
             latents = scheduler.step(output, timestep, latents, **options).prev_sample
     return [*fed, torch.as_tensor(latents)], drawn
+
+
+def _shift(scheduler: Any) -> dict[str, float]:
+    """How far diffusers' pipelines shift the steps of an image of `TOKENS` tokens, where that depends on its size."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    if not scheduler.config.get("use_dynamic_shifting"):
+        return {}
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    given = {name.replace("image_seq_len", "seq_len"): value for name in names if (value := scheduler.config.get(name))}
+    return {"mu": calculate_shift(TOKENS, **given)}
 
 
 def _draw(seed: int) -> torch.Tensor:
