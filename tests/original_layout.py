@@ -128,7 +128,8 @@ def vae_tensors(vae: Any) -> Tensors:
 
 
 def _vae(vae: Any) -> Iterator[tuple[str, Any]]:
-    yield from (("quant_conv", vae.quant_conv), ("post_quant_conv", vae.post_quant_conv))
+    between = (("quant_conv", vae.quant_conv), ("post_quant_conv", vae.post_quant_conv))
+    yield from ((name, layer) for name, layer in between if layer is not None)
     for half, module in (("encoder", vae.encoder), ("decoder", vae.decoder)):
         yield from ((f"{half}.conv_in", module.conv_in), (f"{half}.conv_out", module.conv_out))
         yield f"{half}.norm_out", module.conv_norm_out
@@ -218,3 +219,67 @@ def _unread(layer: torch.nn.Module) -> Any:
         for parameter in other.parameters():
             parameter.fill_(7.0)
     return other
+
+
+# Stable Diffusion 3
+
+
+def stable_diffusion_3(transformer: Any, vae: Any, text: Any = None, text_2: Any = None, text_3: Any = None) -> Tensors:
+    """Transformer and VAE, and the text encoders that are given. CLIP-L lies there without its projection, T5 with both names of
+    its embedding."""
+    parts = [("model.diffusion_model.", mmdit_tensors(transformer)), ("first_stage_model.", vae_tensors(vae))]
+    if text is not None:
+        tensors = {key: value for key, value in clip_tensors(text).items() if "text_projection" not in key}
+        parts.append(("text_encoders.clip_l.transformer.", tensors))
+    if text_2 is not None:
+        projection = {"text_projection.weight": text_2.text_projection.weight}
+        tensors = {key: value for key, value in clip_tensors(text_2).items() if "text_projection" not in key}
+        parts.append(("text_encoders.clip_g.transformer.", tensors | projection))
+    if text_3 is not None:
+        parts.append(("text_encoders.t5xxl.transformer.", dict(text_3.state_dict())))
+    return {f"{prefix}{name}": value.clone().contiguous() for prefix, part in parts for name, value in part.items()}
+
+
+def mmdit_tensors(transformer: Any) -> Tensors:
+    """The tensors of an SD3Transformer2DModel without `model.diffusion_model.`: https://github.com/Stability-AI/sd3.5, mmditx.py."""
+    blocks = list(transformer.transformer_blocks)
+    places = [
+        ("x_embedder.proj", transformer.pos_embed.proj),
+        ("t_embedder.mlp.0", transformer.time_text_embed.timestep_embedder.linear_1),
+        ("t_embedder.mlp.2", transformer.time_text_embed.timestep_embedder.linear_2),
+        ("y_embedder.mlp.0", transformer.time_text_embed.text_embedder.linear_1),
+        ("y_embedder.mlp.2", transformer.time_text_embed.text_embedder.linear_2),
+        ("context_embedder", transformer.context_embedder),
+        ("final_layer.linear", transformer.proj_out),
+    ]
+    tensors = {"pos_embed": transformer.pos_embed.pos_embed}
+    for index, block in enumerate(blocks):
+        image, text = f"joint_blocks.{index}.x_block", f"joint_blocks.{index}.context_block"
+        attention = block.attn
+        tensors |= _packed(f"{image}.attn.qkv", attention.to_q, attention.to_k, attention.to_v)
+        tensors |= _packed(f"{text}.attn.qkv", attention.add_q_proj, attention.add_k_proj, attention.add_v_proj)
+        places += [(f"{image}.attn.proj", attention.to_out[0]), (f"{image}.adaLN_modulation.1", block.norm1.linear)]
+        places += [(f"{image}.mlp.fc1", block.ff.net[0].proj), (f"{image}.mlp.fc2", block.ff.net[2])]
+        if attention.norm_q is not None:
+            places += [(f"{image}.attn.ln_q", attention.norm_q), (f"{image}.attn.ln_k", attention.norm_k)]
+            places += [(f"{text}.attn.ln_q", attention.norm_added_q), (f"{text}.attn.ln_k", attention.norm_added_k)]
+        if (second := getattr(block, "attn2", None)) is not None:
+            tensors |= _packed(f"{image}.attn2.qkv", second.to_q, second.to_k, second.to_v)
+            places += [(f"{image}.attn2.proj", second.to_out[0])]
+            places += [(f"{image}.attn2.ln_q", second.norm_q), (f"{image}.attn2.ln_k", second.norm_k)]
+        if index < len(blocks) - 1:
+            places += [(f"{text}.attn.proj", attention.to_add_out), (f"{text}.adaLN_modulation.1", block.norm1_context.linear)]
+            places += [(f"{text}.mlp.fc1", block.ff_context.net[0].proj), (f"{text}.mlp.fc2", block.ff_context.net[2])]
+        else:
+            tensors |= _swapped(f"{text}.adaLN_modulation.1", block.norm1_context.linear)
+    tensors |= _swapped("final_layer.adaLN_modulation.1", transformer.norm_out.linear)
+    return tensors | _named(iter(places))
+
+
+def _packed(name: str, *layers: Any) -> Tensors:
+    return {f"{name}.{kind}": torch.cat([getattr(layer, kind) for layer in layers]) for kind in ("weight", "bias")}
+
+
+def _swapped(name: str, layer: Any) -> Tensors:
+    """diffusers has scale before shift, the original shift before scale."""
+    return {f"{name}.{kind}": torch.cat(getattr(layer, kind).chunk(2)[::-1]) for kind in ("weight", "bias")}

@@ -82,13 +82,15 @@ class Companion:
     """What lies beside the graphs: a tokenizer, a scheduler, a feature extractor.
 
     library, class_name: what loads it; class_name None: its config names it. file: what its folder must hold.
-    parts: it is there only beside one of these parts; none: always.
+    parts: it is there only beside one of these parts; none: always. shipped: sdflow has the published one for files that hold
+    weights alone; else it has a stand-in, for random weights.
     """
 
     library: str
     class_name: str | None
     file: str
     parts: tuple[str, ...] = ()
+    shipped: bool = True
 
     def wanted(self, submodels: Container[str]) -> bool:
         """Whether it is there beside these submodels."""

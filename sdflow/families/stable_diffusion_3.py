@@ -5,7 +5,7 @@ After diffusers' StableDiffusion3Pipeline; https://arxiv.org/abs/2403.03206.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
@@ -18,7 +18,7 @@ from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.shared_parts import VAE, vae_fingerprint
 from sdflow.families.text import last_but_one, last_but_one_layer, token_ids
 from sdflow.models import sd3_transformer, t5_text
-from sdflow.models.base import Config
+from sdflow.models.base import Config, Original
 from sdflow.models.clip_text import ClipTextWithProjection
 
 if TYPE_CHECKING:
@@ -28,20 +28,33 @@ LENGTH = 256
 """Tokens that T5 reads of a text where the call does not say it, as in diffusers."""
 MOST_LENGTH = 512
 
+PROJECTION = "text_projection.weight"
 _LAYERS = {"output_hidden_states": True}
 _TRANSFORMER = Layout("model.diffusion_model.")
 _SECOND = ("prompt_2", "negative_prompt_2")
 _THIRD = ("prompt_3", "negative_prompt_3")
 
 
-def _clip(name: str, about: str, original: str, lora: str) -> Part:
+def _clip_l_names(keys: Iterable[str]) -> dict[str, Original]:
+    """Of CLIP-L as files in the original layout hold it: without its projection, which its pooled embedding goes without."""
+    model = ClipTextWithProjection()
+    return {
+        key: Original("", identity=True) if key == PROJECTION else Original(model.current_name(key)) for key in keys
+    }
+
+
+_CLIP_L = Layout("text_encoders.clip_l.transformer.", _clip_l_names, lambda name, keys: name == PROJECTION)
+_CLIP_G = Layout("text_encoders.clip_g.transformer.")
+
+
+def _clip(name: str, about: str, layout: Layout, lora: str) -> Part:
     return Part(
         name,
         ClipTextWithProjection(),
         name,
         about,
         read=lambda config: ("text_embeds", last_but_one(config)),
-        layouts=(Layout(f"text_encoders.{original}.transformer."),),
+        layouts=(layout,),
         lora=(lora, f"{name}."),
         config=_LAYERS,
     )
@@ -52,8 +65,8 @@ class StableDiffusion3(Family):
     title = "Stable Diffusion 3"
     classes = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
     parts = (
-        _clip("text_encoder", "The first CLIP text model: token ids to embeddings.", "clip_l", "lora_te1_"),
-        _clip("text_encoder_2", "The second text model, of OpenCLIP: token ids to embeddings.", "clip_g", "lora_te2_"),
+        _clip("text_encoder", "The first CLIP text model: token ids to embeddings.", _CLIP_L, "lora_te1_"),
+        _clip("text_encoder_2", "The second text model, of OpenCLIP: token ids to embeddings.", _CLIP_G, "lora_te2_"),
         Part(
             "text_encoder_3",
             t5_text.T5Text(),
@@ -76,13 +89,16 @@ class StableDiffusion3(Family):
     companions: ClassVar[Mapping[str, Companion]] = {
         "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
         "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
-        "tokenizer_3": Companion("transformers", "T5TokenizerFast", "tokenizer_config.json", parts=("text_encoder_3",)),
+        "tokenizer_3": Companion(
+            "transformers", "T5TokenizerFast", "tokenizer_config.json", parts=("text_encoder_3",), shipped=False
+        ),
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising: ClassVar[Noising] = FLOW
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
     arguments = (*_SECOND, *_THIRD, "max_sequence_length")
+    length_arguments = ("max_sequence_length",)
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=28, guidance_scale=7.0),
         "image": Defaults(steps=50, guidance_scale=7.0, strength=0.6),

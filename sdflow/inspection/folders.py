@@ -27,7 +27,7 @@ from sdflow.inspection.lines import (
 )
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
-from sdflow.sources.architectures import architecture_config
+from sdflow.sources.architectures import architecture_config, prediction_of
 from sdflow.sources.folder import find_weights, read_config
 
 CONFIG_FILE = "config.json"
@@ -123,7 +123,7 @@ def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -
         )
     except CheckpointError:
         return found
-    return sorted(found, key=lambda name: architecture_config(name, "scheduler")["prediction_type"] != said)
+    return sorted(found, key=lambda name: prediction_of(name) != said)
 
 
 def inspect_component(folder: Path) -> Description:

@@ -105,13 +105,15 @@ class Sizes:
 @dataclass(frozen=True)
 class Original:
     """Where a parameter lies in a file in the original layout: the tensor `name`; of its rows the part of this index out
-    of so many equal parts (q, k and v in one matrix); transposed; with the halves of its rows swapped."""
+    of so many equal parts (q, k and v in one matrix); transposed; with the halves of its rows swapped. identity: it lies nowhere,
+    and is the identity matrix."""
 
     name: str
     part: int = 0
     parts: int = 1
     transposed: bool = False
     swapped: bool = False
+    identity: bool = False
 
 
 def halved(config: Config) -> int:

@@ -167,7 +167,8 @@ class Pipeline(LoadedPipeline):
             rows = len(prompts) * (2 if guided else 1)
             axes = token_axes(denoised, shown)
             how: dict[str, Any] = {"controls": controls, "guess": guess_mode, "axes": axes, "fewer": fewer}
-            if request.reading.plain and not clip_skip:
+            usual = not any(request.more.get(name) for name in self.family.length_arguments)
+            if request.reading.plain and not clip_skip and usual:
                 denoiser = self.denoiser(start, rows, **how)
                 conditions = self.condition(request)
             else:  # how long the texts are, their encoding tells

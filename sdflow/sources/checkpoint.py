@@ -154,7 +154,11 @@ def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> 
                 where=f"{name}/config.json",
                 remedy="Use a checkpoint or a VAE with a scaling_factor alone.",
             )
-    parts = {part.name: configs[part.component] for part in family.parts if not part.optional}
+    parts = {
+        part.name: configs[part.component]
+        for part in family.parts
+        if not part.optional and (part.component in configs or part.name not in family.text)
+    }
     latents, channels = family.latents(parts), parts[family.denoiser]["in_channels"]
     if family.task(parts) != "inpaint" and channels != latents.channels:
         raise CheckpointError(

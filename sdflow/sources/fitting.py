@@ -22,6 +22,8 @@ class Found:
     def values(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         """Of a torch tensor or a numpy array: the parameter's values in its shape, a view where that can be."""
         original = self.original
+        if original.identity:
+            return _identity_like(tensor, shape[0])
         if original.parts > 1:
             rows = tensor.shape[0] // original.parts
             tensor = tensor[original.part * rows : (original.part + 1) * rows]
@@ -72,7 +74,8 @@ def fit(
         unused = lambda name, keys: layout.unused(name, keys) or model.unused(name, keys)  # noqa: E731
     keys_of: dict[str, list[str]] = {}
     for key, original in names.items():
-        keys_of.setdefault(original.name, []).append(key)
+        if not original.identity:
+            keys_of.setdefault(original.name, []).append(key)
     found: dict[str, Found] = {}
     unexpected, misshapen = [], []
     for index, (name, shape) in enumerate(stored):
@@ -88,6 +91,7 @@ def fit(
             if not model.fits(shape, wanted):
                 misshapen.append(f"{name} is {list(shape)} where {list(wanted)} belongs")
             found[key] = Found(index, original)
+    found |= {key: Found(0, names[key]) for key in names if names[key].identity}
     missing = sorted(set(parameters) - set(found))
     if missing or unexpected or misshapen:
         raise CheckpointError(
@@ -96,6 +100,17 @@ def fit(
             remedy="The weights and the configuration belong to different models, or the file is incomplete.",
         )
     return found
+
+
+def _identity_like(tensor: Any, size: int) -> Any:
+    """(size, size), of the kind of the tensor: numpy's or torch's."""
+    if type(tensor).__module__.partition(".")[0] == "torch":
+        import torch
+
+        return torch.eye(size, dtype=tensor.dtype)
+    import numpy as np
+
+    return np.eye(size, dtype=tensor.dtype)
 
 
 def _stored_shape(shape: tuple[int, ...], original: Original) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.few_steps import of_this_name
 from sdflow.families.part import Layout
-from sdflow.sources.architectures import architecture_config
+from sdflow.sources.architectures import architecture_config, prediction_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 Fingerprint = Mapping[str, tuple[int, ...] | None]
@@ -68,7 +68,7 @@ def choose(path: Path, fitting: Sequence[str], said: Said | None, wanted: str | 
     said: None where the file does not say how it predicts; then the first is taken. wanted: what the user wrote.
     Raises CheckpointError where it is none of them, and where the file says that it predicts in another way.
     """
-    predicts = {name: str(architecture_config(name, "scheduler")["prediction_type"]) for name in fitting}
+    predicts = {name: prediction_of(name) for name in fitting}
     if wanted is not None and wanted not in fitting:
         raise CheckpointError(
             f"has the shapes of {' and of '.join(fitting)}, not of {wanted}",

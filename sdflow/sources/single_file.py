@@ -79,6 +79,8 @@ def open_single_file(
     architecture, chosen = choose(path, known.fitting, known.said, architecture)
     family = family_of_architecture(architecture)
     layouts = layouts_of(family, known.names)
+    unread = {part for companion in family.companions.values() if not companion.shipped for part in companion.parts}
+    layouts = {name: layout for name, layout in layouts.items() if name not in unread}
     prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
     entries = {} if pickled else {component: under(header, prefix) for component, prefix in prefix_of.items()}
     whole, *sums = side_by_side([
@@ -96,9 +98,14 @@ def open_single_file(
 
     configs = {component: architecture_config(architecture, component) for component in prefix_of}
     index = architecture_index(architecture)
-    lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of)
+    lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of and part.name not in unread)
     notes = [f"{path.name} has the shapes of {architecture}" + (f"; it holds no {lacking}." if lacking else ".")]
     notes += chosen
+    if left_out := sorted(unread & layouts_of(family, known.names).keys()):
+        notes.append(
+            f"{path.name} holds {', '.join(left_out)} without its tokenizer, which sdflow does not ship: it is left out. "
+            "A diffusers folder has both."
+        )
     if pickled:
         notes.append(f"{path.name} is pickled; it is loaded with weights_only=True.")
     submodels = submodels_of(family, configs, build)

@@ -81,6 +81,11 @@ def architecture_config(architecture: str, component: str) -> dict[str, Any]:
     return config
 
 
+def prediction_of(architecture: str) -> str:
+    """What its denoiser predicts: "epsilon", "v_prediction", or "flow" where its scheduler has no choice."""
+    return str(architecture_config(architecture, "scheduler").get("prediction_type", "flow"))
+
+
 def architecture_index(architecture: str) -> dict[str, Any]:
     """Its model_index.json: the pipeline's class, and for each component its library and class, or two nulls."""
     _check(architecture)
