@@ -241,7 +241,8 @@ def stable_diffusion_3(transformer: Any, vae: Any, text: Any = None, text_2: Any
 
 
 def mmdit_tensors(transformer: Any) -> Tensors:
-    """The tensors of an SD3Transformer2DModel without `model.diffusion_model.`: https://github.com/Stability-AI/sd3.5, mmditx.py."""
+    """The tensors of an SD3Transformer2DModel without `model.diffusion_model.`: https://github.com/Stability-AI/sd3.5,
+    mmditx.py."""
     blocks = list(transformer.transformer_blocks)
     places = [
         ("x_embedder.proj", transformer.pos_embed.proj),
@@ -268,7 +269,10 @@ def mmdit_tensors(transformer: Any) -> Tensors:
             places += [(f"{image}.attn2.proj", second.to_out[0])]
             places += [(f"{image}.attn2.ln_q", second.norm_q), (f"{image}.attn2.ln_k", second.norm_k)]
         if index < len(blocks) - 1:
-            places += [(f"{text}.attn.proj", attention.to_add_out), (f"{text}.adaLN_modulation.1", block.norm1_context.linear)]
+            places += [
+                (f"{text}.attn.proj", attention.to_add_out),
+                (f"{text}.adaLN_modulation.1", block.norm1_context.linear),
+            ]
             places += [(f"{text}.mlp.fc1", block.ff_context.net[0].proj), (f"{text}.mlp.fc2", block.ff_context.net[2])]
         else:
             tensors |= _swapped(f"{text}.adaLN_modulation.1", block.norm1_context.linear)

@@ -77,7 +77,9 @@ def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
 
     pipeline = tensorrt_pipeline(folder)
     if settings.scheduler is not None:
-        pipeline.scheduler = named_scheduler(settings.scheduler, pipeline.scheduler.config)
+        pipeline.scheduler = named_scheduler(
+            settings.scheduler, pipeline.scheduler.config, folder_family(folder).noising
+        )
     return pipeline_drawer(pipeline, folder, settings)
 
 
@@ -196,7 +198,7 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
             parts[component].to(memory_format=torch.channels_last)
     companions = load_companions(folder)
     if settings.scheduler is not None:
-        companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config)
+        companions["scheduler"] = named_scheduler(settings.scheduler, companions["scheduler"].config, family.noising)
     companions["scheduler"].step = with_float32_noise(companions["scheduler"].step)
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)

@@ -79,7 +79,7 @@ def coefficients(
     import numpy as np
 
     if name is not None:
-        scheduler = named_scheduler(name, given)
+        scheduler = named_scheduler(name, given, family.noising)
     found = trace(scheduler, steps, family.scheduler_config, eta=eta, spread=family.strength_spreads)
     table = np.delete(found.inputs.numpy(), IMAGE, axis=1)
     timesteps = found.timesteps.numpy().reshape(-1)

@@ -152,7 +152,7 @@ def check_request(request: GenerateRequest) -> None:
     if not request.prompts:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
-        require_known(request.scheduler)
+        require_known(request.scheduler, schedulers=folder_family(request.folder).noising.schedulers)
     _check_arguments(request)
     if request.guidance_scale is not None and not math.isfinite(request.guidance_scale):
         raise UsageError(

@@ -175,7 +175,7 @@ class LoadedPipeline:
             words=words,
         )
         if scheduler is not None:
-            pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config)
+            pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config, family.noising)
         if previews is not None:
             pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
         return pipeline

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.families.approximation import Interval, Reuse
 from sdflow.families.noising import DIFFUSION, Noising
-from sdflow.families.schedulers import SCHEDULERS, require_known
+from sdflow.families.schedulers import require_known
 
 if TYPE_CHECKING:
     import torch
@@ -88,15 +88,15 @@ class Schedule:
         return replace(self, **tensors)
 
 
-def named_scheduler(name: str, config: Mapping[str, Any]) -> Any:
-    """The scheduler that `SCHEDULERS` knows by this name, with the noise schedule of another one's config.
+def named_scheduler(name: str, config: Mapping[str, Any], noising: Noising) -> Any:
+    """The scheduler of this name with the noise schedule of another one's config.
 
-    Raises UsageError with the nearest known name.
+    Raises UsageError with the nearest known name for one that the family's noising does not have.
     """
     import diffusers
 
-    require_known(name)
-    cls, options = SCHEDULERS[name]
+    require_known(name, schedulers=noising.schedulers)
+    cls, options = noising.schedulers[name]
     return getattr(diffusers, cls).from_config(dict(config), **options)
 
 

@@ -49,6 +49,11 @@ def jobs_of(
         limits.require_short(param, getattr(fields, param))
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
+    if fields.scheduler is not None and fields.scheduler not in model.schedulers:
+        known = ", ".join(model.schedulers)
+        raise ApiError(
+            400, f"{model.name} cannot draw with {fields.scheduler}. Take one of {known}.", param="scheduler"
+        )
     arguments: dict[str, Any] = {
         **_size(fields, model, limits, image or next((each.image for each in beside.controls), None)),
         "num_inference_steps": fields.steps,

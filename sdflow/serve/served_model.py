@@ -12,7 +12,6 @@ from sdflow.families.approximation import Approximation
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import adapter_count
 from sdflow.families.latents import Latents
-from sdflow.families.schedulers import SCHEDULERS
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
 from sdflow.runtime.folder import (
     folder_defaults,
@@ -28,7 +27,7 @@ from sdflow.runtime.soundness import require_sound_pipeline
 @dataclass(frozen=True)
 class ServedModel:
     """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
-    nets: its ControlNets by name. adapters: how many IP-Adapters it has."""
+    nets: its ControlNets by name. adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given."""
 
     name: str
     folder: Path
@@ -43,6 +42,7 @@ class ServedModel:
     created: int
     nets: tuple[str, ...] = ()
     adapters: int = 0
+    schedulers: tuple[str, ...] = ()
 
     @property
     def verified(self) -> str | None:
@@ -86,7 +86,7 @@ class ServedModel:
                 "size": f"{latents.image_size}x{latents.image_size}",
                 "multiple": latents.granularity,
                 "defaults": {task: asdict(each) for task, each in self.defaults.items()},
-                "schedulers": list(SCHEDULERS),
+                "schedulers": list(self.schedulers),
                 "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],
                 "artifacts": self.manifest.artifacts,
                 "exact": True,
@@ -118,6 +118,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         int((folder / "sdflow.json").stat().st_mtime),
         tuple(family.nets(onnx_submodels(folder))),
         adapter_count(submodel_config(folder, family.denoiser)),
+        tuple(family.noising.schedulers),
     )
     if require_verified and model.verified is None:
         raise UsageError(

@@ -190,7 +190,7 @@ class ServedPipeline:
         """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that pause."""
         made = copy.copy(stage)
         if job.scheduler is not None:
-            made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config)
+            made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config, stage.family.noising)
         made.denoisers = PausingDenoisers(steps, stage.denoisers, ask, stage.place)
         made.host = PausingHost(ask, stage.place)
         return made

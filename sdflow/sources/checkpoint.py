@@ -15,7 +15,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.part import Part
-from sdflow.families.schedulers import renamed
+from sdflow.families.schedulers import renamed, require_known
 from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
@@ -110,6 +110,8 @@ class Checkpoint:
         is said."""
         name = self.said.get("scheduler")
         file = self.family.companions["scheduler"].file
+        if name is not None:
+            require_known(name, "generate.scheduler", self.family.noising.schedulers)
         return {} if name is None else {f"scheduler/{file}": renamed(self._scheduler(), name)}
 
     def _scheduler(self) -> dict[str, Any]:

@@ -98,7 +98,11 @@ def open_single_file(
 
     configs = {component: architecture_config(architecture, component) for component in prefix_of}
     index = architecture_index(architecture)
-    lacking = ", ".join(part.name.replace("_", " ") for part in family.parts if part.component not in prefix_of and part.name not in unread)
+    lacking = ", ".join(
+        part.name.replace("_", " ")
+        for part in family.parts
+        if part.component not in prefix_of and part.name not in unread
+    )
     notes = [f"{path.name} has the shapes of {architecture}" + (f"; it holds no {lacking}." if lacking else ".")]
     notes += chosen
     if left_out := sorted(unread & layouts_of(family, known.names).keys()):

@@ -114,7 +114,7 @@ class ReferenceRun:
         }
         if request.scheduler is not None:
             own = self.companions[SCHEDULER]
-            self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config)
+            self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config, self.family.noising)
 
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""
