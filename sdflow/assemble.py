@@ -88,7 +88,7 @@ def assemble(
                 return Assembled(out, changed=False, pinned=pin(out))
         if keeper is not None:
             keeper.note_output_folder(out.parent)
-        with locked_folder(staging_place(out)) as staging:
+        with locked_folder(staging_place(out), mode=0o777) as staging:  # it becomes `out`, which others may read
             _fill(staging, out, layout, check)
             if keeper is not None:
                 sync_tree(staging)

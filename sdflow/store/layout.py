@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -192,7 +193,7 @@ def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = Fal
 def move(source: Path, destination: Path) -> None:
     """Rename; a sealed directory must be writable for the moment, or an ordinary user cannot change its parent."""
     if source.is_dir():
-        source.chmod(0o755)
+        source.chmod(stat.S_IMODE(source.stat().st_mode) | 0o700)
     source.replace(destination)
 
 

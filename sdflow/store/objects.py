@@ -16,6 +16,8 @@ from sdflow.replace_folder import sync_directory
 from sdflow.store.layout import Layout, write_file
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
+READERS, FILE = 0o555, 0o444
+"""Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
 MANIFEST = "manifest.json"
 FILES = "files"
 
@@ -52,17 +54,21 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
 def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
     """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 
+    Who may read it follows from the folder that `files` lies in, and so from the umask: a pass may have made a file private by
+    accident (`tempfile`), and one that was copied has the mode of its source.
+
     Returns the entries, and (path, identity, SHA-256) of each for the stat cache. Raises BadTree when there is
     nothing, or something that is no plain file. Empty directories go: they have no digest.
     """
     names = [name for name, _ in scan(files)]
     if not names:
         raise BadTree("no file was written")
+    readers = stat.S_IMODE(files.parent.stat().st_mode) & READERS
     entries, stats = [], []
     for name in names:
         path = files / name
         sync_file(path)
-        path.chmod(0o444)
+        path.chmod(readers & FILE)
         sha256 = digests.get(name) or digest_file(path)
         after = path.stat()
         entries.append(FileEntry(name, after.st_size, sha256))
@@ -72,7 +78,7 @@ def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...]
             os.rmdir(directory)  # noqa: PTH106
             continue
         sync_directory(Path(directory))
-        os.chmod(directory, 0o555)  # noqa: PTH101
+        os.chmod(directory, readers)  # noqa: PTH101
     return tuple(sorted(entries)), stats
 
 
@@ -81,7 +87,7 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
     files = [[entry.path, entry.size, entry.sha256] for entry in entries]
     path = directory / MANIFEST
     write_file(path, canonical_json({"format": 1, "digest": digest_tree(entries), "files": files}))
-    path.chmod(0o444)
+    path.chmod(stat.S_IMODE(directory.stat().st_mode) & READERS & FILE)
     sync_directory(directory)
 
 
