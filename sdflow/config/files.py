@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdflow.config.fields import WORKFLOW
 from sdflow.config.merge import expect_kind, merge_documents, overlay
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
 from sdflow.config.problems import Problems, nearest
@@ -43,9 +44,12 @@ class Files:
         self._sources: dict[Path, _Source] = {} if beside is None else beside._sources
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
-    def load(self, path: Path) -> YamlMap:
-        """The workflow at `path` for no target. Raises WorkflowError if any file of it cannot be read."""
-        self._root = self._read(path, Mark(str(path), 0, 0), ())
+    def load(self, path: Path, asked: Mark | None = None) -> YamlMap:
+        """The workflow at `path` for no target. asked: where a workflow names it; None: the command line does.
+
+        Raises WorkflowError if any file of it cannot be read.
+        """
+        self._root = self._read(path, asked or Mark(str(path), 0, 0), ())
         self.problems.check()
         return self._tree(self._loaded(), None, self.problems)
 
@@ -99,17 +103,31 @@ class Files:
             return None
         self.read.append(resolved)
         self.folders[str(path)] = resolved.parent
-        text = decode(data, str(path), self.problems)
-        root = parse(text, str(path), self.problems) if text is not None else None
+        root = self._parse(data, path, asked)
         if root is None:
-            return None
-        if not isinstance(root, YamlMap):
-            expect_kind(root, "a map of keys like model, target and submodels", "a workflow", self.problems)
             return None
         bases = self._bases(root, path, (*above, resolved))
         own = YamlMap({key: node for key, node in root.entries.items() if key != "extends"}, root.keys, root.mark)
         self._sources[resolved] = _Source(bases, own)
         return resolved
+
+    def _parse(self, data: bytes, path: Path, asked: Mark) -> YamlMap | None:
+        """The tree of a file. What is wrong within it is told only where it is a workflow, or is named on the command line: any
+        other file is somebody's, and a message must not quote it."""
+        found = Problems()
+        text = decode(data, str(path), found)
+        root = parse(text, str(path), found) if text is not None else None
+        known = any(key in WORKFLOW for key in root.entries) if isinstance(root, YamlMap) else _has_key(data)
+        if isinstance(root, YamlMap) and (known or not root.entries or not asked.line):
+            self.problems.extend(found)
+            return root
+        if root is None and (known or not asked.line):
+            self.problems.extend(found)
+        else:
+            what, place = (repr(str(path)), asked) if asked.line else ("this", Mark(str(path), 1, 1))
+            remedy = "A workflow is a YAML file with keys like model, target and submodels."
+            self.problems.add(place, f"{what} is not a workflow" if data.strip() else f"{what} is empty", remedy)
+        return None
 
     def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):
@@ -127,6 +145,14 @@ class Files:
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)
+
+
+def _has_key(data: bytes) -> bool:
+    """Whether a line begins with a workflow's key, in whatever encoding."""
+    lines = data.replace(b"\0", b"").splitlines()
+    return any(
+        line.partition(b":")[0].strip(b" \"'").decode("ascii", "replace") in WORKFLOW for line in lines if b":" in line
+    )
 
 
 def _found(folder: Path, reference: str) -> Path:

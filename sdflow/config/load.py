@@ -173,7 +173,7 @@ class _Loader:
             expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
             return None
         files = Files(self.problems, beside=self.files)
-        document = files.load(self.files.found(written.value, written.mark))
+        document = files.load(self.files.found(written.value, written.mark), written.mark)
         self.files.read.extend(files.read)
         for key in ("matrix", "refiner", "loras"):
             if key in document.entries:

@@ -27,6 +27,9 @@ class Problems:
         told = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
         self._found.append(Problem(mark.file, mark.line, mark.column, told, remedy))
 
+    def extend(self, others: Problems) -> None:
+        self._found += others._found
+
     def check(self) -> None:
         """Raises WorkflowError if there are any."""
         if self._found:
