@@ -45,7 +45,8 @@ REFINER: Mapping[str, str] = {
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
 """A ControlNet's name, a regular expression: it becomes a part of a folder's name."""
 OVERLAY: Mapping[str, str] = {
-    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them.",
+    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them; insert_before and "
+    "insert_after add a step to every chain that has the one they name.",
     "submodels": "Changes to single submodels, after those of `passes`.",
     "evaluate": "Changes to `evaluate`.",
     "verify": "Changes to `verify`.",
@@ -56,10 +57,13 @@ MATRIX: Mapping[str, str] = {
     "target": "Targets: a list.",
 }
 SUBMODEL: Mapping[str, str] = {
-    "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options.",
+    "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options; null "
+    "removes the step, insert_before or insert_after among its options adds one.",
 }
 STEP: Mapping[str, str] = {
     "pass": "The pass: one of `sdflow passes`, or one of your own as path/to/file.py:ClassName.",
+    "insert_before": "In a map over an inherited chain: insert this pass before the step of that name, the first of several.",
+    "insert_after": "In a map over an inherited chain: insert this pass after the step of that name, the last of several.",
     "expect": "Operator type to the number of such nodes that the output must have. null drops an expectation.",
 }
 

@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sdflow.config.documents import chains_of, merge_documents, overlay
 from sdflow.config.fields import WORKFLOW
-from sdflow.config.merge import expect_kind, merge_documents, overlay
+from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
+from sdflow.config.patch import names_of
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
 from sdflow.input_file import is_there, open_input
@@ -41,6 +43,7 @@ class Files:
         self.folders: dict[str, Path] = {} if beside is None else beside.folders
         self.read: list[Path] = []
         self._root: Path | None = None
+        self._sound = True
         self._sources: dict[Path, _Source] = {} if beside is None else beside._sources
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
@@ -51,29 +54,52 @@ class Files:
         """
         self._root = self._read(path, asked or Mark(str(path), 0, 0), ())
         self.problems.check()
-        return self._tree(self._loaded(), None, self.problems)
+        tree = self._tree(self._loaded(), None)
+        self._sound = not len(self.problems)
+        return tree
 
     def for_target(self, target: str) -> YamlMap:
         """The loaded workflow with the changes for one target. Steps that a target removes cannot be changed there."""
-        return self._tree(self._loaded(), target, Problems())
+        return self._tree(self._loaded(), target)
+
+    def check_targets(self) -> Problems:
+        """What the workflow's own `targets` change that is not there. What it extends may say more than it has chains for."""
+        found, path = Problems(), self._loaded()
+        targets = self._sources[path].own.entries.get("targets")
+        gone = {name: names_of(chain) for name, chain in chains_of(self._tree(path, None)).items()}
+        for target, changes in targets.entries.items() if isinstance(targets, YamlMap) else ():
+            if isinstance(changes, YamlMap):
+                overlay(self._layered(path, target), changes, found, inherited=False, where=_for(target), gone=gone)
+        return found
 
     def _loaded(self) -> Path:
         assert self._root is not None, "what cannot be read is a problem"
         return self._root
 
-    def _tree(self, path: Path, target: str | None, problems: Problems) -> YamlMap:
+    def _tree(self, path: Path, target: str | None) -> YamlMap:
+        """A file's tree, with its changes for a target. What is wrong with it for every target is told once."""
         key = (path, target)
         if key not in self._trees:
-            source = self._sources[path]
-            layers = [self._tree(base, target, problems) for base in source.bases]
-            tree: Node = YamlMap({}, {}, source.own.mark)
-            for layer in (*layers, source.own):
-                tree = merge_documents(tree, layer, problems)
-            assert isinstance(tree, YamlMap)
-            targets = source.own.entries.get("targets")
+            tree = self._layered(path, target)
+            targets = self._sources[path].own.entries.get("targets")
             changes = targets.entries.get(target) if isinstance(targets, YamlMap) and target is not None else None
-            self._trees[key] = overlay(tree, changes) if isinstance(changes, YamlMap) else tree
+            if isinstance(changes, YamlMap):
+                tree = overlay(tree, changes, self._told(target), inherited=True, where=_for(target))
+            self._trees[key] = tree
         return self._trees[key]
+
+    def _layered(self, path: Path, target: str | None) -> YamlMap:
+        """What a file extends, for a target, and what it says for all targets."""
+        source = self._sources[path]
+        tree: Node = YamlMap({}, {}, source.own.mark)
+        for layer in (*(self._tree(base, target) for base in source.bases), source.own):
+            tree = merge_documents(tree, layer, self._told(target), lenient=target is not None, where=_for(target))
+        assert isinstance(tree, YamlMap)
+        return tree
+
+    def _told(self, target: str | None) -> Problems:
+        """Where problems of a target's tree go: those of the tree for none are not told again."""
+        return self.problems if target is None or self._sound else Problems()
 
     def folder(self, mark: Mark) -> Path:
         """Where relative paths written at this place start from: the file's folder, or the current one for `--set`."""
@@ -145,6 +171,11 @@ class Files:
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)
+
+
+def _for(target: str | None) -> str:
+    """Behind a noun, in messages."""
+    return f" for {target}" if target is not None else ""
 
 
 def _has_key(data: bytes) -> bool:

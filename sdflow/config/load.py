@@ -94,6 +94,7 @@ class _Loader:
         unknown_keys(self.document, WORKFLOW, "key", self.problems)
         if "targets" in self.document.entries:
             self.chains.overlays(self.document.entries["targets"])
+            self.problems.extend(self.files.check_targets(), elsewhere=True)
 
     def pipeline(self, cell: Cell) -> PipelineSpec | None:
         common = self._for_target(cell.target)

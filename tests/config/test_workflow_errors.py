@@ -16,7 +16,7 @@ CHAINS = """
 submodels:
   text_encoder: {passes: [{pass: OnnxConversion}, {pass: LoraMerge}]}
   unet: {passes: [{pass: OnnxConversion}, {pass: LoraMerge}, {pass: OnnxFloatToFloat16}]}
-  vae_decoder: {passes: [{pass: OnnxConversion}]}
+  vae_decoder: {passes: [{pass: OnnxConversion}, {pass: OrtTransformersOptimization, model_type: vae}]}
 """
 HEAD = "{model: synthetic:sd15, target: cpu, evaluate: null, submodels: {unet: {passes: "
 
