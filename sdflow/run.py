@@ -183,6 +183,8 @@ def _assemble(
         keeper=executor.cache,
         digests=executor.cache.stat,
     )
+    if assembled.mended:
+        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled anew: {assembled.mended}")
     if not assembled.pinned:
         executor.listener.note(
             f"{plan.pipeline.name}: the cache is read-only, so that nothing keeps its owner's `cache gc` from what {folder} "
