@@ -88,6 +88,7 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
         "makes": MAKES[planned.step.weights],
         "state": planned.state,
         "reasons": list(planned.reasons),
+        "failure": None if planned.failure is None else {"at": planned.failure.at, "error": planned.failure.error},
         "action": planned.action.digest if planned.action else None,
         "artifact": planned.record.artifact.digest if planned.record else None,
     }
@@ -111,6 +112,9 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     for step in chosen:
         built = f"built {step.record.built['finished']}" if step.record else ""
         lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
+        if (failure := step.failure) is not None:
+            failed = f"{lines[0]}; failed {failure.at}" if step.state == "cached" else f"failed {failure.at}"
+            lines = [failed, *failure.error.splitlines(), *lines[1:]]
         print(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
         for line in (*lines[1:], *claims.get(step.step.id, ())):
             print(f"  {line}")

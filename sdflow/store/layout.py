@@ -3,7 +3,7 @@
 CACHEDIR.TAG  .gitignore
 v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-only
    actions/ab/<action digest>.json                     the commit point: this action gave that object
-   steps/<digest of step id>.json                      the last action of a step, for `explain`
+   steps/<digest of step id>{,-failed}.json            the last action of a step, and its failure since, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
    incoming/<tree digest>/                             what is coming from a remote cache
    imported/<digest of an action without versions>.json   the versions that structures from elsewhere were made with

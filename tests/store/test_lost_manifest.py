@@ -12,7 +12,16 @@ from sdflow.errors import UsageError
 from sdflow.manifest import read_manifest
 from sdflow.store import Cache
 
-from .test_pins import SUBMODELS, build, project  # noqa: F401
+from .builds import write_files
+from .test_pins import SUBMODELS, build
+
+
+@pytest.fixture
+def project(memory_path: Path) -> Path:
+    """A folder for a cache and pipelines, and a checkpoint beside it."""
+    write_files(memory_path / "checkpoint", {"scheduler/scheduler_config.json": b'{"_class_name": "DDIMScheduler"}'})
+    (memory_path / "project").mkdir()
+    return memory_path / "project"
 
 
 def truncated(path: Path) -> None:
@@ -47,7 +56,7 @@ def whole(folder: Path) -> bool:
 def test_a_pipeline_that_lost_its_manifest_is_built_anew(
     project: Path,
     damage: Callable[[Path], None],
-    copy: bool,  # noqa: F811
+    copy: bool,
 ) -> None:
     folder = build(project, "one", copy=copy)
     damage(folder / "sdflow.json")
@@ -57,7 +66,7 @@ def test_a_pipeline_that_lost_its_manifest_is_built_anew(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_it_is_built_anew_as_another_pipeline_with_fewer_files(project: Path, damage: Callable[[Path], None]) -> None:  # noqa: F811
+def test_it_is_built_anew_as_another_pipeline_with_fewer_files(project: Path, damage: Callable[[Path], None]) -> None:
     """What the new one does not have is known from the pin."""
     folder = build(project, "one", copy=True)
     damage(folder / "sdflow.json")
@@ -68,7 +77,7 @@ def test_it_is_built_anew_as_another_pipeline_with_fewer_files(project: Path, da
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_collection_keeps_what_a_pipeline_without_manifest_uses_and_the_proof(
     project: Path,
-    damage: Callable[[Path], None],  # noqa: F811
+    damage: Callable[[Path], None],
 ) -> None:
     folder = build(project, "one")
     damage(folder / "sdflow.json")
@@ -80,7 +89,7 @@ def test_collection_keeps_what_a_pipeline_without_manifest_uses_and_the_proof(
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("place", ["notes.txt", "scheduler/mine.json", "sdflow.json.bak"])
-def test_a_users_file_in_it_is_kept_and_named(project: Path, place: str, copy: bool) -> None:  # noqa: F811
+def test_a_users_file_in_it_is_kept_and_named(project: Path, place: str, copy: bool) -> None:
     folder = build(project, "one", copy=copy)
     (folder / "sdflow.json").unlink()
     (folder / place).write_text("mine")
@@ -90,7 +99,7 @@ def test_a_users_file_in_it_is_kept_and_named(project: Path, place: str, copy: b
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_what_somebody_put_in_its_place_is_kept(project: Path, copy: bool) -> None:  # noqa: F811
+def test_what_somebody_put_in_its_place_is_kept(project: Path, copy: bool) -> None:
     """Files of the same names, in a folder that has the pin of a pipeline that is gone."""
     folder = build(project, "one", copy=copy)
     shutil.rmtree(folder)
@@ -103,7 +112,7 @@ def test_what_somebody_put_in_its_place_is_kept(project: Path, copy: bool) -> No
     assert (folder / SUBMODELS[0] / "model.onnx").read_text() == "mine"
 
 
-def test_without_a_pin_the_message_says_what_to_do(project: Path) -> None:  # noqa: F811
+def test_without_a_pin_the_message_says_what_to_do(project: Path) -> None:
     folder = build(project, "one")
     truncated(folder / "sdflow.json")
     moved = folder.rename(folder.with_name("moved"))
@@ -114,7 +123,7 @@ def test_without_a_pin_the_message_says_what_to_do(project: Path) -> None:  # no
     assert (moved / "scheduler").is_dir()
 
 
-def test_a_pipeline_of_a_newer_sdflow_is_not_replaced(project: Path) -> None:  # noqa: F811
+def test_a_pipeline_of_a_newer_sdflow_is_not_replaced(project: Path) -> None:
     folder = build(project, "one")
     content = '{"format_version": 99}'
     (folder / "sdflow.json").write_text(content)
