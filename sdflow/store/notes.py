@@ -36,7 +36,8 @@ class Notes:
         self._layout = layout
 
     def remember_step(self, step_id: str, action: Action) -> None:
-        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`; a failure is over. Skipped on a read-only cache."""
+        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`, and forget its failure. Skipped on a read-only
+        cache."""
         if self._failure(step_id).exists():
             note(self._layout, lambda: self._failure(step_id).unlink(missing_ok=True), "the end of a failure")
         if self.last_action(step_id) == action:
