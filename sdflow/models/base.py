@@ -114,11 +114,11 @@ class Original:
 def halved(config: Config) -> int:
     """How many times smaller the deepest level of a UNet or VAE is than what goes in, along each axis.
 
-    Raises KeyError for a config that does not say it.
+    Raises what looking up an entry that the config lacks raises.
     """
     channels = config.get("block_out_channels") or config.get("decoder_block_out_channels")
     if channels is None:
-        raise KeyError("block_out_channels")
+        channels = config["block_out_channels"]
     return int(2 ** (len(channels) - 1))
 
 
