@@ -173,10 +173,18 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
 # What is there already
 
 
-def _refuse_foreign(out: Path, layout: Layout, keeper: Keeper | None) -> str | None:
+def require_replaceable(out: Path, keeper: Keeper) -> None:
+    """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
+    out = out.parent.resolve() / out.name
+    with telling("the pipeline cannot be written", out, kind=CacheError, of_many=True):
+        _refuse_foreign(out, None, keeper)
+
+
+def _refuse_foreign(out: Path, layout: Layout | None, keeper: Keeper | None) -> str | None:
     """Raises UsageError when `out` holds anything that `assemble` did not put there.
 
-    Returns what is wrong with its sdflow.json, where the keeper knows without it what was put there.
+    Returns what is wrong with its sdflow.json, where the keeper knows without it what was put there. layout: None where it is not
+    known yet.
     """
     if not os.path.lexists(out):
         return None
@@ -196,6 +204,8 @@ def _refuse_foreign(out: Path, layout: Layout, keeper: Keeper | None) -> str | N
         damage = (
             "it had no sdflow.json" if MANIFEST_FILE not in found else f"its sdflow.json was unusable ({error.what})"
         )
+        if layout is None:
+            return damage
         known = {*put, *layout.manifest.files}
     if foreign := sorted(found - known):
         names = ", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else "")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sdflow.assemble import assemble
+from sdflow.assemble import assemble, require_replaceable
 from sdflow.atomic_write import require_makable
 from sdflow.buildable import require_buildable
 from sdflow.config.workflow import VerifySpec, Workflow
@@ -110,6 +110,8 @@ def run_workflow(
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
     planned(plan)
+    for each in plan.pipelines:
+        require_replaceable(options.out / each.pipeline.name, cache)
     require_buildable(plan, cache, rebuild=options.rebuild or options.check)
     copies = options.copy or sys.platform == "win32"
     require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
