@@ -28,7 +28,7 @@ from sdflow.inspection.lines import (
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.folder import find_weights, read_config
+from sdflow.sources.weight_files import find_weights, read_config
 
 CONFIG_FILE = "config.json"
 
@@ -68,7 +68,8 @@ def inspect_pipeline(folder: Path) -> Description:
             continue
         try:
             configs[component] = read_config(folder / component / CONFIG_FILE)
-            weights = find_weights(folder / component, parts[0].model, allow_pickle=True)
+            part = parts[0].of(configs[component])
+            weights = find_weights(folder / component, part.model, configs[component], allow_pickle=True)
             pickled |= weights.pickled
             contents += [read_contents(file) for file in weights.files]
         except CheckpointError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -141,6 +142,16 @@ class Model:
     weights_stem: ClassVar[str]
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers' rules say where its weights lie; else diffusers' do."""
+        return self.weights_stem == "model"
+
+    def library_class(self) -> Any:
+        """Its class in diffusers or transformers."""
+        assert self.library_module is not None
+        return getattr(import_module(self.library_module), self.class_name)
 
     def empty(self, config: Config) -> torch.nn.Module:
         """The module as its library makes it from the config. The caller puts its parameters on the meta device."""

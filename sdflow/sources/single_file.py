@@ -28,7 +28,6 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
-from sdflow.sources.folder import refuse_pickle
 from sdflow.sources.recognition import (
     Said,
     choose,
@@ -45,6 +44,7 @@ from sdflow.sources.safetensors_file import (
     read_header,
     read_metadata,
 )
+from sdflow.sources.weight_files import refuse_pickle
 
 
 class _Description(NamedTuple):
