@@ -95,7 +95,7 @@ def inspect_pipeline(folder: Path) -> Description:
         title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
         notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
     others = {name: family.components[name][0].of(configs[name]).model for name in _instead(family, configs)}
-    more = {name: known for name in others if (known := _alone(name, configs[name])) is not None}
+    more: dict[str, str] = {name: fitting for name in others if (fitting := _alone(name, configs[name])) is not None}
     notes += [
         f"Its {name} is an {others[name].class_name} of other sizes than shipped." for name in others.keys() - more
     ]

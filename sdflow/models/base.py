@@ -157,6 +157,11 @@ class Model:
         """The module as its library makes it from the config. The caller puts its parameters on the meta device."""
         raise NotImplementedError
 
+    def parameters(self, config: Config) -> Shapes | None:
+        """The parameters of the module that `empty` makes, told without it; None where that takes the class itself. What
+        adapters add is not among them. Raises KeyError or TypeError for a config that lacks something."""
+        return None
+
     def ports(self, config: Config) -> Ports:
         """The inputs and outputs of its graph. Raises PassError for a config with other inputs."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.file_stamp import Stamp, file_stamp
+from sdflow.input_file import is_there
 from sdflow.models.base import Model, class_names
 from sdflow.sources.checkpoint import (
     Checkpoint,
@@ -154,6 +155,8 @@ def open_component(folder: Path, component: str, part: Part, family: Family, all
 def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of a pipeline's class, and model_index.json without components that are none."""
     path = folder / "model_index.json"
+    if not is_there(path):
+        _refuse_others(folder)
     index = read_config(path)
     family = family_of_index(index)
     if family is None:
@@ -168,6 +171,20 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
         if parts[0].optional and (not isinstance(index.get(component, []), list) or index.get(component) == []):
             index.pop(component, None)
     return family, index
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raises CheckpointError for a folder without a model_index.json that is known to be something else."""
+    if is_there(folder / "adapter_config.json") or is_there(folder / "pytorch_lora_weights.safetensors"):
+        raise CheckpointError("this is the folder of a LoRA", where=str(folder), remedy="Name it under `loras`.")
+    if is_there(folder / "config.json"):
+        named = ", ".join(class_names(read_config(folder / "config.json"))) or "no class that it names"
+        raise CheckpointError(
+            f"this is one component, of {named:.200}, not a pipeline",
+            where=str(folder),
+            remedy="Name the folder that holds model_index.json; a VAE, UNet or ControlNet goes under `components` or "
+            "`controlnets`.",
+        )
 
 
 def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:
