@@ -40,6 +40,8 @@ _PLAIN_UNET: Config = {
 _TEXT_TIME = ("addition_embed_type", "projection_class_embeddings_input_dim")
 _UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")
 _VAE_BLOCKS = ("DownEncoderBlock2D", "UpDecoderBlock2D")
+_MOST_BLOCKS = 2_000
+"""Blocks of a transformer, or of a VAE: the largest of these networks have some 140. A config may ask for any number."""
 
 
 def _linear(name: str, out: int, into: int, bias: bool = True) -> Found:
@@ -102,7 +104,9 @@ def unet_parameters(config: Config) -> Found | None:
         return None
     if not {*down, *up} <= {*_UNET_BLOCKS} or len({len(channels), len(down), len(up), len(depths), len(per_level)}) > 1:
         return None
-    if any(width % heads for width, heads in zip(channels, per_level, strict=True)):
+    if 2 * (layers + 1) * sum(depths) > _MOST_BLOCKS or any(
+        width % heads for width, heads in zip(channels, per_level, strict=True)
+    ):
         return None
     first, last, time = channels[0], channels[-1], 4 * channels[0]
     linear = bool(config.get("use_linear_projection", False))
@@ -149,6 +153,8 @@ def vae_parameters(config: Config) -> Found | None:
     if not {*config["down_block_types"], *config["up_block_types"]} <= {*_VAE_BLOCKS}:
         return None
     if not config.get("mid_block_add_attention", True) or not isinstance(layers, int):
+        return None
+    if 2 * (layers + 1) * len(channels) > _MOST_BLOCKS:
         return None
     found: Found = {}
     if config.get("use_quant_conv", True):

@@ -11,6 +11,7 @@ from sdflow.families import part_of
 from sdflow.models.base import Shapes
 from sdflow.sources.checkpoint import SubmodelCheckpoint, files_of, listing
 from sdflow.sources.fitting import fit
+from sdflow.sources.load import require_size
 from sdflow.sources.safetensors_file import FLOATS, TensorEntry, read_header
 
 _INDEXES = ("I64", "I32")
@@ -57,6 +58,7 @@ def _require(name: str, load: Mapping[str, Any], headers: Mapping[Path, Mapping[
                 remedy="Use the float16, bfloat16 or float32 file of this model; a pass of the workflow quantizes "
                 "(docs/quantization.md).",
             )
+    require_size(load["config"], f"config of {name}")
     parameters = _parameters(part.model, load["config"])
     if parameters is None:
         return

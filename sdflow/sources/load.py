@@ -162,7 +162,7 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
     """The module with its parameters on the meta device: no memory, no random initialisation."""
     from accelerate import init_empty_weights
 
-    _require_size(config, where)
+    require_size(config, where)
     with (
         rejections(where, f"its configuration does not make a {model.class_name}"),
         init_empty_weights(include_buffers=False),
@@ -296,16 +296,16 @@ MOST_LAYERS = 512
 """Layers that an entry of a config may ask for. The largest of these networks have 48."""
 
 
-def _require_size(config: Any, where: str, key: str = "") -> None:
-    """Refuse, before anything is made, what would take for ever to make."""
+def require_size(config: Any, where: str, key: str = "") -> None:
+    """Raises CheckpointError, before anything is made, for what would take for ever to make."""
     if isinstance(config, Mapping):
         for name, value in config.items():
-            _require_size(value, where, str(name))
+            require_size(value, where, str(name))
     elif isinstance(config, list | tuple):
         if len(config) > MOST_LAYERS and key.endswith(("_types", "_channels", "_block", "_dim", "_heads")):
             raise CheckpointError(f"{key} has {len(config)} entries", where=where, remedy="Download the config again.")
         for value in config:
-            _require_size(value, where, key)
+            require_size(value, where, key)
     elif isinstance(config, int) and "layers" in key and config > MOST_LAYERS:
         raise CheckpointError(
             f"{key} is {config}, more than {MOST_LAYERS}", where=where, remedy="Download the config again."
