@@ -23,8 +23,8 @@ FLOORS = {
             "replace_files replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step imported chain planned_step buildable plan inspection compared_base listener chain_run execute assemble "
-            "pipeline_folder finished_plan disk_space",
+            "step imported chain planned_step buildable model_check plan inspection compared_base listener chain_run execute "
+            "assemble pipeline_folder finished_plan disk_space",
             "runtime",
             "evaluate verify bench export doctor",
             "run bake init fix structures serve",

@@ -16,7 +16,8 @@ WORKFLOW: Mapping[str, str] = {
     "is not there is the one that ships with sdflow. Maps merge, lists and values replace; later files win, and this file "
     "over all of them, their `targets` included.",
     "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
-    "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
+    "model": "The checkpoint: a diffusers folder, a .safetensors file, FILE#ARCHITECTURE for one that does not say what it "
+    "is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",

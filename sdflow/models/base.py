@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -142,9 +143,24 @@ class Model:
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
 
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers' rules say where its weights lie; else diffusers' do."""
+        return self.weights_stem == "model"
+
+    def library_class(self) -> Any:
+        """Its class in diffusers or transformers."""
+        assert self.library_module is not None
+        return getattr(import_module(self.library_module), self.class_name)
+
     def empty(self, config: Config) -> torch.nn.Module:
         """The module as its library makes it from the config. The caller puts its parameters on the meta device."""
         raise NotImplementedError
+
+    def parameters(self, config: Config) -> Shapes | None:
+        """The parameters of the module that `empty` makes, told without it; None where that takes the class itself. What
+        adapters add is not among them. Raises KeyError or TypeError for a config that lacks something."""
+        return None
 
     def ports(self, config: Config) -> Ports:
         """The inputs and outputs of its graph. Raises PassError for a config with other inputs."""

@@ -33,6 +33,7 @@ from sdflow.models.image_prompts import (
     token_counts,
 )
 from sdflow.models.ldm_names import ldm_unet_names
+from sdflow.models.parameters import unet_parameters
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class UNet(Model):
             add_adapters(module, tokens)
         made: torch.nn.Module = module
         return made
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return unet_parameters(config)
 
     def ports(self, config: Config) -> Ports:
         return Ports(

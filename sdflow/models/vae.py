@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.ldm_names import ldm_vae_names
+from sdflow.models.parameters import vae_parameters
 from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class _AutoencoderKL(VaeHalf):
 
         module: torch.nn.Module = AutoencoderKL.from_config(dict(config))
         return module
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return vae_parameters(config)
 
     def telling(self, config: Config) -> Shapes:
         channels = config["block_out_channels"]

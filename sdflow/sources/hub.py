@@ -16,8 +16,9 @@ from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
-from sdflow.sources.folder import choose_weights, open_folder
+from sdflow.sources.folder import open_folder
 from sdflow.sources.reference import HubReference
+from sdflow.sources.weight_files import choose_weights, is_shard
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
@@ -146,15 +147,8 @@ def component_files(names: Collection[str], folder: str, model: Model) -> list[s
     if chosen is not None:
         wanted.append(inside[chosen[0]])
         if chosen[0].endswith(".json"):
-            wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
+            wanted += [name for short, name in inside.items() if is_shard(short, *chosen)]
     return wanted
-
-
-def _is_shard(name: str, index: str, variant: str) -> bool:
-    """`model-00001-of-00002.safetensors`, with the variant before or after the numbers."""
-    stem, suffix = index.split(".")[0], ".bin" if ".bin" in index else ".safetensors"
-    dotted = re.escape(f".{variant}") if variant else ""
-    return re.fullmatch(rf"{stem}({dotted}-\d+-of-\d+|-\d+-of-\d+{dotted}){re.escape(suffix)}", name) is not None
 
 
 def _offline() -> bool:

@@ -28,6 +28,8 @@ _ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types that weights are read from."""
 _MAX_HEADER = 16 << 20
 """Bytes. The format allows 100 MB, which take gigabytes once they are read; a header of Stable Diffusion XL has 0.3 MB, and what
 training programs write down a few."""
