@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+
+from sdflow.printable import printable
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")  # in one piece: others may write too
-    sys.stderr.flush()
+    """Print a line. One that nobody can read (the terminal was closed, the pipe's reader ended) is lost; the work is not."""
+    with suppress(OSError):
+        sys.stderr.write(f"{printable(text)}\n")  # in one piece: others may write too
+        sys.stderr.flush()
 
 
 def quiet_libraries() -> None:
