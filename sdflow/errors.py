@@ -48,6 +48,14 @@ class UsageError(SdflowError):
     exit_code = 2
 
 
+def require_utf8(text: str, where: str) -> None:
+    """Raises UsageError for a name whose bytes are not UTF-8: workflows, pipelines and the cache could not write it down."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{text!r} is not UTF-8", where=where, remedy="Rename it, or name another.") from error
+
+
 @contextmanager
 def telling(
     what: str,

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from sdflow import stop
 from sdflow.cli.quiet import say
-from sdflow.errors import SdflowError, UsageError
+from sdflow.errors import SdflowError, UsageError, require_utf8
 
 INTERRUPTED = 130
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -36,6 +36,7 @@ def main() -> NoReturn:
     _watch_signals()
     try:
         try:
+            _require_utf8()
             app()
         except SystemExit:
             sys.stdout.flush()  # a full disk shows here, where it can be told
@@ -83,6 +84,20 @@ def _open_standard_streams() -> None:
         sys.stdout, io.TextIOWrapper
     ):  # what its encoding lacks is spelled \\xe9: no reason to fail after the work
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _require_utf8() -> None:
+    """Raises UsageError for arguments, settings, and a current folder that could not be written down when all is done."""
+    arguments = sys.argv[1:]
+    if "--help" in arguments:
+        return
+    for argument in arguments:
+        require_utf8(argument, "sdflow")
+    for name, value in os.environ.items():
+        if name.startswith("SDFLOW_"):
+            require_utf8(value, name)
+    with suppress(OSError):  # it was removed
+        require_utf8(str(Path.cwd()), "the current folder")
 
 
 def _output_fails() -> bool:
