@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
+from typing import IO
 
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but for tabs and line ends, what turns the direction of the text, and halves of characters, which no
@@ -39,3 +41,16 @@ def fitted(text: str, columns: int) -> list[str]:
         )
         lines += [each.replace("\xa0", " ") for each in wrapped] or [""]
     return lines
+
+
+def columns_of(file: IO[str]) -> int | None:
+    """The width of the terminal that a file is; None for any other file."""
+    if not file.isatty():
+        return None
+    said = os.environ.get("COLUMNS", "")
+    if said.isdigit() and int(said):
+        return int(said)
+    try:
+        return os.get_terminal_size(file.fileno()).columns or 80  # a pseudo-terminal may have a size of 0
+    except OSError:  # closed
+        return 80

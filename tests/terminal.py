@@ -141,3 +141,36 @@ class Session:
     @property
     def status(self) -> int:
         return self.end() if self.spawned.exitstatus is None else self.spawned.exitstatus
+
+    @property
+    def printed(self) -> list[str]:
+        """Every line as it was printed, frames of what is drawn again among them, without escape sequences."""
+        plain = _SEQUENCE.sub("\r", self.raw.decode())
+        return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+    def broken(self) -> list[str]:
+        """Lines that the terminal broke in the middle of a word, although their words fit."""
+        return [
+            line
+            for line in self.printed
+            if len(line) > self.widest and max(map(len, line.split())) <= self.widest - self.widest // 4
+        ]
+
+
+_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+
+
+def commands() -> list[str]:
+    """Every command of the command line, as "run" and "cache ls"."""
+    import typer
+
+    from sdflow.cli.app import app
+
+    def walk(command: Any, path: tuple[str, ...]) -> Any:
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield " ".join(path)
+        for name, each in (below or {}).items():
+            yield from walk(each, (*path, name))
+
+    return sorted(walk(typer.main.get_command(app), ()))

@@ -6,13 +6,16 @@ import os
 import sys
 from contextlib import suppress
 
-from sdflow.printable import printable
+from sdflow.printable import columns_of, fitted, printable
 
 
 def say(text: str) -> None:
     """Print a line. One that nobody can read (the terminal was closed, the pipe's reader ended) is lost; the work is not."""
+    text = printable(text)
+    if (columns := columns_of(sys.stderr)) is not None:
+        text = "\n".join(fitted(text, columns))
     with suppress(OSError):
-        sys.stderr.write(f"{printable(text)}\n")  # in one piece: others may write too
+        sys.stderr.write(f"{text}\n")  # in one piece: others may write too
         sys.stderr.flush()
 
 

@@ -44,7 +44,7 @@ def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:
                 target.title,
                 each.provider or wanted,
                 "yes" if each.available else "no",
-                " ".join(filter(None, (each.reason, each.remedy))),
+                "; ".join(filter(None, (each.reason, each.remedy))),
             )
         )
     print_table("", ("target", "", "execution provider", "runs here", "why not, and what would help"), rows)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sdflow.printable import fitted, in_one_line
+from sdflow.printable import columns_of, fitted, in_one_line
 
 FORMAT_VERSION = 1
 LEAST_WRAPPED = 24
@@ -25,23 +24,10 @@ def print_json(kind: str, content: Mapping[str, Any]) -> None:
 def put(*lines: object, wrap: bool = True) -> None:
     """Print lines. Whatever a terminal would take for a command is spelled, line ends in the middle too: names of files may
     have any of it. A terminal gets them wrapped between words; a file or pipe, as they are. wrap: not what is to be copied."""
-    columns = terminal_columns() if wrap else None
+    columns = columns_of(sys.stdout) if wrap else None
     for line in map(in_one_line, map(str, lines)):
         for each in [line] if columns is None else fitted(line, columns):
             print(each)
-
-
-def terminal_columns() -> int | None:
-    """The width of the terminal that standard output is; None for a file or a pipe."""
-    if not sys.stdout.isatty():
-        return None
-    said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said):
-        return int(said)
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80  # a pseudo-terminal may have a size of 0
-    except OSError:  # closed
-        return 80
 
 
 def print_table(
@@ -59,7 +45,7 @@ def print_table(
     cells = [[in_one_line(cell) for cell in row] for row in rows]
     if title:
         put(title)
-    for line in table_lines(columns, cells, right, below, terminal_columns()):
+    for line in table_lines(columns, cells, right, below, columns_of(sys.stdout)):
         print(line)
     print()
 
@@ -83,7 +69,7 @@ def table_lines(
         for number in range(max(map(len, parts.values()))):
             texts = [parts[i][number] if number < len(parts[i]) else "" for i in kept]
             lines.append(_line(texts, kept, columns, widths, right))
-        moved = [f"{columns[i]} {row[i]}".strip() for i in range(len(columns)) if i not in kept and row[i]]
+        moved = [f"{columns[i]}: {row[i]}".removeprefix(": ") for i in range(len(columns)) if i not in kept and row[i]]
         if moved and room is not None:
             lines += fitted(f"{' ' * GAP * 2}{'; '.join(moved)}", room)
     return lines

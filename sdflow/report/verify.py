@@ -42,7 +42,13 @@ def print_verification(result: Verification) -> None:
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
-    print_table(title, ("submodel", "output", "graph", *numbers, ""), rows, right=numbers, below=("graph", *numbers))
+    print_table(
+        title,
+        ("submodel", "output", "graph", *numbers, ""),
+        rows,
+        right=numbers,
+        below=("graph", "unrounded", "fp16 PyTorch", "ratio"),
+    )
     _print_device(result)
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
