@@ -25,8 +25,8 @@ def in_one_line(text: str) -> str:
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|min|s)\b)")
 
 
-def fitted(text: str, columns: int) -> list[str]:
-    """The text in lines of a terminal, those that go on indented. No word is broken, nor a number from its unit: a word that
+def fitted(text: str, columns: int, hang: int = 2) -> list[str]:
+    """The text in lines of a terminal, those that go on indented by `hang` more. No word is broken, nor a number from its unit: a word that
     is longer has a line to itself, which the terminal wraps."""
     lines = []
     for line in text.split("\n"):
@@ -34,7 +34,7 @@ def fitted(text: str, columns: int) -> list[str]:
         wrapped = textwrap.wrap(
             _BEFORE_UNIT.sub("\xa0", line),
             max(columns, 1),
-            subsequent_indent=" " * min(own + 2, columns // 4),
+            subsequent_indent=" " * min(own + hang, columns // 4),
             break_long_words=False,
             break_on_hyphens=False,
             replace_whitespace=False,

@@ -130,6 +130,12 @@ class Session:
         self.widest = max(self.widest, columns)
         self.spawned.setwinsize(rows, columns)
 
+    def hang_up(self) -> None:
+        """The terminal is closed."""
+        self.spawned.ptyproc.fileobj.close()
+        self.spawned.child_fd = -1
+        self.spawned.closed = True
+
     def end(self) -> int:
         """Reads until it ends; its exit status, or that of the signal, negative."""
         while self._read():

@@ -5,7 +5,7 @@ All share what the README's first command builds, which is interrupted once and 
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -204,16 +204,21 @@ def bake(scale: float) -> tuple[str, ...]:
 
 def test_a_dumb_terminal_gets_plain_lines_and_no_escape_sequence(terminal: Terminal) -> None:
     dumb = replace(terminal, environment={**terminal.environment, "TERM": "dumb"})
-    for command in (bake(0.61), ("generate", PIPELINE, "-p", "a circle", "--steps", "1")):
-        session = well(dumb.run(*command))
-        assert b"\x1b" not in session.raw
-    assert "at0.61 unet BindWeights: built in" in well(dumb.run(*bake(0.62))).text
+    session = well(dumb.run(*bake(0.61)))
+    assert b"\x1b" not in session.raw
+    assert "at0.61 unet BindWeights: built in" in session.text
+    assert "LoRAs in 84 weights" in session.text
+    session = well(dumb.run("generate", PIPELINE, "-p", "a circle", "--steps", "1", "--seed", "1"))
+    assert b"\x1b" not in session.raw
+    assert "images/001-1.png" in session.text
 
 
 def test_no_color_shows_no_colour(terminal: Terminal) -> None:
     plain = replace(terminal, environment={**terminal.environment, "NO_COLOR": "1"})
-    for command in (bake(0.63), ("generate", PIPELINE, "-p", "a circle", "--steps", "1"), ("passes",)):
-        assert COLOUR.search(well(plain.run(*command)).raw) is None
+    for command in (bake(0.63), ("passes",), ("validate", "nothing.yaml")):
+        session = plain.run(*command)
+        assert COLOUR.search(session.raw) is None
+        assert "Traceback" not in session.text
     assert COLOUR.search(b"\x1b[1;31mred") is not None
 
 
@@ -253,8 +258,7 @@ def test_a_closed_terminal_ends_a_run_in_order(terminal: Terminal) -> None:
     session.until_shown("OnnxConversion")
     process = psutil.Process(session.spawned.pid)
     workers = process.children(recursive=True)
-    os.close(session.spawned.child_fd)
-    session.spawned.child_fd = -1
+    session.hang_up()
     session.spawned.wait()
     assert session.spawned.exitstatus == 130
     assert psutil.wait_procs(workers, timeout=60)[1] == []
@@ -273,8 +277,7 @@ open("code", "w").write(str(code))
 """
     session = terminal.start_command(sys.executable, "-c", script)
     session.until_shown("at0.67")
-    os.close(session.spawned.child_fd)
-    session.spawned.child_fd = -1
+    session.hang_up()
     until(lambda: (terminal.folder / "code").exists() and (terminal.folder / "code").read_text() != "")
     assert (terminal.folder / "code").read_text() == "0"
     assert "LoRAs in 84 weights" in (terminal.folder / "loose.txt").read_text()
@@ -336,7 +339,7 @@ def test_a_question_can_be_answered_and_declined(terminal: Terminal) -> None:
 
 
 def test_a_selftest_shows_the_live_view_and_ends_at_ctrl_c(terminal: Terminal) -> None:
-    session = terminal.start("selftest", "--cache", "selftest-cache")
+    session = terminal.start("selftest")
     session.until_shown("OnnxConversion")
     session.interrupt()
     session.end()
@@ -390,3 +393,27 @@ def test_what_the_encoding_of_standard_output_lacks_is_spelled(terminal: Termina
     (terminal.folder / "größe.yaml").write_text(f"extends: {README[1]}\n")
     ascii_only = replace(terminal, environment={**terminal.environment, "PYTHONIOENCODING": "ascii"})
     assert "gr\\xf6\\xdfe.yaml: valid" in well(ascii_only.run("validate", "größe.yaml")).text
+
+
+def test_a_folder_whose_links_lead_nowhere_is_told_by_every_command_that_reads_it(terminal: Terminal) -> None:
+    """As after it was moved without its cache."""
+    moved = terminal.folder / "elsewhere/moved"
+    shutil.copytree(terminal.folder / PIPELINE, moved, symlinks=True)
+    for link in moved.rglob("*"):
+        if link.is_symlink():
+            link.unlink()
+            link.symlink_to("gone")
+    name = "elsewhere/moved"
+    for command in (
+        ("verify", name, "--quick"),
+        ("bench", name, "--no-check"),
+        ("tune", name),
+        ("generate", name, "-p", "x"),
+        ("export", name, "--one-file", "x.onnx"),
+        ("serve", name, "--port", "0"),
+        ("deploy", "moved", name),
+        ("inspect", name),
+    ):
+        session = terminal.run(*command)
+        assert "Traceback" not in session.text, session.text
+        assert session.status == 2 or command[0] == "inspect", session.text

@@ -27,6 +27,13 @@ _GOODBYE = "interrupted: nothing was left half-written; the next run goes on fro
 
 def main() -> NoReturn:
     """Entry point of the `sdflow` command. Exit status: see the README, "Commands"."""
+    try:
+        _main()
+    finally:
+        _give_up_unwritable()
+
+
+def _main() -> NoReturn:
     _open_standard_streams()
     from sdflow.cli.app import app
 
@@ -98,6 +105,17 @@ def _require_utf8() -> None:
             require_utf8(value, name)
     with suppress(OSError):  # it was removed
         require_utf8(str(Path.cwd()), "the current folder")
+
+
+def _give_up_unwritable() -> None:
+    """What is left to print to a closed terminal is nothing to fail for: Python would make it exit status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.closed:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _output_fails() -> bool:

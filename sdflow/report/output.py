@@ -65,7 +65,7 @@ def table_lines(
     lines = [_line([columns[i] for i in kept], kept, columns, widths, right)]
     lines.append(_line(["-" * widths[i] for i in kept], kept, columns, widths, right))
     for row in rows:
-        parts = {i: fitted(row[i], widths[i]) if i == wrapped else [row[i]] for i in kept}
+        parts = {i: fitted(row[i], widths[i], hang=0) if i == wrapped else [row[i]] for i in kept}
         for number in range(max(map(len, parts.values()))):
             texts = [parts[i][number] if number < len(parts[i]) else "" for i in kept]
             lines.append(_line(texts, kept, columns, widths, right))
