@@ -26,8 +26,8 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|min|s)\b)")
 
 
 def fitted(text: str, columns: int, hang: int = 2) -> list[str]:
-    """The text in lines of a terminal, those that go on indented by `hang` more. No word is broken, nor a number from its unit: a word that
-    is longer has a line to itself, which the terminal wraps."""
+    """The text in lines of a terminal, those that go on indented by `hang` more. No word is broken, nor a number parted from
+    its unit; a word that is longer than a line has one to itself, which the terminal wraps."""
     lines = []
     for line in text.split("\n"):
         own = len(line) - len(line.lstrip(" "))

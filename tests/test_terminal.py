@@ -73,7 +73,7 @@ def test_ctrl_c_ends_a_run_with_130_and_restores_the_terminal(built: Built) -> N
     session = well(built.interrupted, 130)
     assert session.shown[-1].startswith("interrupted: nothing was left half-written")
     assert not any("⠋" <= letter <= "⠿" for letter in session.text), "nothing of the live view is left"
-    assert not list((built.terminal.folder / "tmp").iterdir())
+    assert not list((built.terminal.folder / "tmp").glob("sdflow-*"))
 
 
 def test_after_ctrl_c_the_cache_is_sound(built: Built) -> None:
@@ -263,7 +263,7 @@ def test_a_closed_terminal_ends_a_run_in_order(terminal: Terminal) -> None:
     assert session.spawned.exitstatus == 130
     assert psutil.wait_procs(workers, timeout=60)[1] == []
     assert not list((terminal.folder / "cache/v1/staging").iterdir())
-    assert not list((terminal.folder / "tmp").iterdir())
+    assert not list((terminal.folder / "tmp").glob("sdflow-*"))
     well(terminal.run("cache", "verify"))
 
 
@@ -399,10 +399,12 @@ def test_a_folder_whose_links_lead_nowhere_is_told_by_every_command_that_reads_i
     """As after it was moved without its cache."""
     moved = terminal.folder / "elsewhere/moved"
     shutil.copytree(terminal.folder / PIPELINE, moved, symlinks=True)
-    for link in moved.rglob("*"):
-        if link.is_symlink():
-            link.unlink()
-            link.symlink_to("gone")
+    for link in [path for path in moved.rglob("*") if path.is_symlink()]:
+        names = [path.name for path in link.iterdir()]
+        link.unlink()
+        link.mkdir()
+        for each in names:
+            (link / each).symlink_to("gone")
     name = "elsewhere/moved"
     for command in (
         ("verify", name, "--quick"),
