@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sdflow.cli.quiet import say
 from sdflow.cli.terminal import live_console
 from sdflow.listener import FinishedStep, Listener
-from sdflow.printable import fitted, printable
+from sdflow.printable import fitted, in_one_line
 from sdflow.step import Step
 from sdflow.units import spell_bytes, spell_seconds
 
@@ -159,11 +159,11 @@ class _Running:
             name,
             step.submodel,
         ]
-        heads = [printable(each) for each in heads]
+        heads = [in_one_line(each) for each in heads]
         room -= 2  # the spinner, and the column where a terminal would go to the next line
         text = next((head for head in heads if cell_len(head) <= room), heads[-1])
         if room - cell_len(text) >= self.LEAST_PHRASE:
-            text += f": {printable(self.phrase)}"
+            text += f": {in_one_line(self.phrase)}"
         line = self._spinner.render(now)
         assert isinstance(line, Text)
         line.append(text)

@@ -90,7 +90,7 @@ def _that_fit(
         last = kept[-1]
         left = room - sum(widths[i] + GAP for i in kept[:-1]) - GAP
         longest = max((_length(word) for row in rows for word in row[last].split()), default=0)
-        if len(kept) > 1 and columns[last] not in right and left >= max(LEAST_WRAPPED, min(longest, room // 2)):
+        if len(kept) > 1 and columns[last] not in right and left >= max(LEAST_WRAPPED, longest):
             widths[last] = left
             return kept, last
         movable = [i for i in first if i in kept] or kept[:0:-1]
