@@ -310,6 +310,17 @@ def test_serve_says_that_it_is_ready_and_ends_at_ctrl_c(terminal: Terminal) -> N
     assert "Traceback" not in session.text
 
 
+def test_serve_ends_in_order_when_its_terminal_is_closed(terminal: Terminal) -> None:
+    session = terminal.start("serve", PIPELINE, "--port", "0", *QUICK)
+    session.until_shown('"event": "ready"')
+    below = psutil.Process(session.spawned.pid).children(recursive=True)
+    assert below
+    session.hang_up()
+    session.spawned.wait()
+    assert session.spawned.exitstatus == 0
+    assert psutil.wait_procs(below, timeout=60)[1] == []
+
+
 @pytest.fixture
 def deployed(terminal: Terminal) -> Iterator[Session]:
     session = terminal.run("deploy", "shapes", PIPELINE, *QUICK)

@@ -58,6 +58,8 @@ def serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end
         signal.signal(number, lambda *_: None)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # its terminal is closed
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
     settings.log("serving", url=url, pipelines=list(settings.models), pid=os.getpid())
     started(url, found)
