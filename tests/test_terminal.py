@@ -418,7 +418,6 @@ def test_a_folder_whose_links_lead_nowhere_is_told_by_every_command_that_reads_i
             (link / each).symlink_to("gone")
     name = "elsewhere/moved"
     for command in (
-        ("verify", name, "--quick"),
         ("bench", name, "--no-check"),
         ("tune", name),
         ("generate", name, "-p", "x"),
