@@ -20,7 +20,7 @@ from sdflow.atomic_write import require_makable
 from sdflow.buildable import require_buildable
 from sdflow.config.workflow import VerifySpec, Workflow
 from sdflow.disk_space import require_space
-from sdflow.errors import UsageError, VerificationError, telling
+from sdflow.errors import UsageError, VerificationError, require_utf8, telling
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor
 from sdflow.file_stamp import check_stamps
@@ -98,6 +98,7 @@ def run_workflow(
     started = time.perf_counter()
     remove_abandoned_scratch()
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
+        require_utf8(str(folder.resolve()), option)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
         with telling(f"{folder} cannot be made", option, "name another folder"):

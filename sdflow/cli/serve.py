@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.needs import needs
+
 Folders = Annotated[
     list[Path], typer.Argument(help="Pipeline folders that sdflow built. Requests name them.", metavar="PIPELINE...")
 ]
@@ -23,6 +25,7 @@ RequireVerified = Annotated[
 ]
 
 
+@needs("DRAWS", "SERVES")
 def serve(
     pipeline: Folders,
     host: Host = "127.0.0.1",
@@ -100,20 +103,15 @@ def serve(
     ] = False,
 ) -> None:
     """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow serve`", *DRAWS)
+    from sdflow.serve.app import Settings
     from sdflow.serve.limits import Limits
     from sdflow.serve.lora_structures import LoraFit
     from sdflow.serve.loras import Loras
-    from sdflow.serve.served_model import read_all_served
-    from sdflow.serve.server import access_of, require_installed, serve
-    from sdflow.serve.worker_options import WorkerOptions
-
-    require_installed()
-    from sdflow.serve.app import Settings
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.served_model import read_all_served
+    from sdflow.serve.server import access_of, serve
+    from sdflow.serve.worker_options import WorkerOptions
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
@@ -159,11 +157,12 @@ def serve(
 
 def _open(url: str) -> None:
     """Show the page; where there is no browser, its address is what can be told."""
-    import sys
     import webbrowser
 
+    from sdflow.cli.quiet import say
+
     if not webbrowser.open(url):
-        print(f"No browser was found. The page is at {url}", file=sys.stderr, flush=True)
+        say(f"No browser was found. The page is at {url}")
 
 
 def read_sizes(text: str | None) -> tuple[int, ...] | None:

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sdflow.store.remote.spec import RemoteSpec, is_url, without_secrets
+from sdflow.machine.packages import how_to_install, missing
+from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, scheme_of, without_secrets
 
 FOLDER = "sdflow-v1"
 UNFINISHED = ".part"
@@ -164,14 +165,14 @@ class Share:
             with _usable(also=FileNotFoundError):
                 files, root = url_to_fs(url, **self._options(url))
         except ImportError as error:
-            remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
-            raise Unusable(f"{error}; {remedy}", final=True) from error
+            wanted = packages_of(self.spec.url)
+            raise Unusable(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}", final=True) from error
         self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
         return self._files
 
     def _options(self, url: str) -> dict[str, Any]:
         """Limits of time in each store's own words; nothing listed is kept, since others write there too."""
-        scheme = re.split("::|://", url, maxsplit=1)[0].lower()
+        scheme = scheme_of(url)
         seconds = self.spec.timeout
         if scheme in ("s3", "s3a"):
             retries = {"max_attempts": 2, "mode": "standard"}

@@ -18,7 +18,7 @@ from sdflow.store.records import BadRecord, load
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 SIGNATURES = "signatures"
-_MISSING = "install the package cryptography: pip install 'sdflow[remote]'"
+_MISSING = "pip install 'sdflow[remote]'"
 
 
 class Untrusted(Exception):
