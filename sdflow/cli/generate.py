@@ -90,6 +90,15 @@ def generate(
     ] = None,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
+    mask_blur: Annotated[
+        float, typer.Option(help="Pixels over which what is drawn fades into what the mask keeps.", metavar="PIXELS")
+    ] = 0.0,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole", help="Leave what the mask keeps as it comes out of the VAE, a little changed: as diffusers does."
+        ),
+    ] = False,
     control: Annotated[
         list[str] | None,
         typer.Option(
@@ -237,6 +246,8 @@ def generate(
         eta=eta,
         image=image,
         mask=mask,
+        mask_blur=mask_blur,
+        whole=whole,
         controls=parse_controls(control or ()),
         guess_mode=guess_mode,
         image_prompts=parse_image_prompts(ip_image or ()),

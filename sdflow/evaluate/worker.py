@@ -242,6 +242,7 @@ def _evaluate_pipeline(
         images = pipeline(
             prompt,
             **start,
+            whole=True,
             negative_prompt=image.negative_prompt,
             height=image.height,
             width=image.width,

@@ -181,7 +181,7 @@ def _draw(
     if request.refiner_start is not None:
         more["refiner_start"] = request.refiner_start
     if mask is not None:
-        more["mask_image"] = mask
+        more |= {"mask_image": mask, "mask_blur": request.mask_blur, "whole": request.whole}
     result = pipeline(
         prompts,
         image,
@@ -239,6 +239,7 @@ def _settings(
     own = pipeline.defaults["text" if request.image is None else "image" if request.mask is None else "inpaint"]
     strength = own.strength if request.strength is None else request.strength
     given = {"image": request.image, "mask": request.mask}
+    masked = {} if request.mask is None else {"whole": True} if request.whole else {"mask_blur": request.mask_blur}
     return {
         "negative_prompt": request.negative_prompt,
         "steps": own.steps_at(strength) if request.steps is None else request.steps,
@@ -249,6 +250,7 @@ def _settings(
         **({"controls": {each.name: each.settings() for each in request.controls}} if request.controls else {}),
         **({"image_prompts": [each.settings() for each in request.image_prompts]} if request.image_prompts else {}),
         **({"guess_mode": True} if request.guess_mode else {}),
+        **masked,
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},

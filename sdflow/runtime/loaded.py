@@ -37,6 +37,7 @@ from sdflow.runtime.folder import (
 )
 from sdflow.runtime.host import Host
 from sdflow.runtime.images import pil_of, require_finite, rounded, unfinite
+from sdflow.runtime.kept import Kept
 from sdflow.runtime.preview import previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
@@ -219,11 +220,19 @@ class LoadedPipeline:
             return torch.cat(images), torch.stack(counts)
 
     def finish(
-        self, latents: torch.Tensor, output_type: Literal["pil", "np"] = "pil", *, finite: bool = False
+        self,
+        latents: torch.Tensor,
+        output_type: Literal["pil", "np"] = "pil",
+        *,
+        finite: bool = False,
+        kept: Kept | None = None,
     ) -> Images:
         """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
-        image."""
+        image. kept: put over what is decoded; the checker sees both."""
         drawn, counts = self._decoded(latents)
+        if kept is not None:
+            with self.place.current():
+                drawn = kept.over(drawn)
         floats, checked = output_type == "np", self.family.checker in self.submodels
         kept, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
         if finite:

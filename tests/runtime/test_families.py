@@ -146,7 +146,7 @@ def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Ima
     latents = latents_of(built, image)
     given = {"image": latents, "masked_image_latents": latents, "mask_image": mask}
     expected = built.theirs(2)(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal(built.ours(PROMPT, image, mask, generator=generator(), **settings).images, expected)
+    assert_equal(built.ours(PROMPT, image, mask, whole=True, generator=generator(), **settings).images, expected)
 
 
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
