@@ -234,7 +234,7 @@ class LoadedPipeline:
             with self.place.current():
                 drawn = kept.over(drawn)
         floats, checked = output_type == "np", self.family.checker in self.submodels
-        kept, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
+        pixels, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
         if finite:
             (first, *others), each = counts.tolist(), drawn[0].numel()
             require_finite(first, latents.numel(), self.family.denoiser)
@@ -242,11 +242,11 @@ class LoadedPipeline:
                 require_finite(count, each, self.family.decoder)
         flags = None
         if checked:
-            seen = self.host.compute(partial(self._seen_by_checker, kept))
+            seen = self.host.compute(partial(self._seen_by_checker, pixels))
             drawn, found = self._checked(drawn, seen)
-            kept, found = self.host.fetch([drawn if floats else rounded(drawn), found])
+            pixels, found = self.host.fetch([drawn if floats else rounded(drawn), found])
             flags = found.tolist()
-        return Images(kept.numpy() if floats else pil_of(kept), flags)
+        return Images(pixels.numpy() if floats else pil_of(pixels), flags)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""

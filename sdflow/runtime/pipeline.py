@@ -16,7 +16,7 @@ from sdflow.families.image_prompts import adapter_count, token_axes
 from sdflow.families.request import Request
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import controls_of, read_controls, require_controls
-from sdflow.runtime.denoise import denoise
+from sdflow.runtime.denoise import denoise, require_room
 from sdflow.runtime.image_prompts import image_prompts
 from sdflow.runtime.kept import Kept, require_blur
 from sdflow.runtime.loaded import Images, LoadedPipeline
@@ -157,6 +157,7 @@ class Pipeline(LoadedPipeline):
                 fewer=fewer,
                 span=(denoising_start, denoising_end),
             )
+            require_room(schedule, shape, self.place.device)
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
