@@ -50,7 +50,8 @@ def generate(
         int | None,
         typer.Option(
             min=0,
-            help="Last layers of the text encoders to leave out, as diffusers counts: 1 is what others call clip skip 2.",
+            help="Last layers of the text encoders to leave out for the prompt, not for the negative one. Counted as in "
+            "diffusers: 1 is what others call clip skip 2.",
             show_default=False,
         ),
     ] = None,

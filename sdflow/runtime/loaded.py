@@ -181,7 +181,18 @@ class LoadedPipeline:
         return pipeline
 
     def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
-        """What the denoiser reads for these prompts, on the device."""
+        """What the denoiser reads for these prompts, on the device.
+
+        clip_skip: of the text encoders' last layers, for the prompts alone: diffusers' `encode_prompt` reads negative prompts
+        with all of them (0.42, Stable Diffusion and XL).
+        """
+        skipped = self._conditioned(request, clip_skip)
+        if not clip_skip or skipped.halves == 1:
+            return skipped
+        return skipped.with_negatives_of(self._conditioned(request, 0))
+
+    def _conditioned(self, request: Request, clip_skip: int) -> Conditions:
+        """With all prompts read alike."""
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             with self._using(name, clip_skip) as submodel:

@@ -88,7 +88,12 @@ class Fields(BaseModel):
     negative_prompt: Words | None = Field(None, description="What not to draw.")
     scheduler: SchedulerName | None = Field(None, description="Default: the pipeline's.")
     eta: float | None = Field(None, ge=0, le=1, description="How much noise DDIM and TCD add in a step.")
-    clip_skip: int | None = Field(None, ge=0, le=30, description="Last layers of the text encoders to leave out.")
+    clip_skip: int | None = Field(
+        None,
+        ge=0,
+        le=30,
+        description="Last layers of the text encoders to leave out for the prompt; the negative prompt is read with all.",
+    )
     prompt_syntax: Literal["plain", "a1111"] | None = "plain"
     prompt_2: Words | None = Field(None, description="SDXL: another prompt for the second text encoder.")
     negative_prompt_2: Words | None = Field(None, description="SDXL: the same for what not to draw.")
