@@ -343,6 +343,7 @@ class LoadedPipeline:
             while len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = guided.to(self.place.device)
+        self._schedules[key] = self._schedules.pop(key)  # the latest used is the last to go
         return self._schedules[key]
 
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sdflow.families.base import Family
 from sdflow.machine.memory import HOST, available_bytes
+from sdflow.models.base import Model
 from sdflow.runtime.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.vae import tile_pixels
 
@@ -84,5 +85,9 @@ def drawing_bytes(
 
 def working_bytes(family: Family, name: str, config: Mapping[str, Any], side: int, device: str) -> int:
     """What a run of a submodel takes beside its weights, for one row of latents with this side."""
-    model = family.part(name).of(config).model
-    return BYTES * model.working_values(config, side, side, scores=device == HOST)
+    return row_bytes(family.part(name).of(config).model, config, (side, side), device)
+
+
+def row_bytes(model: Model, config: Mapping[str, Any], size: tuple[int, int], device: str) -> int:
+    """What a run of a model takes beside its weights, for one row of latents with these rows and columns."""
+    return BYTES * model.working_values(config, *size, scores=device == HOST)

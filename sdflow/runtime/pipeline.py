@@ -92,9 +92,9 @@ class Pipeline(LoadedPipeline):
         how much they count, all or each. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
-        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt, not
-        for the negative one. reuse: deep features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers": 1};
-        guidance_interval: the part of the steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image
+        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,
+        not for the negative one. reuse: deep features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers":
+        1}; guidance_interval: the part of the steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image
         (`sdflow.families.approximation`).
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
