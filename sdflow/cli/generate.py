@@ -196,6 +196,14 @@ def generate(
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="One submodel in memory at a time, the VAE in tiles. Slower.")
     ] = False,
+    vae_tiles: Annotated[
+        bool | None,
+        typer.Option(
+            "--vae-tiles/--no-vae-tiles",
+            help="Run the VAE in tiles, which changes the image a little. Default: where memory is short, and with --low-memory.",
+            show_default=False,
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
     check: Annotated[
         bool,
@@ -258,6 +266,7 @@ def generate(
         batch=batch,
         sheet=sheet,
         low_memory=low_memory,
+        vae_tiles=vae_tiles,
         threads=threads,
         refiner=refiner,
         refiner_start=refiner_start,

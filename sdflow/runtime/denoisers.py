@@ -16,8 +16,9 @@ from sdflow.runtime.bound import Bound
 from sdflow.runtime.control import Control, ControlledDenoiser
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
-from sdflow.runtime.memory_limit import row_bytes
 from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.vae import tile_side
+from sdflow.runtime.working_bytes import row_bytes
 
 SHARE = 0.5
 """Of the memory that is free but for them, what denoisers in parts may take that are kept for further images: each has its
@@ -58,7 +59,7 @@ class DenoiserSource(Protocol):
 class Denoisers(DenoiserSource):
     """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
     image pixels per latent pixel. split: take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make
-    nothing beside it."""
+    nothing beside it. tiles: of the decoder, as of `sdflow.runtime.vae.tile_side`."""
 
     def __init__(
         self,
@@ -70,9 +71,10 @@ class Denoisers(DenoiserSource):
         *,
         split: bool,
         low_memory: bool,
+        tiles: bool | None = None,
     ) -> None:
         self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
-        self._scale, self._split, self._low_memory = scale, split, low_memory
+        self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
         self._taken: dict[Key, int] = {}
 
@@ -177,7 +179,8 @@ class Denoisers(DenoiserSource):
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
-                others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+                if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
+                    others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
             made = parted.result()
             for each in others:
                 each.result()

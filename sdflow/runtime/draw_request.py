@@ -49,8 +49,9 @@ class GenerateRequest:
     folder that takes over at refiner_start, a part of the way from noise to image; None: REFINER_START. prompt_syntax, clip_skip:
     as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. check: whether the folder's files are held to their digests. controls: images for
-    ControlNets; guess_mode: as of the pipeline. image_prompts: images for IP-Adapters. more: what the pipeline's family takes
-    besides. reuse, guidance_interval: as of the pipeline; None: as the folder's workflow says; empty: none. preview: write
+    ControlNets; guess_mode, vae_tiles: as of the pipeline. image_prompts: images for IP-Adapters. more: what the
+    pipeline's family takes besides. reuse, guidance_interval: as of the pipeline; None: as the folder's workflow says; empty:
+    none. preview: write
     one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
@@ -79,6 +80,7 @@ class GenerateRequest:
     batch: int = 1
     sheet: bool = True
     low_memory: bool = False
+    vae_tiles: bool | None = None
     threads: int | None = None
     refiner: Path | None = None
     refiner_start: float | None = None

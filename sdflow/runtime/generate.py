@@ -154,6 +154,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "scheduler": request.scheduler,
         "checker": request.checker,
         "low_memory": request.low_memory,
+        "vae_tiles": request.vae_tiles,
         "threads": request.threads,
         "tuning": tuning,
         "embeddings": words,

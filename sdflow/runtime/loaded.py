@@ -69,6 +69,7 @@ class LoadedPipeline:
     """The submodels of a pipeline folder, and their parts in a call.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
     words: that stand in prompts for learned vectors. host: what a call waits with behind its last step.
@@ -83,6 +84,7 @@ class LoadedPipeline:
         *,
         defaults: Mapping[Task, Defaults] | None = None,
         low_memory: bool = False,
+        vae_tiles: bool | None = None,
         split: bool = True,
         words: Sequence[Embedding] = (),
     ) -> None:
@@ -99,6 +101,7 @@ class LoadedPipeline:
         self.scheduler = companions[SCHEDULER]
         self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
+        self.vae_tiles = True if low_memory and vae_tiles is None else vae_tiles
         self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
         self.configs = configs
@@ -117,6 +120,7 @@ class LoadedPipeline:
             self.latents.scale,
             split=split,
             low_memory=low_memory,
+            tiles=self.vae_tiles,
         )
 
     @classmethod
@@ -128,6 +132,7 @@ class LoadedPipeline:
         scheduler: str | None = None,
         checker: bool = True,
         low_memory: bool = False,
+        vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
         threads: int | None = None,
@@ -172,6 +177,7 @@ class LoadedPipeline:
             read_options(folder),
             defaults=folder_defaults(folder),
             low_memory=low_memory,
+            vae_tiles=vae_tiles,
             words=words,
         )
         if scheduler is not None:
@@ -225,7 +231,7 @@ class LoadedPipeline:
         images = []
         with self.place.current(), self._using(self.family.decoder) as decoder:
             counts = [unfinite(latents)]
-            for image in decode(decoder, latents, self.latents, tiles=self.low_memory):
+            for image in decode(decoder, latents, self.latents, tiles=self.vae_tiles):
                 counts.append(unfinite(image))
                 images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
             return torch.cat(images), torch.stack(counts)
@@ -348,4 +354,4 @@ class LoadedPipeline:
 
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:
         with self._using(self.family.encoder) as encoder:
-            return encode(encoder, images, self.latents, tiles=self.low_memory)
+            return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -12,16 +12,13 @@ from typing import Any
 
 from sdflow.families.base import Family
 from sdflow.machine.memory import HOST, available_bytes
-from sdflow.models.base import Model
 from sdflow.runtime.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.vae import tile_pixels
+from sdflow.runtime.working_bytes import BYTES, row_bytes
 
 MOST_SIDES = 4
 """How many times the model's own side, in pixels, an image may have in the square root of its pixels. Beyond that, models
 repeat what they draw."""
-
-BYTES = 4
-"""Of a value. float16 graphs keep some in float32; theirs are estimated too high."""
 
 SHARE = 0.9
 """Of the available memory that may be planned with: other processes take some meanwhile."""
@@ -86,8 +83,3 @@ def drawing_bytes(
 def working_bytes(family: Family, name: str, config: Mapping[str, Any], side: int, device: str) -> int:
     """What a run of a submodel takes beside its weights, for one row of latents with this side."""
     return row_bytes(family.part(name).of(config).model, config, (side, side), device)
-
-
-def row_bytes(model: Model, config: Mapping[str, Any], size: tuple[int, int], device: str) -> int:
-    """What a run of a model takes beside its weights, for one row of latents with these rows and columns."""
-    return BYTES * model.working_values(config, *size, scores=device == HOST)
