@@ -130,12 +130,13 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
-        batch, flags = _draw(
+        batch, flags, tiles = _draw(
             pipeline, request, prompts, seeds, (image, mask), controls, {**shown, **fewer.settings()}, callbacks
         )
+        tiled = {} if tiles is None else {"vae_tiles": tiles}
         for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{name}.png"
-            _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
+            _write(made, file, {**settings, **tiled, "prompt": prompt, "seed": seed, "size": list(made.size)})
             drawn.append(Drawn(str(file), prompt, seed, flagged))
         images += batch
     sheet = None
@@ -174,7 +175,8 @@ def _draw(
     controls: Mapping[str, Control],
     shown: Mapping[str, Any],
     callbacks: Mapping[str, Any],
-) -> tuple[list[Image], list[bool | None]]:
+) -> tuple[list[Image], list[bool | None], int | None]:
+    """The images, what the checker said of each, and the tiles that they were decoded in."""
     import torch
 
     image, mask = images
@@ -205,7 +207,7 @@ def _draw(
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
     )
-    return list(result.images), flags
+    return list(result.images), flags, result.vae_tiles
 
 
 def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:

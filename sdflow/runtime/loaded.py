@@ -45,7 +45,7 @@ from sdflow.runtime.start import require_size
 from sdflow.runtime.submodel import Submodel
 from sdflow.runtime.text import run_rows, with_words, without_last_layers
 from sdflow.runtime.tuning import UNTUNED, Tuning
-from sdflow.runtime.vae import decode, encode
+from sdflow.runtime.vae import decode, encode, tile_side
 from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
 from sdflow.targets import TARGETS, Target
 
@@ -59,10 +59,12 @@ SCHEDULES_KEPT = 16
 
 @dataclass(frozen=True)
 class Images:
-    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image."""
+    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image. vae_tiles:
+    pixels of the tiles' side where they were decoded in tiles."""
 
     images: list[Image] | np.ndarray
     nsfw_content_detected: list[bool] | None
+    vae_tiles: int | None = None
 
 
 class LoadedPipeline:
@@ -246,6 +248,9 @@ class LoadedPipeline:
     ) -> Images:
         """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
         image. kept: put over what is decoded; the checker sees both."""
+        rows, columns = latents.shape[2:]
+        decoder = self.submodels[self.family.decoder]
+        tiles = tile_side(decoder, rows, columns, self.latents.scale, self.vae_tiles)
         drawn, counts = self._decoded(latents)
         if kept is not None:
             with self.place.current():
@@ -263,7 +268,7 @@ class LoadedPipeline:
             drawn, found = self._checked(drawn, seen)
             pixels, found = self.host.fetch([drawn if floats else rounded(drawn), found])
             flags = found.tolist()
-        return Images(pixels.numpy() if floats else pil_of(pixels), flags)
+        return Images(pixels.numpy() if floats else pil_of(pixels), flags, tiles)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""

@@ -45,6 +45,10 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
     own = tile_pixels(half.config)
     if tiles is not None:
         return own if tiles and max(rows, columns) * scale > own else None
+    if (
+        half.static_shapes or half.profiles
+    ):  # each size of a tile would be compiled, for a device whose memory is not known
+        return None
     device, model = half.place.device, half.part.model
     wanted = row_bytes(model, half.config, (rows, columns), device)
     if wanted <= max(ALWAYS_THERE, half.reached):

@@ -183,6 +183,8 @@ def test_generate_takes_the_option(tiny_pipeline: Path, tmp_path: Path) -> None:
         command = ["generate", str(tiny_pipeline), "-p", "a", *size, "--out", str(tmp_path / option), option]
         result = CliRunner().invoke(app, [*command, "--no-safety-checker"])
         assert result.exit_code == 0, result.output
-        return np.asarray(Image.open(tmp_path / option / "001-1.png"), np.int16)
+        drawn = Image.open(tmp_path / option / "001-1.png")
+        assert ('"vae_tiles": 128' in drawn.info["sdflow"]) == (option == "--vae-tiles")
+        return np.asarray(drawn, np.int16)
 
     assert (draw("--vae-tiles") != draw("--no-vae-tiles")).any()
