@@ -149,5 +149,9 @@ class TargetUnavailableError(SdflowError):
     exit_code = 5
 
 
+class TiledWarning(UserWarning):
+    """A VAE works in tiles, since the memory would not do for the whole image: the image is a little different."""
+
+
 class SlowerWarning(UserWarning):
     """It runs, and right, but not as fast as it should: the message says why."""

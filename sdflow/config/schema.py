@@ -12,6 +12,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from sdflow.config.catalog import PassCatalog
 from sdflow.config.fields import (
     MATRIX,
+    MOST_ADAPTERS,
+    MOST_LORAS,
+    MOST_NETS,
     NET_NAME,
     OVERLAY,
     REFINER,
@@ -59,7 +62,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     changed = {name: _change(schema, more) for name, schema in options.items()}
     own = {"type": ["object", "null"], "properties": more, **_ONCE}
     defs["target"] = {"enum": list(TARGETS), "description": "; ".join(f"{t.name}: {t.title}" for t in TARGETS.values())}
-    defs["loras"] = {"type": "array", "items": lora}
+    defs["loras"] = {"type": "array", "maxItems": MOST_LORAS, "items": lora}
     defs["step"] = {
         "type": "object",
         "required": ["pass"],
@@ -119,12 +122,15 @@ def json_schema(catalog: PassCatalog) -> Schema:
                     {
                         "type": "object",
                         "additionalProperties": False,
+                        "maxProperties": MOST_NETS,
                         "patternProperties": {f"^{NET_NAME}$": {"anyOf": [_TEXT, {"type": "null"}]}},
                     },
                     {"type": "null"},
                 ]
             },
-            "ip_adapters": {"anyOf": [{"type": "array", "items": adapter}, {"type": "null"}]},
+            "ip_adapters": {
+                "anyOf": [{"type": "array", "maxItems": MOST_ADAPTERS, "items": adapter}, {"type": "null"}]
+            },
             "refiner": {
                 "anyOf": [
                     _TEXT,

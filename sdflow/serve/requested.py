@@ -55,6 +55,7 @@ def jobs_of(
         "guidance_scale": fields.guidance_scale,
         "eta": fields.eta,
         "strength": fields.strength if isinstance(fields, Edit) else None,
+        **_kept(fields, mask),
         "clip_skip": fields.clip_skip,
         "prompt_syntax": fields.prompt_syntax or "plain",
         "prompt_2": fields.prompt_2,
@@ -82,6 +83,18 @@ def jobs_of(
         )
         for index in range(images)
     ]
+
+
+def _kept(fields: Fields, mask: Image | None) -> dict[str, Any]:
+    """What becomes of what the mask keeps, as the pipeline's call takes it."""
+    if not isinstance(fields, Edit):
+        return {}
+    for name, given in (("mask_blur", fields.mask_blur), ("whole", fields.whole)):
+        if given and mask is None:
+            raise ApiError(400, f"{name} says what becomes of what a mask keeps: send a mask too.", param=name)
+    if fields.mask_blur and fields.whole:
+        raise ApiError(400, "with whole nothing is kept, so that there is no edge to be soft.", param="mask_blur")
+    return {"mask_blur": fields.mask_blur, "whole": fields.whole or None}
 
 
 def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:

@@ -202,7 +202,7 @@ class ServedPipeline:
         def show(preview: Preview) -> None:
             nonlocal number
             if preview.index in preview_steps(job.previews, preview.total):
-                (image,) = pausing.finish(preview.latents).images
+                (image,) = pausing.finish(preview.latents, kept=preview.kept).images
                 told.preview(number, pausing.host.compute(lambda: encoded(image, job)))
                 number += 1
 

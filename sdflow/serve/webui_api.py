@@ -88,6 +88,7 @@ def webui_routes(served: Served) -> APIRouter:
                 "prompt_syntax": "a1111",
                 "loras": wanted,
                 "strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
+                "mask_blur": asked.mask_blur if isinstance(asked, FromImage) and mask is not None else None,
             }
         )
         names = [(lora.name, lora.scale) for lora in wanted]
