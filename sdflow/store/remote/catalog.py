@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.claims import FOLDER as CLAIMS
 from sdflow.store.remote.claims import named as claimed
-from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
+from sdflow.store.remote.entry import (
+    MOST_OF_ENTRY,
+    MOST_OF_MANIFEST,
+    RemoteEntry,
+    RemoteObject,
+    read_entry,
+    read_object,
+)
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
 
@@ -53,7 +60,7 @@ def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[L
 
     def read(file: Found) -> tuple[Found, RemoteEntry] | None:
         with suppress(Absent, BadRecord):
-            return file, read_entry(share.read(file.path, LIMIT), _digest(file))
+            return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
         return None
 
     timeout = share.spec.timeout
@@ -95,7 +102,7 @@ def sweep(
 
     def read(file: Found) -> str | None:
         with suppress(Absent, BadRecord):
-            return read_entry(share.read(file.path, LIMIT), _digest(file)).object
+            return read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file)).object
         return None
 
     for_each(
@@ -161,7 +168,7 @@ def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) 
 
     def read(digest: str) -> tuple[str, RemoteObject] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", LIMIT), digest)
+            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", MOST_OF_MANIFEST), digest)
         return None
 
     for_each(

@@ -17,6 +17,7 @@ from sdflow import stop
 from sdflow.store.remote.entry import RemoteObject
 from sdflow.store.remote.parallel import for_each
 from sdflow.store.remote.pieces import Piece
+from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
 
@@ -64,9 +65,12 @@ def bring(
     begun, left = time.monotonic(), size
 
     def fetch(each: _Wanted) -> int:
-        data = read(each.piece.path, each.piece.size)
-        if not _is(data, each.piece):
-            data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
+        try:
+            data = read(each.piece.path, each.piece.size)
+            if not _is(data, each.piece):
+                data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
+        except TooLong as error:
+            raise WrongBytes(each.piece.path, b"", str(error)) from error
         if not _is(data, each.piece):
             raise WrongBytes(each.piece.path, data, f"{len(data):,} bytes that do not have this digest")
         for path, offset in each.places:
