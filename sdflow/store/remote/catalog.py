@@ -25,7 +25,7 @@ from sdflow.store.remote.entry import (
     read_object,
 )
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.share import LISTING, UNFINISHED, Absent, Found, Share
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -152,7 +152,7 @@ def _list(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Foun
 
 def _all(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
     """A long list takes its time."""
-    return one(lambda: list(share.list(folder)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
+    return one(lambda: list(share.list(folder)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
 
 
 def _in_place(file: Found) -> bool:

@@ -18,7 +18,7 @@ from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.store.records import BadRecord, dump, load
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.share import Absent, Found, Share
+from sdflow.store.remote.share import LISTING, Absent, Found, Share
 from sdflow.store.remote.trust import Signer, Untrusted, require_signed, signatures
 
 FOLDER = "verified"
@@ -75,7 +75,7 @@ def claims(
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
     wanted, found = set(objects), defaultdict(list)
-    files = one(lambda: list(share.list(FOLDER)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
+    files = one(lambda: list(share.list(FOLDER)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
 
     def read(file: Found) -> tuple[str, Claim] | None:
         object_digest = named(file)

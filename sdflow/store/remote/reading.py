@@ -96,14 +96,14 @@ def read_other(files: Any, path: str, limit: int) -> bytes:
     return _within(bytes(files.cat_file(path, start=0, end=limit + 1)), limit)
 
 
-def listing(files: Any, protocol: str, root: str) -> dict[str, dict[str, Any]]:
+def listing(files: Any, protocol: str, root: str, seconds: float) -> dict[str, dict[str, Any]]:
     """Every file under a folder by its path, with what the store tells of it. Raises what that raises, and Misled."""
     from fsspec.asyn import sync
 
     if protocol in LOCAL:
         found = _at_most(_walk(files._strip_protocol(root)))
     elif protocol in S3:
-        found = sync(files.loop, _list_s3, files, root)
+        found = sync(files.loop, _list_s3, files, root, timeout=seconds)
     else:
         found = _at_most(files.find(root, detail=True).items())
     return found

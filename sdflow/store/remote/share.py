@@ -30,6 +30,8 @@ from sdflow.store.remote.reading import (
 from sdflow.store.remote.spec import RemoteSpec, is_url, without_secrets
 
 FOLDER = "sdflow-v1"
+LISTING = 20
+"""How many times the timeout a listing may take: a long one comes in many pages."""
 UNFINISHED = ".part"
 """Ends the name of a file that is being written, or was when its writer died."""
 _IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
@@ -131,7 +133,7 @@ class Share:
         try:
             with _usable():
                 files.invalidate_cache()
-                found = listing(files, self._protocol, root)
+                found = listing(files, self._protocol, root, LISTING * self.spec.timeout)
         except FileNotFoundError:
             return
         begins = len(files._strip_protocol(self._root)) + 1
