@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdflow import stop
+from sdflow.input_file import open_input
 from sdflow.store.remote.entry import RemoteObject
 from sdflow.store.remote.parallel import for_each
 from sdflow.store.remote.pieces import Piece
@@ -121,17 +122,18 @@ def _take(source: Path, path: Path, lacking: list[tuple[Piece, int]]) -> list[tu
     """Copy what a file has of these pieces; returns the others. The file itself, half done, has what is in place."""
     left: defaultdict[bool, list[tuple[Piece, int]]] = defaultdict(list)
     try:
-        with source.open("rb") as stream:
-            for piece, offset in lacking:
-                stop.check()
-                stream.seek(offset)
-                data = stream.read(piece.size)
-                found = _is(data, piece)
-                if found and source != path:
-                    _write(path, offset, data)
-                left[found].append((piece, offset))
-    except FileNotFoundError:  # collected just now
+        stream = open_input(source)
+    except OSError:  # collected just now, or a pipe in its place
         return lacking
+    with stream:
+        for piece, offset in lacking:
+            stop.check()
+            stream.seek(offset)
+            data = stream.read(piece.size)
+            found = _is(data, piece)
+            if found and source != path:
+                _write(path, offset, data)
+            left[found].append((piece, offset))
     return left[False]
 
 

@@ -346,6 +346,8 @@ def _written(folder: Path) -> int:
 def incoming(layout: Layout, entry: RemoteEntry) -> Path:
     """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
     folder = layout.incoming / entry.object
+    if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
+        remove_tree(folder)  # it is not what `bring` left: a pipe, a link to somewhere else
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)  # `gc` removes what nobody went on with for long
     return folder

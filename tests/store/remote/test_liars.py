@@ -82,7 +82,8 @@ def test_an_s3_endpoint_that_lies(kind: str, lies: Lies, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("endless", "no answer in time|longer than"), ("endless_pages", "it lists more than 3,000 files")]
+    ("kind", "told"),
+    [("endless", "no answer in time|longer than"), ("endless_pages", "it lists more than 3,000 files")],
 )
 def test_a_listing_of_s3_that_never_ends_is_left(
     kind: str, told: str, lies: Lies, monkeypatch: pytest.MonkeyPatch
