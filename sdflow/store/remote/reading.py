@@ -166,7 +166,7 @@ def s3_session() -> type:
     """
     from aiobotocore.httpsession import AIOHTTPSession
 
-    class Bounded(AIOHTTPSession):  # type: ignore[misc,unused-ignore]  (aiobotocore has no types)
+    class Bounded(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:
             return _BoundedSession(await super()._get_session(proxy_url))
 
