@@ -1,6 +1,7 @@
-"""Kills, signals, lost writes, full disks and changed inputs against real runs on one cache: `benchmarks/faults.py`, each kind for
-a share of the time. It fails for a damaged entry, a pipeline that is not whole, other digests than a fresh cache's, a run that
-does not end as it should, and whatever is left behind.
+"""Kills, signals, lost writes, full disks and changed inputs against real runs on one cache: `benchmarks/faults.py`.
+
+It fails for a damaged entry, a pipeline that is not whole, other digests than a fresh cache's, a run that does not end as it
+should, and whatever is left behind.
 """
 
 from __future__ import annotations
