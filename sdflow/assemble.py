@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from sdflow.artifact import Artifact
 from sdflow.errors import CacheError, UsageError, telling
+from sdflow.input_file import read_input
 from sdflow.locked_folder import alone_in, locked_folder
 from sdflow.manifest import MANIFEST_FILE, NewerManifest, Origin, read_manifest
 from sdflow.pipeline_folder import Content, Layout, lay_out
@@ -254,7 +255,7 @@ def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
     try:
         if _entries(out) != set(layout.manifest.files):
             return False
-        if any((out / name).read_bytes() != content for name, content in layout.described.items()):
+        if any(read_input(out / name) != content for name, content in layout.described.items()):
             return False
         if any((out / name).readlink() != Path(target) for name, target in layout.links.items()):
             return False

@@ -17,7 +17,8 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "stop printable errors input_file digest file_stamp locked_folder units shipped image_sizes distance tolerances "
+            "stop printable errors input_file digest file_stamp locked_folder process_tree "
+            "units shipped image_sizes distance tolerances "
             "atomic_write",
             "models families prompts targets artifact manifest machine workers worker_server worker_group on_ray samples "
             "replace_files replace_folder user_folder",

@@ -210,7 +210,7 @@ def _must_answer(remote_cache: Remote) -> Iterator[None]:
 def _require_usable(remote_cache: Remote) -> None:
     from sdflow.errors import CacheError
 
-    if (why := remote_cache.unusable or remote_cache.closed) is not None:
+    if (why := remote_cache.unusable or remote_cache.distrusted or remote_cache.closed) is not None:
         raise CacheError(why, where=remote_cache.spec.shown, remedy=_REMEDY)
 
 

@@ -53,7 +53,7 @@ class Notes:
     def last_action(self, step_id: str) -> Action | None:
         """The action that the step had when it was last run; None if that is not known."""
         try:
-            body = load(self._step(step_id).read_bytes())
+            body = load(read_record(self._step(step_id)))
             return Action(body["action"]) if body["step"] == step_id else None
         except (OSError, BadRecord, KeyError) as error:
             log.debug("no last action of %s: %s", step_id, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -14,12 +15,15 @@ from sdflow.atomic_write import sync_file
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
 from sdflow.replace_folder import sync_directory
 from sdflow.store.layout import Layout, write_file
+from sdflow.store.records import BadRecord, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
 READERS, FILE = 0o555, 0o444
 """Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
 MANIFEST = "manifest.json"
 FILES = "files"
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What reading gives where a file or folder of an object is missing, is of another kind, or is a link to itself."""
 
 
 class BadTree(Exception):
@@ -95,9 +99,9 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
     with _being_there(directory):
         try:
-            data = (directory / MANIFEST).read_bytes()
-        except IsADirectoryError as error:
-            raise BadTree("the manifest is a directory") from error
+            data = read_record(directory / MANIFEST)
+        except BadRecord as error:
+            raise BadTree(f"the manifest cannot be read: {error}") from error
     try:
         entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
     except (ValueError, KeyError, TypeError) as error:
@@ -155,15 +159,21 @@ def _being_there(directory: Path) -> Iterator[None]:
     """Tell damage from an object that another process removes, or puts back, while we look."""
     try:
         before = directory.stat().st_ino
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno == errno.ELOOP or directory.is_symlink():
+            raise BadTree("in its place is a link that leads nowhere") from error
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise
         raise AbsentObject(f"no object {directory.name}") from error
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, BadTree) as error:
+    except (OSError, BadTree) as error:
+        if isinstance(error, OSError) and error.errno not in _DAMAGED:
+            raise
         if not directory.exists() or directory.stat().st_ino != before:
             raise AbsentObject(f"object {directory.name} was removed") from error
         if isinstance(error, OSError):
-            raise BadTree(f"{Path(error.filename).name} is missing") from error
+            raise BadTree(f"{Path(error.filename).name} is missing, or not what it should be") from error
         raise
 
 

@@ -24,10 +24,11 @@ from typing import Any
 from sdflow.artifact import INDEX_FILE
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
+from sdflow.input_file import read_input
 from sdflow.locked_folder import remove_abandoned
 from sdflow.manifest import MANIFEST_FILE, NewerManifest, read_manifest
 from sdflow.store.layout import Layout, log, replace_file
-from sdflow.store.records import BadRecord, dump, load
+from sdflow.store.records import BadRecord, dump, load, read_record
 
 STAGING = ".*.sdflow-staging"
 _SECOND_NAME = ".manifest"
@@ -74,7 +75,7 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
 
 def _content(path: Path) -> bytes | None:
     with suppress(OSError):
-        return path.read_bytes()
+        return read_input(path)
     return None
 
 
@@ -167,7 +168,7 @@ def pins(layout: Layout) -> list[Pin]:
 def _records(layout: Layout, paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in paths:
         try:
-            yield path, load(path.read_bytes())
+            yield path, load(read_record(path))
         except FileNotFoundError:
             continue
         except (BadRecord, OSError) as error:

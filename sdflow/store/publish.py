@@ -19,7 +19,7 @@ from sdflow.atomic_write import unfinished
 from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.errors import PassError
 from sdflow.replace_folder import sync_directory
-from sdflow.store.layout import Layout, discard, log, move, write_file, writing
+from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
 from sdflow.store.leases import Lease
 from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, check, seal, write_manifest
 from sdflow.store.quarantine import put_aside
@@ -131,7 +131,7 @@ class Staging:
                 pass
             except BadTree as error:
                 put_aside(self._layout, [target], str(error))
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             try:
                 self.path.rename(target)
             except OSError as error:
@@ -153,7 +153,7 @@ class Staging:
     def _commit(self, data: bytes) -> bool:
         """Write the action file unless there is one; the first of several processes wins."""
         path = self._layout.action(self.action.digest)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         temporary = unfinished(self._layout.staging)
         try:
             write_file(temporary, data)
