@@ -1,8 +1,8 @@
 """A walk through every family, every addition and every source, derived from the families' table.
 
-A row is a pipeline: a family from one source, with additions that each come from a source too. It is built by the shortest
-chains of passes, verified, put together and drawn, and the image is held to that of diffusers' own pipeline, which reads the weights from
-a folder by `from_pretrained`: nothing that sdflow reads takes part in it.
+A row is a pipeline: a family from one source, with additions that each come from a source too. It is built by the shortest chains
+of passes, verified, put together and drawn, and the image is held to that of diffusers' own pipeline, which reads the weights
+from a folder by `from_pretrained`: nothing that sdflow reads takes part in it.
 """
 
 from __future__ import annotations
