@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from walk import Row, Written, every_row, few_rows, pairs_of, walk
+from walk import Row, Written, every_row, few_rows, pairs_of, walk, written_in
 
 from sdflow.store import Cache
 
@@ -16,10 +16,8 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
-    root = tmp_path_factory.mktemp("written")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root / "hub"))
-        yield Written(root / "places", root / "hub")
+    with written_in(tmp_path_factory.mktemp("written")) as written:
+        yield written
 
 
 @pytest.fixture(scope="module")

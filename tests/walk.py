@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
@@ -216,6 +218,14 @@ class Written:
         new = place not in self._made
         self._made.add(place)
         return new
+
+
+@contextmanager
+def written_in(root: Path) -> Iterator[Written]:
+    """Checkpoints under a folder, with a cache of the hub there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root / "hub"))
+        yield Written(root / "places", root / "hub")
 
 
 def _opened(architecture: str, **more: Any) -> Any:
