@@ -23,4 +23,5 @@ def test_a_small_model_is_built_for_cuda_without_what_has_the_widths_of_stable_d
         for step in fusions:
             options = step.options["optimization_options"]
             assert (options["enable_bias_splitgelu"], options["enable_bias_add"]) == (False, False)
-            assert step.expect is not None and (step.expect["BiasSplitGelu"], step.expect["BiasAdd"]) == (0, 0)
+            if pipeline is base:  # a refiner has the chains of its base, and promises of its own
+                assert (step.expect["BiasSplitGelu"], step.expect["BiasAdd"]) == (0, 0)
