@@ -75,19 +75,21 @@ def read_input(path: Path, limit: int = TEXT_LIMIT) -> bytes:
     return content
 
 
-def read_json(path: Path, limit: int = TEXT_LIMIT) -> Any:
-    """What the JSON of a file holds. NaN and Infinity, which Python's reader takes, are no JSON.
+def read_json(path: Path, limit: int = TEXT_LIMIT, *, finite: bool = True) -> Any:
+    """What the JSON of a file holds.
 
+    finite: refuse NaN and Infinity, which JSON does not have. False: accept them as Python's json writes them, which is how
+    diffusers saves some schedulers' configs (`"lambda_min_clipped": -Infinity`).
     Raises OSError as `read_input` does, ValueError for a content that is no JSON.
     """
-    return parse_json(read_input(path, limit))
+    return parse_json(read_input(path, limit), finite=finite)
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """As `read_json`. Raises ValueError."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")  # by itself json takes UTF-16 too
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
+        value = json.loads(text, parse_constant=_no_number if finite else float, parse_float=_finite, parse_int=_whole)
         require_shallow(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()

@@ -152,5 +152,5 @@ def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
 
 
 def _named_class(file: Path) -> str:
-    config = read_json(file)
+    config = read_json(file, finite=False)
     return str(config["_class_name"])

@@ -24,10 +24,12 @@ class Layout:
 @dataclass(frozen=True)
 class Adapted:
     """Parameters of a part that lie in the files of adapters. of: which adapter's file a parameter is in; None: the part's
-    own. layout: how they lie there."""
+    own. layout: how they lie there. entry: of the part's config, what sdflow adds to the checkpoint's: one value per adapter.
+    """
 
     of: Callable[[str], int | None]
     layout: Layout
+    entry: str
 
 
 @dataclass(frozen=True)

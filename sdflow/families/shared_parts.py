@@ -6,8 +6,8 @@ from __future__ import annotations
 from sdflow.families.part import Adapted, Layout, Part
 from sdflow.models.base import Config
 from sdflow.models.controlnet import ControlNet
-from sdflow.models.image_encoder import ImageEncoder, projection_adapter, projection_names
-from sdflow.models.image_prompts import adapter_of, matrix_names
+from sdflow.models.image_encoder import PROJECTIONS, ImageEncoder, projection_adapter, projection_names
+from sdflow.models.image_prompts import ADAPTED, adapter_of, matrix_names
 from sdflow.models.residuals import CONTROLLED
 from sdflow.models.unet import UNet
 from sdflow.models.vae import VaeDecoder, VaeEncoder
@@ -23,13 +23,13 @@ CONTROLNET = Part(
     layouts=(Layout("control_model."),),
 )
 
-IMAGE_MATRICES = Adapted(adapter_of, Layout("ip_adapter.", matrix_names))
+IMAGE_MATRICES = Adapted(adapter_of, Layout("ip_adapter.", matrix_names), ADAPTED)
 IMAGE_ENCODER = Part(
     "image_encoder",
     ImageEncoder(),
     "image_encoder",
     "The encoder of image prompts, with what `ip_adapters` make of its embeddings: an image to tokens for the denoiser.",
-    adapted=Adapted(projection_adapter, Layout("image_proj.", projection_names)),
+    adapted=Adapted(projection_adapter, Layout("image_proj.", projection_names), PROJECTIONS),
 )
 UNET = Part(
     "unet",

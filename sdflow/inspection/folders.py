@@ -133,7 +133,9 @@ def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -
         except (KeyError, TypeError, StopIteration):
             return []
     try:
-        said = read_config(folder / "scheduler" / "scheduler_config.json").get("prediction_type", "epsilon")
+        said = read_config(folder / "scheduler" / "scheduler_config.json", finite=False).get(
+            "prediction_type", "epsilon"
+        )
     except CheckpointError:
         return found
     return sorted(found, key=lambda name: architecture_config(name, "scheduler")["prediction_type"] != said)

@@ -108,7 +108,8 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
     family = folder_family(folder)
     configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
     said = read_manifest(folder).origin.said if (folder / MANIFEST_FILE).exists() else {}
-    return family.defaults_of(configs, _read_json(folder / SCHEDULER / family.companions[SCHEDULER].file), said)
+    scheduler = folder / SCHEDULER / family.companions[SCHEDULER].file
+    return family.defaults_of(configs, _read_json(scheduler, finite=False), said)
 
 
 def folder_task(folder: Path) -> Task:
@@ -286,8 +287,8 @@ def load_companions(folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, *, finite: bool = True) -> dict[str, Any]:
     try:
-        return dict(read_json(path))
+        return dict(read_json(path, finite=finite))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path), remedy=DAMAGED) from error

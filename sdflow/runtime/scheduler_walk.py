@@ -185,5 +185,8 @@ def _behind(scheduler: Any, place: float) -> int:
 
 def fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
     """A copy at its beginning, with what diffusers' pipelines of the family set in its config."""
-    changed = {name: value for name, value in fixed.items() if scheduler.config.get(name, value) != value}
-    return type(scheduler).from_config({**scheduler.config, **changed})
+    config = {**scheduler.config}
+    # diffusers notes here which entries the config lacked, and from_config would ignore what is set for them below.
+    config.pop("_use_default_values", None)
+    config.update((name, value) for name, value in fixed.items() if name in config)
+    return type(scheduler).from_config(config)

@@ -20,14 +20,12 @@ from sdflow.families.part import Part
 from sdflow.file_stamp import file_stamp
 from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import (
-    PROJECTIONS,
     fits_encoder,
     projection_beside,
     projection_of,
     read_width,
     token_count,
 )
-from sdflow.models.image_prompts import ADAPTED
 from sdflow.sources.architectures import architecture_config, companion_folder
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
 from sdflow.sources.component_source import Found, Source, shapes_as_json
@@ -103,8 +101,8 @@ def with_adapters(
     projections, tokens = [each.projection for each in opened], [token_count(each.projection) for each in opened]
     submodels = {
         **checkpoint.submodels,
-        family.denoiser: _joined(family.part(family.denoiser), denoiser, opened, {ADAPTED: tokens}),
-        prompter.name: _joined(prompter, own, opened, {PROJECTIONS: projections}),
+        family.denoiser: _joined(family.part(family.denoiser), denoiser, opened, tokens),
+        prompter.name: _joined(prompter, own, opened, projections),
     }
     provenance = {str(index): dict(each.provenance) for index, each in enumerate(opened)}
     provenance["encoder"] = dict(encoder.provenance)
@@ -119,11 +117,11 @@ def with_adapters(
 
 
 def _joined(
-    part: Part, submodel: SubmodelCheckpoint, adapters: Sequence[_Adapter], more: Mapping[str, Any]
+    part: Part, submodel: SubmodelCheckpoint, adapters: Sequence[_Adapter], entry: Sequence[Any]
 ) -> SubmodelCheckpoint:
-    """A submodel with what of it is in the adapters' files. more: for its config."""
+    """A submodel with what of it is in the adapters' files. entry: for its config, one value per adapter."""
     assert part.adapted is not None
-    config, prefix = {**submodel.load["config"], **more}, part.adapted.layout.prefix
+    config, prefix = {**submodel.load["config"], part.adapted.entry: list(entry)}, part.adapted.layout.prefix
     return SubmodelCheckpoint(
         identity={
             **submodel.identity,
@@ -266,7 +264,7 @@ def _processor(checkpoint: Checkpoint, size: int) -> Path:
     own = checkpoint.companions.get(_PROCESSOR)
     file = checkpoint.family.companions[_PROCESSOR].file
     known = [own] if own is not None else [companion_folder(name, _PROCESSOR) for name in _PROCESSORS]
-    sizes = [_crop(read_config(folder / file)) for folder in known]
+    sizes = [_crop(read_config(folder / file, finite=False)) for folder in known]
     if (size, size) not in sizes:
         raise CheckpointError(
             f"the image encoder reads {size} pixels, and the {_PROCESSOR.replace('_', ' ')} makes "

@@ -6,6 +6,7 @@ Their libraries take whatever stands there: one fails when it is first used, the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 MOST_STEPS = 100_000
@@ -15,7 +16,7 @@ MOST_PIXELS = 1 << 13
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _count(value: Any) -> bool:

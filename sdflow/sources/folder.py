@@ -90,7 +90,7 @@ def open_folder(
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
     family, index = _pipeline_index(folder)
     found: dict[str, ComponentFiles] = {}
-    configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json")}
+    configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json", finite=False)}
     files: dict[str, str] = {}
     for component, parts in family.components.items():
         if parts[0].optional and index.get(component, [None])[0] is None:
@@ -216,7 +216,7 @@ def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dic
     wanted = {name: companion for name, companion in family.companions.items() if companion.wanted(submodels)}
     for name, companion in wanted.items():
         path = folder / name / companion.file
-        if wrong := wrong_entry(read_config(path)):
+        if wrong := wrong_entry(read_config(path, finite=False)):
             raise CheckpointError(wrong, where=str(path), remedy="Download it again.")
         require_inside(folder / name, folder)
     return {name: folder / name for name in wanted}

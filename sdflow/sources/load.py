@@ -130,7 +130,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     name = companion.class_name
     what = f"its {folder.name} cannot be loaded"
     with rejections(where, what):
-        config = dict(read_json(folder / companion.file)) if is_there(folder / companion.file) else {}
+        config = dict(read_json(folder / companion.file, finite=False)) if is_there(folder / companion.file) else {}
         if wrong := wrong_entry(config):
             raise CheckpointError(f"{what}: {wrong}", where=where)
         if name is None:

@@ -145,10 +145,10 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, finite: bool = True) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it is missing or something else."""
     try:
-        value = read_json(path)
+        value = read_json(path, finite=finite)
     except FileNotFoundError as error:
         raise MissingFile(
             "no such file", where=str(path), remedy="A checkpoint folder has the layout of diffusers' save_pretrained."

@@ -63,7 +63,7 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
         assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in lacks] + nets
 
 
-UPON_OTHERS = ("workflows/base/taesd.yaml",)
+UPON_OTHERS = ("workflows/base/few_channels.yaml", "workflows/base/taesd.yaml")
 """Those that are no workflow by themselves: they lie upon a model's."""
 
 

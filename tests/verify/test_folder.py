@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 from original_layout import original_layout
 from safetensors.torch import save_file
 
-from sdflow.families import ARCHITECTURES
+from sdflow.errors import UsageError
+from sdflow.families import ARCHITECTURES, FAMILIES
+from sdflow.runtime.folder import folder_defaults
+from sdflow.runtime.schedule import named_scheduler, trace
 from sdflow.sources import Checkpoint, load_pipeline
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder import hold_folder
@@ -250,13 +256,87 @@ def test_schedules_tell_two_schedulers_apart(folder: Path, checkpoint: Checkpoin
     entry(SCHEDULER, "num_train_timesteps", 990)(folder)
     *_, finding = found_in(folder, checkpoint)
     assert finding.node == SCHEDULER
-    assert finding.what.startswith("12 of 12 schedulers give another schedule than the checkpoint's: with its own")
+    assert finding.level == "error"
+    assert finding.what.startswith("the schedule is not the checkpoint's: timestep 1 of 4 steps is 742, where 751")
 
 
 def test_coefficients_tell_where_timesteps_do_not(folder: Path, checkpoint: Checkpoint) -> None:
     entry(SCHEDULER, "beta_end", 0.0121)(folder)
     *_, finding = found_in(folder, checkpoint)
     assert "what the denoiser is fed in run 2 is" in finding.what
+
+
+def with_scheduler(folder: Path, scheduler: Any, *without: str) -> Checkpoint:
+    """The checkpoint in a folder, with a scheduler as diffusers saves it. without: keys that are not there."""
+    scheduler.save_pretrained(folder / "scheduler")
+    edit(folder / "model_index.json", lambda index: index.update(scheduler=["diffusers", type(scheduler).__name__]))
+    edit(folder / SCHEDULER, lambda config: [config.pop(key, None) for key in without])
+    return opened(str(folder))
+
+
+NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+ORDINARY = {
+    "DDIMScheduler": {"clip_sample": True},
+    "DPMSolverMultistepScheduler": {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True},
+    "EulerAncestralDiscreteScheduler": {},
+    "EulerDiscreteScheduler": {"timestep_spacing": "leading"},
+    "PNDMScheduler": {"skip_prk_steps": True},
+    "UniPCMultistepScheduler": {},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of both kinds, as diffusers saves them."""
+    place = tmp_path_factory.mktemp("saved")
+    for architecture in ("sd15-tiny", "sdxl-tiny"):
+        load_pipeline(opened(f"synthetic:{architecture}")).save_pretrained(place / architecture)
+    return place
+
+
+OLDER = ("clip_sample", "steps_offset")
+"""What older releases did not write."""
+
+
+@pytest.mark.parametrize(
+    ("name", "without"), [*((name, ()) for name in ORDINARY), ("PNDMScheduler", OLDER), ("DDIMScheduler", OLDER)]
+)
+def test_a_checkpoint_with_any_scheduler_of_diffusers_passes(
+    name: str, without: tuple[str, ...], saved: Path, tmp_path: Path
+) -> None:
+    """DPMSolverMultistepScheduler writes "lambda_min_clipped": -Infinity, and draws in float32 whatever it is fed."""
+    checkpoint = Path(shutil.copytree(saved / "sd15-tiny", tmp_path / "checkpoint"))
+    read = with_scheduler(checkpoint, getattr(diffusers, name)(**NOISE, **ORDINARY[name]), *without)
+    folder = described_folder(read, tmp_path)
+    assert found_in(folder, read) == []
+    assert (folder / SCHEDULER).read_bytes() == (checkpoint / SCHEDULER).read_bytes()
+    ours, theirs = (getattr(diffusers, name).from_pretrained(each / "scheduler") for each in (folder, checkpoint))
+    assert ours.config == theirs.config
+
+
+def test_minus_infinity_reaches_the_scheduler_that_a_workflow_asks_for(saved: Path, tmp_path: Path) -> None:
+    """The config is written anew then, by sdflow."""
+    checkpoint = Path(shutil.copytree(saved / "sd15-tiny", tmp_path / "checkpoint"))
+    read = with_scheduler(checkpoint, diffusers.DPMSolverMultistepScheduler(**NOISE))
+    read = replace(read, said={"scheduler": "dpm++_2m"})
+    folder = described_folder(read, tmp_path)
+    assert found_in(folder, read) == []
+    assert diffusers.DPMSolverMultistepScheduler.from_pretrained(folder / "scheduler").config.lambda_min_clipped == -inf
+    assert folder_defaults(folder)["text"].steps == 50
+
+
+def test_a_scheduler_that_nobody_chose_is_a_note_and_is_refused_when_it_is_chosen(saved: Path, tmp_path: Path) -> None:
+    """XL's pipeline leaves clip_sample as it is: with diffusers, DDIM then clips the latents, which sdflow does not do."""
+    checkpoint = Path(shutil.copytree(saved / "sdxl-tiny", tmp_path / "checkpoint"))
+    read = with_scheduler(checkpoint, diffusers.PNDMScheduler(**NOISE, skip_prk_steps=True))
+    folder = described_folder(read, tmp_path)
+    (finding,) = found_in(folder, read)
+    assert finding.level == "note" and finding.node == SCHEDULER
+    assert finding.what.startswith("ddim, ddim_trailing cannot draw as diffusers does with this checkpoint: ")
+    own = diffusers.PNDMScheduler.from_pretrained(folder / "scheduler")
+    with pytest.raises(UsageError, match="does not act linearly") as refused:
+        trace(named_scheduler("ddim", own.config), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)
+    assert "--scheduler" in (refused.value.remedy or "")
 
 
 @pytest.mark.parametrize("companion", ["tokenizer", "scheduler"])

@@ -108,8 +108,9 @@ class Expected:
         return [name for name in absent if name not in self.submodels and name not in self.companions]
 
     def _set(self, file: str) -> Mapping[str, Any]:
-        part = self.family.part(file.removesuffix(f"/{CONFIG_FILE}"))
-        return {**part.config, **(part.controlled if self.family.nets(self.submodels) else {})}
+        submodel = file.removesuffix(f"/{CONFIG_FILE}")
+        part, adapted = self.family.part(submodel), self.source.adapted.get(submodel, {})
+        return {**part.config, **(part.controlled if self.family.nets(self.submodels) else {}), **adapted}
 
     def _value(self, value: Value, file: str, key: str, source: Any) -> tuple[Any, ...] | None:
         family = self.family
@@ -139,7 +140,7 @@ class Expected:
         if self.source.scheduler is not None:
             return SCHEDULERS[self.source.scheduler][0]
         file = Path(self.source.companions[SCHEDULER]) / self.family.companions[SCHEDULER].file
-        return str(read_json(file)["_class_name"])
+        return str(read_json(file, finite=False)["_class_name"])
 
     def _of_said_scheduler(self, key: str, source: Any) -> tuple[Any, ...]:
         """Its own options; of the checkpoint's entries those that it knows, and others as it pleases."""

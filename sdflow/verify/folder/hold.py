@@ -18,7 +18,7 @@ from sdflow.verify.folder.schedules import compare_schedules
 from sdflow.verify.folder.source import Source
 from sdflow.verify.folder.tokenizers import compare_tokenizers, is_tokenizer, texts
 
-VERSION = 1
+VERSION = 2
 """Raise it whenever something else may be found: it is part of the key of a verification."""
 
 
@@ -63,7 +63,7 @@ def hold_folder(request: FolderRequest, progress: Callable[[str], None]) -> Held
     found += _tried(folder, SCHEDULER, lambda: compare_schedules(folder, source))
     coverage += (
         f", {len(texts())} texts through {len(tokenizers)} tokenizer{'s' if len(tokenizers) > 1 else ''}, "
-        f"the schedules of {len(SCHEDULERS) + 1} schedulers"
+        f"its schedule, and those of the {len(SCHEDULERS)} schedulers that it may be given"
     )
     return Held(tuple(found), coverage)
 

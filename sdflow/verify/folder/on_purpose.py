@@ -97,7 +97,8 @@ ON_PURPOSE: tuple[Row, ...] = (
         "<submodel>/config.json",
         "<set>",
         "what the family sets",
-        "It chooses the inputs and outputs of the graph: the layers of a text encoder that are read, what ControlNets give.",
+        "It chooses the inputs and outputs of the graph: the layers of a text encoder that are read, what ControlNets give, the "
+        "tokens of IP-Adapters.",
     ),
     Row(
         "<scheduler>",

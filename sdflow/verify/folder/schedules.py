@@ -1,10 +1,11 @@
-"""The schedule of every scheduler that a pipeline may be given: the folder's, as the runtime draws with it, and what diffusers'
-own pipeline of the checkpoint does with the same noise and the same outputs of the denoiser."""
+"""The folder's schedule, as the runtime draws with it, against what diffusers' own pipeline of the checkpoint does with the same
+noise and the same outputs of the denoiser. The other schedulers that a pipeline may be given are tried too: nobody has chosen
+them, so that what is wrong with one is a note."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,49 +28,48 @@ STEPS = (4, 21)
 SHAPE = (1, 4, 4, 4)
 LARGEST = 1e-5
 """Distance (relative L2) of what is fed to the denoiser. The factors are kept in float32."""
-OWN = "its own scheduler"
 
 
 def compare_schedules(folder: Path, source: Source) -> list[Finding]:
-    """Which schedulers give other timesteps or other latents. Raises CheckpointError for one that cannot be loaded."""
+    """An error where the folder's scheduler gives other timesteps or other latents; a note about others that do, or that are
+    refused when they are chosen. Raises CheckpointError for one that cannot be loaded."""
     family = FAMILIES[source.family]
     companion = family.companions[SCHEDULER]
     ours = load_companion(companion, folder / SCHEDULER, str(folder / SCHEDULER))
-    theirs = _published(family, source)
-    tried = [OWN, *SCHEDULERS]
-    apart: dict[str, str] = {}
-    for name in tried:
-        loaded = ours if name == OWN else named_scheduler(name, ours.config)
-        wanted = theirs if name == OWN else _named(name, theirs)
-        for steps in STEPS:
-            if why := _apart(loaded, wanted, steps, family.scheduler_config):
-                apart.setdefault(name, f"with {name} at {steps} steps {why}")
-    if not apart:
-        return []
-    what = f"{len(apart)} of {len(tried)} schedulers give another schedule than the checkpoint's: {next(iter(apart.values()))}"
-    return [Finding("", CHECK, "error", f"{SCHEDULER}/{companion.file}", what, REBUILD, len(apart))]
-
-
-def _published(family: Family, source: Source) -> Any:
-    """The scheduler of diffusers' own pipeline of the checkpoint, which sets some entries of its config."""
-    companions = {
+    theirs = {
         name: load_companion(family.companions[name], Path(place), place) for name, place in source.companions.items()
     }
-    options = {name: source.index.get(name, default) for name, default in family.options.items()}
-    scheduler = family.torch_pipeline({}, companions, options).scheduler
-    return scheduler if source.scheduler is None else _named(source.scheduler, scheduler)
+
+    def apart(name: str | None) -> str | None:
+        loaded = ours if name is None else named_scheduler(name, ours.config)
+        wanted = _of_diffusers([each for each in (source.scheduler, name) if each], family, source, theirs)
+        return next((why for steps in STEPS if (why := _apart(loaded, wanted, steps, family.scheduler_config))), None)
+
+    if why := apart(None):
+        what = f"the schedule is not the checkpoint's: {why}"
+        return [Finding("", CHECK, "error", f"{SCHEDULER}/{companion.file}", what, REBUILD)]
+    others = {name: why for name in SCHEDULERS if (why := apart(name))}
+    if not others:
+        return []
+    what = f"{', '.join(others)} cannot draw as diffusers does with this checkpoint: {next(iter(others.values()))}"
+    remedy = "It matters only to whoever chooses such a scheduler (--scheduler)."
+    return [Finding("", CHECK, "note", f"{SCHEDULER}/{companion.file}", what, remedy, len(others))]
 
 
-def _named(name: str, scheduler: Any) -> Any:
-    """As diffusers' documentation exchanges a scheduler."""
+def _of_diffusers(names: Sequence[str], family: Family, source: Source, companions: Mapping[str, Any]) -> Any:
+    """The scheduler of diffusers' own pipeline of the checkpoint, which sets some entries of its config. names: of those that
+    take the place of the checkpoint's, one after another: the last is what `from_pretrained(..., scheduler=...)` is given."""
     import diffusers
 
-    cls, options = SCHEDULERS[name]
-    return getattr(diffusers, cls).from_config(scheduler.config, **options)
+    own = companions[SCHEDULER]
+    for cls, more in map(SCHEDULERS.__getitem__, names):
+        own = getattr(diffusers, cls).from_config(own.config, **more)
+    options = {name: source.index.get(name, default) for name, default in family.options.items()}
+    return family.torch_pipeline({}, {**companions, SCHEDULER: own}, options).scheduler
 
 
 def _apart(ours: Any, theirs: Any, steps: int, fixed: Mapping[str, Any]) -> str | None:
-    """What is otherwise, in words. A schedule that both refuse is the same."""
+    """What is otherwise at so many steps, in words. A schedule that both refuse is the same."""
     import torch
 
     try:
@@ -81,51 +81,60 @@ def _apart(ours: Any, theirs: Any, steps: int, fixed: Mapping[str, Any]) -> str 
     try:
         schedule = trace(ours, steps, fixed)
     except UsageError as error:
-        return None if wanted is None else f"there is none: {error.what}"
+        return None if wanted is None else error.what
     if wanted is None:
-        return "there is one, and the checkpoint's refuses"
+        return f"at {steps} steps there is one, and the checkpoint's refuses"
     timesteps = schedule.timesteps[:, 0].to(torch.float64)
     wanted = wanted.to(torch.float64)
     if timesteps.shape != wanted.shape:
-        return f"there are {len(timesteps)} timesteps, where {len(wanted)} belong"
+        return f"there are {len(timesteps)} timesteps of {steps} steps, where {len(wanted)} belong"
     for index, (have, want) in enumerate(zip(timesteps.tolist(), wanted.tolist(), strict=True)):
         if abs(have - want) > 1e-3:
-            return f"timestep {index + 1} is {have:g}, where {want:g} belongs"
-    fed = list(_by_diffusers(theirs))
-    drawn = torch.Generator().manual_seed(0)
-    values = [_draw(drawn)]
-    outputs = [_draw(drawn) for _ in range(schedule.runs)]
-    noises = [_draw(drawn) for _ in range(schedule.draws)]
-    terms = torch.stack([values[0], torch.zeros(SHAPE, dtype=torch.float64), *noises, *outputs])
+            return f"timestep {index + 1} of {steps} steps is {have:g}, where {want:g} belongs"
+    noise, outputs = _draw(0), [_draw(1 + index) for index in range(schedule.runs)]
+    fed, noises = _by_diffusers(theirs, noise, outputs)
+    if len(noises) != schedule.draws:
+        return f"at {steps} steps it draws {schedule.draws} noises, where {len(noises)} belong"
+    terms = torch.stack([noise, torch.zeros(SHAPE, dtype=torch.float64), *noises, *outputs])
     rows = schedule.inputs.to(torch.float64)
-    if rows.shape[1] != len(terms):
-        return "it draws another number of noises"
     mixed = torch.einsum("rt,t...->r...", rows, terms)
     for index, (have, want) in enumerate(zip(mixed, fed, strict=True)):
         if (distance := relative_l2(have.numpy(), want.numpy())) > LARGEST:
             what = "the result" if index == schedule.runs else f"what the denoiser is fed in run {index + 1}"
-            return f"{what} is {distance:.2g} away (relative L2)"
+            return f"at {steps} steps {what} is {distance:.2g} away (relative L2)"
     return None
 
 
-def _by_diffusers(scheduler: Any) -> Iterator[torch.Tensor]:
-    """What the denoiser is fed in each run, and the result; with noise and outputs from a seed."""
+def _by_diffusers(
+    scheduler: Any, noise: torch.Tensor, outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the denoiser is fed in each run, and the result; and the noises that the scheduler drew."""
     import torch
+    from torch.overrides import TorchFunctionMode
 
-    drawn = torch.Generator().manual_seed(0)
-    noise = _draw(drawn)
-    outputs = [_draw(drawn) for _ in scheduler.timesteps]
-    known = {"generator": drawn, "eta": 0.0}
+    drawn: list[torch.Tensor] = []
+
+    class Recorded(TorchFunctionMode):  # type: ignore[misc]
+        """Some schedulers draw in float32 whatever they are fed: what they drew is taken, not drawn again."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            value = function(*args, **(kwargs or {}))
+            if function is torch.randn:
+                drawn.append(value.to(torch.float64))
+            return value
+
+    known = {"generator": torch.Generator().manual_seed(0), "eta": 0.0}
     accepted = inspect.signature(scheduler.step).parameters
     options = {name: value for name, value in known.items() if name in accepted}
-    latents = noise * scheduler.init_noise_sigma
-    for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
-        yield scheduler.scale_model_input(latents, timestep)
-        latents = scheduler.step(output, timestep, latents, **options).prev_sample
-    yield torch.as_tensor(latents)
+    fed, latents = [], noise * scheduler.init_noise_sigma
+    with Recorded():
+        for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
+            fed.append(scheduler.scale_model_input(latents, timestep))
+            latents = scheduler.step(output, timestep, latents, **options).prev_sample
+    return [*fed, torch.as_tensor(latents)], drawn
 
 
-def _draw(generator: torch.Generator) -> torch.Tensor:
+def _draw(seed: int) -> torch.Tensor:
     import torch
 
-    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -6,7 +6,7 @@ What a checkpoint has not, as one in a single file, comes from the files of its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from sdflow.sources import Checkpoint
 @dataclass(frozen=True)
 class Source:
     """Of a checkpoint. index: its model_index.json. configs: submodel -> the config.json of its component. companions: name ->
-    folder. scheduler: by name, what is said to draw in place of its own."""
+    folder. scheduler: by name, what is said to draw in place of its own. adapted: submodel -> the entries that its config.json
+    has beside those, for the IP-Adapters that the workflow names: no file of the checkpoint has them."""
 
     family: str
     index: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     companions: Mapping[str, str]
     scheduler: str | None
+    adapted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,6 +45,11 @@ def source_of(checkpoint: Checkpoint) -> Source:
         configs={name: _published_config(submodel.load) for name, submodel in checkpoint.submodels.items()},
         companions={name: str(folder.absolute()) for name, folder in checkpoint.companions.items()},
         scheduler=checkpoint.said.get("scheduler"),
+        adapted={
+            name: {part.adapted.entry: submodel.load["config"][part.adapted.entry]}
+            for name, submodel in checkpoint.submodels.items()
+            if (part := checkpoint.family.part(name)).adapted is not None and submodel.load.get("adapters")
+        },
     )
 
 
