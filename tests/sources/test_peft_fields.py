@@ -64,7 +64,6 @@ NO_EFFECT: dict[str, Any] = {
     "runtime_config": {"ephemeral_gpu_offload": False},
     "ensure_weight_tying": False,
     "task_type": "FEATURE_EXTRACTION",
-    "auto_mapping": {"base_model_class": "UNet"},
     "peft_version": "0.1",
     "base_model_name_or_path": "somebody/something",
     "revision": "main",
@@ -75,6 +74,7 @@ HONOURED: dict[str, Any] = {
     "rank_pattern": {"to_q": 2, r".*conv1": 5},
     "alpha_pattern": {"to_k": 7, r"mid_block\.resnets\.1.*": 3},
     "use_rslora": True,
+    "auto_mapping": {"base_model_class": "UNet2DConditionModel"},
 }
 
 
@@ -198,8 +198,8 @@ def test_what_is_refused_is_named(
     field: str, value: Any, plain: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     path = change(copied(plain, tmp_path), **{field: value})
-    named = "DoRA" if field == "use_dora" else field
-    with pytest.raises(CheckpointError, match=rf"{named}.* is not supported \(in its adapter_config\.json\)"):
+    named = {"use_dora": "DoRA", "peft_type": "LoKr"}.get(field, field)
+    with pytest.raises(CheckpointError, match=rf"{named}.* is not supported \((peft_type )?in its adapter_config\.json\)"):
         lora_submodels(path)
 
 
