@@ -57,10 +57,10 @@ def _or_damaged(file: Path) -> Description:
 def inspect_file(path: Path) -> Description:
     """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
     contents = read_contents(path)
-    if (widths := _vectors(contents)) is not None:
-        return _embedding(contents, widths)
     if is_adapter(contents):
         return inspect_adapter(contents)
+    if (widths := _vectors(contents)) is not None:
+        return _embedding(contents, widths)
     return inspect_weights(contents)
 
 
