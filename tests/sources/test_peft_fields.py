@@ -199,7 +199,9 @@ def test_what_is_refused_is_named(
 ) -> None:
     path = change(copied(plain, tmp_path), **{field: value})
     named = {"use_dora": "DoRA", "peft_type": "LoKr"}.get(field, field)
-    with pytest.raises(CheckpointError, match=rf"{named}.* is not supported \((peft_type )?in its adapter_config\.json\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"{named}.* is not supported \((peft_type )?in its adapter_config\.json\)"
+    ):
         lora_submodels(path)
 
 
