@@ -70,7 +70,7 @@ NOT_PLACED_BY_DIFFUSERS = {
     ("sdxl-tiny", "OneTrainer"): _EMBEDDINGS,
     ("sdxl-tiny", "ai-toolkit"): _EMBEDDINGS,
 }
-"""Where the verification cannot prove the merge, as diffusers 0.42.1 does not read the file; test_lora_spellings.py proves these."""
+"""What diffusers 0.42.1 does not read, so that verification cannot prove the merge; test_lora_spellings.py does."""
 
 
 @pytest.fixture(scope="module", params=["sd15-tiny", "sdxl-tiny"])
