@@ -202,6 +202,21 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
             raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
 
 
+def lora_problems(workflow: Workflow) -> list[Problem]:
+    """What is wrong with the LoRAs of a workflow that are on this machine, from their headers and configurations alone."""
+    found: dict[Problem, None] = {}
+    for pipeline in workflow.pipelines:
+        for spec in (*pipeline.loras, *(pipeline.refiner.loras if pipeline.refiner else ())):
+            try:
+                sources.lora_submodels(sources.find_lora(spec.reference, spec.weight_name, download=False))
+            except sources.CheckpointNotLocal:
+                continue
+            except CheckpointError as error:
+                what = f"{error.where}: {error.what}" if error.where else error.what
+                found[Problem(spec.mark.file, spec.mark.line, spec.mark.column, what, error.remedy)] = None
+    return list(found)
+
+
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
     try:
         path = sources.find_lora(spec.reference, spec.weight_name, download=download)

@@ -281,6 +281,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
     """Check workflows and the models that they name; report every mistake with file, line and column."""
     from sdflow.errors import Problem, WorkflowError
     from sdflow.model_check import model_problems
+    from sdflow.plan import lora_problems
     from sdflow.report import print_validation
 
     problems: list[Problem] = []
@@ -291,7 +292,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
         except WorkflowError as error:
             problems.extend(error.problems)
         else:
-            if found := model_problems(loaded):
+            if found := [*model_problems(loaded), *lora_problems(loaded)]:
                 problems.extend(found)
             else:
                 valid[str(path)] = [pipeline.name for pipeline in loaded.pipelines]

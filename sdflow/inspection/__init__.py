@@ -17,6 +17,7 @@ from sdflow.inspection.weights import inspect_weights
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.embedding import MOST_VECTORS, ONLY, embedding_names
+from sdflow.sources.lora_header import PEFT_FILE
 
 __all__ = ["Description", "inspect"]
 
@@ -35,6 +36,8 @@ def inspect(path: Path) -> list[Description]:
     if (path / CONFIG_FILE).is_file():
         return [inspect_component(path)]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+    # Of several adapters PEFT makes folders.
+    files = files or sorted(path.glob(f"*/{PEFT_FILE}.safetensors"))
     if not files:
         raise CheckpointError(
             f"holds neither {INDEX_FILE} nor {CONFIG_FILE}, and no file of weights",
@@ -55,10 +58,10 @@ def _or_damaged(file: Path) -> Description:
 def inspect_file(path: Path) -> Description:
     """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
     contents = read_contents(path)
-    if (widths := _vectors(contents)) is not None:
-        return _embedding(contents, widths)
     if is_adapter(contents):
         return inspect_adapter(contents)
+    if (widths := _vectors(contents)) is not None:
+        return _embedding(contents, widths)
     return inspect_weights(contents)
 
 

@@ -40,9 +40,9 @@ from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import (
     TensorEntry,
     digest_tensors,
-    read_float_tensors,
     read_header,
     read_metadata,
+    read_numbers,
 )
 from sdflow.sources.weight_files import refuse_pickle
 
@@ -162,7 +162,7 @@ def _describe(path: Path) -> _Description:
     fitting = fitting_architectures(path, shapes)
     said = what_it_says(header, read_metadata(path))
     if not said and len(fitting) > 1 and prod(shapes.get("global_step", (0,))) == 1:
-        said += what_the_step_says(int(read_float_tensors(path, ["global_step"])["global_step"].item()))
+        said += what_the_step_says(int(read_numbers(path, ["global_step"])["global_step"]))
     return _Description(fitting, said, list(header))
 
 
