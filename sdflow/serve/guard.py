@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import json
 import sys
@@ -32,6 +31,9 @@ PAGE = "/page/"
 
 BODY_SECONDS = 30.0
 """How long a client may send nothing before its request is whole."""
+
+MOST_DIGITS = 20
+"""Of a Content-Length. Python refuses to read a number of more than 4,300."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -145,13 +147,13 @@ class Guard:
         key = self._access.key
         if key is None or path in OPEN or path.startswith(PAGE):
             return
-        kind, _, given = authorization.decode("latin-1").partition(" ")
-        if kind.lower() == "basic":  # as clients of A1111's webui send it
+        kind, _, given = authorization.partition(b" ")
+        if kind.lower() == b"basic":  # as clients of A1111's webui send it
             try:
-                given = base64.b64decode(given).decode("utf-8", "replace").partition(":")[2]
-            except binascii.Error:
-                given = ""
-        if not hmac.compare_digest(given.strip().encode("utf-8"), key.encode("utf-8")):
+                given = base64.b64decode(given).partition(b":")[2]
+            except ValueError:
+                given = b""
+        if not hmac.compare_digest(given.strip(), key.encode()):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
 
 
@@ -166,7 +168,7 @@ def _parts(url: str) -> SplitResult:
 def _require_body(length: bytes, most: int) -> None:
     if not length.isdigit():
         raise ApiError(400, "Content-Length is no number.")
-    if int(length) > most:
+    if len(length.lstrip(b"0")) > MOST_DIGITS or int(length) > most:
         raise _too_large(most)
 
 
