@@ -198,6 +198,15 @@ class Model:
         """Image pixels per latent pixel, along each axis; None where the config does not say it."""
         return None
 
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """An estimate of how many values are in memory at once, at most, while the graph computes one image of a batch.
+
+        rows, columns: of the latents. scores: whether attention keeps its matrix of scores (tokens x tokens of each head), as
+        ONNX Runtime's kernels for the CPU do; those for CUDA do not. 0 for models whose memory does not grow with the image.
+        Raises KeyError or TypeError for a config that lacks something.
+        """
+        return 0
+
     def more_axes(self, config: Config) -> Mapping[str, int]:
         """The sizes of axes that no other model has, at the smallest."""
         return {}

@@ -34,6 +34,7 @@ from sdflow.models.image_prompts import (
 )
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
+from sdflow.models.working_memory import unet_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +105,9 @@ class UNet(Model):
     def smallest(self, config: Config) -> Sizes:
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        return unet_values(config, rows, columns, scores=scores)
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
         return token_counts(config)

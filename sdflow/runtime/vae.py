@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from sdflow.families.latents import Latents
 from sdflow.runtime.submodel import Submodel
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 TILE_OVERLAP = 0.25
 TILE = 512
 """Pixels of a tile's side for a VAE whose config does not say what size it was made for."""
+
+
+def tile_pixels(config: Mapping[str, Any]) -> int:
+    """Pixels of a tile's side: of the images that a VAE with this config was made for."""
+    return int(config.get("sample_size", TILE))
 
 
 def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool = False) -> Iterator[torch.Tensor]:
@@ -27,7 +32,7 @@ def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bo
         bound.inputs["latent_sample"].copy_(part)
         return bound.run()["sample"]
 
-    size = int(decoder.config.get("sample_size", TILE))
+    size = tile_pixels(decoder.config)
     for latent in (latents / what.factor).split(1):
         yield _maybe_tiled(run, latent, size // what.scale, size, tiles)
 
@@ -41,7 +46,7 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
         bound.inputs["sample"].copy_(part)
         return bound.run()["latent_sample"]
 
-    size = int(encoder.config.get("sample_size", TILE))
+    size = tile_pixels(encoder.config)
     encoded = [
         _maybe_tiled(run, image, size, size // what.scale, tiles).to(torch.float32, copy=True)
         for image in images.split(1)
