@@ -53,6 +53,12 @@ def serve(
     max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
     max_pixels: Annotated[int, typer.Option(min=64, help="Pixels of an image, drawn or sent.")] = 2048 * 2048,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections at a time; more are refused (503).")] = 512,
+    max_sent_loras: Annotated[
+        int,
+        typer.Option(min=0, help="LoRAs that clients may send; they stay until they are deleted or the server ends."),
+    ] = 32,
+    max_sent_gb: Annotated[float, typer.Option(min=0, help="GB of disk that all LoRAs sent may take.")] = 8.0,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +124,17 @@ def serve(
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
         threads = threads or 1  # it asks Ray for so many cores
+    limits = Limits(
+        images=max_images,
+        pixels=max_pixels,
+        steps=max_steps,
+        body=max_body,
+        queue=max_queue,
+        seconds=deadline,
+        sent_loras=max_sent_loras,
+        sent_bytes=int(max_sent_gb * 1e9),
+        connections=max_connections,
+    )
     models = read_all_served(pipeline, require_verified=require_verified, check=check)
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
@@ -133,11 +150,12 @@ def serve(
             lanes=lanes,
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
-        Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
+        limits,
         Loras(
             loras,
             cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None,
             LoraFit(folders, cache.absolute()).require,
+            limits,
         ),
         log_prompts,
     )

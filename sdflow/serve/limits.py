@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sdflow.serve.api_error import ApiError
 
@@ -12,8 +13,11 @@ from sdflow.serve.api_error import ApiError
 class Limits:
     """images: of one request. pixels: of an image, drawn or uploaded. steps: of an image. prompt: characters. body: bytes of
     a request. queue: images that are drawn or wait, of all requests. seconds: that a request may take, its waiting included.
-    previews: of an image. loras: of one request; lora_bytes: of one that is sent. beside: images for ControlNets, and for
-    IP-Adapters."""
+    previews: of an image. loras: of one request; lora_bytes: of one that is sent; sent_loras, sent_bytes: of all that were sent
+    and are there. beside: images for ControlNets, and for IP-Adapters. connections: that are open at a time."""
+
+    UPLOADS: ClassVar[str] = "/v1/loras"
+    """The path of what is received into files; all other bodies are in memory."""
 
     images: int = 10
     pixels: int = 2048 * 2048
@@ -25,11 +29,19 @@ class Limits:
     previews: int = 10
     loras: int = 8
     lora_bytes: int = 1 << 30
+    sent_loras: int = 32
+    sent_bytes: int = 8 * 10**9
     beside: int = 8
+    connections: int = 512
 
     def body_of(self, path: str) -> int:
         """Bytes that a request to this path may have."""
-        return self.lora_bytes if path == "/v1/loras" else self.body
+        return self.lora_bytes if path == self.UPLOADS else self.body
+
+    @property
+    def bodies(self) -> int:
+        """Bytes of all requests together that are in memory."""
+        return 8 * self.body
 
     def require_size(self, height: int, width: int, granularity: int) -> None:
         """Raises ApiError for an image that is too large or that the model cannot draw."""
