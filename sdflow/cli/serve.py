@@ -49,6 +49,15 @@ def serve(
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a request may take, its waiting included.")
     ] = 600,
+    stall: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds after which the process that draws is replaced if an image does not go on. Default: ten times what "
+            "loading and the first image took, 60 at least.",
+            show_default=False,
+        ),
+    ] = None,
     max_images: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 10,
     max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
     max_pixels: Annotated[int, typer.Option(min=64, help="Pixels of an image, drawn or sent.")] = 2048 * 2048,
@@ -148,6 +157,8 @@ def serve(
             int(lora_memory * 1e9),
             loras=loras is not None,
             lanes=lanes,
+            deadline=deadline,
+            stall=stall,
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         limits,

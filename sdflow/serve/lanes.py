@@ -44,6 +44,10 @@ class Lanes:
         self._drawing.append(0)
         self._lanes.append(_Lane(make(self.waiting, partial(self._told, len(self._lanes)))))
 
+    @property
+    def engines(self) -> list[Engine]:
+        return [lane.engine for lane in self._lanes]
+
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""
         self.waiting.add(job)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
 from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
+from sdflow.serve.pulse import Pulse, Pulses
 from sdflow.serve.worker_options import WorkerOptions
 from sdflow.workers import deny_network
 
@@ -35,8 +36,9 @@ def work(connection: Connection, options: WorkerOptions) -> None:
         signal.signal(number, signal.SIG_IGN)
     deny_network()
     telling = Telling(connection)
+    pulses = Pulses(telling.tell)
     try:
-        _draw(connection, options, telling.tell)
+        _draw(connection, options, telling.tell, pulses)
     except SdflowError as error:
         telling.tell(Lost(type(error).__name__, error.what, error.where, error.remedy))
     telling.end()
@@ -50,11 +52,11 @@ class Telling:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[Message | Pulse | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._pass_on, name="to the server", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message | Pulse) -> None:
         """In the order in which it is called."""
         self._messages.put(message)
 
@@ -69,11 +71,11 @@ class Telling:
                 self._connection.send(message)
 
 
-def _draw(connection: Connection, options: WorkerOptions, tell: Tell) -> None:
+def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
     from sdflow.serve.lanes import Lanes
-    from sdflow.serve.loading import load_lanes
+    from sdflow.serve.loading import load_lanes, patience_of
     from sdflow.serve.ready_pipelines import ReadyPipelines
     from sdflow.serve.shared_values import SharedValues
 
@@ -99,6 +101,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell) -> None:
         name: {"batch_seconds": loaded[0].seconds[name], "alone": pipeline.why_alone, "lanes": len(loaded)}
         for name, pipeline in loaded[0].pipelines.items()
     }
+    pulses.watch(lanes, patience_of(loaded[0], options))
     tell(Ready(told))
     threading.Thread(target=_listen, args=(connection, lanes), name="from the server", daemon=True).start()
     lanes.run()
