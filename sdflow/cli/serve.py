@@ -60,7 +60,15 @@ def serve(
     ] = None,
     max_images: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 10,
     max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
-    max_pixels: Annotated[int, typer.Option(min=64, help="Pixels of an image, drawn or sent.")] = 2048 * 2048,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            help="Pixels of an image, drawn or sent. Default: 4194304 of one sent; of one drawn 16 times those that the model "
+            "was made for, or what fits into memory, as measured at the start: the log and /v1/models say it.",
+            show_default=False,
+        ),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections at a time; more are refused (503).")] = 512,
     max_sent_loras: Annotated[

@@ -209,6 +209,7 @@ class Engine:
     def _end(self, drawing: _Drawing) -> None:
         self._drawing.remove(drawing)
         job = drawing.job
+        self._waiting.release(job)
         try:
             image = drawing.call.result()
         except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
@@ -219,6 +220,7 @@ class Engine:
 
     def _leave(self, drawing: _Drawing) -> None:
         self._drawing.remove(drawing)
+        self._waiting.release(drawing.job)
         self.progress += 1
         drawing.call.end()
 

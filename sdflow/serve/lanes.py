@@ -30,10 +30,10 @@ class _Lane:
 
 
 class Lanes:
-    """The engines of a process. tell: is told what happens, by one thread at a time."""
+    """The engines of a process. tell: is told what happens, by one thread at a time. share: as of `Waiting`."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.waiting = Waiting()
+    def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
+        self.waiting = Waiting(share)
         self._tell, self._telling = tell, threading.Lock()
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []

@@ -74,11 +74,12 @@ class Pulses:
                 self._tell(Pulse())
                 continue
             lanes, patience = self._watched
-            stuck = None
+            stuck, any_drawn = None, any(engine.jobs for engine in lanes.engines)
             for number, engine in enumerate(lanes.engines):
                 before, seconds = known.get(number, (-1, 0.0))
                 # Looks are counted, not the clock: it goes on while all of sdflow is stopped by Ctrl-Z.
-                seconds = seconds + PULSE_SECONDS if engine.busy and engine.progress == before else 0.0
+                waits = engine.busy and (bool(engine.jobs) or not any_drawn)  # else, for room beside another lane's
+                seconds = seconds + PULSE_SECONDS if waits and engine.progress == before else 0.0
                 known[number] = engine.progress, seconds
                 if seconds > patience.of(engine.jobs):
                     stuck = seconds

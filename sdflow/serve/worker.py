@@ -77,12 +77,14 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     from sdflow.serve.lanes import Lanes
     from sdflow.serve.loading import load_lanes, patience_of
     from sdflow.serve.ready_pipelines import ReadyPipelines
+    from sdflow.serve.room import Room
     from sdflow.serve.shared_values import SharedValues
 
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
     torch.set_num_threads(1)
     loaded = load_lanes(options)
-    lanes = Lanes(tell)
+    room = Room.measured(loaded)
+    lanes = Lanes(tell, room.share)
     values = {name: SharedValues() for name in options.pipelines}
     for lane in loaded:
         found = {
@@ -98,7 +100,12 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
         }
         lanes.add(partial(_engine, lane, found, options))
     told = {
-        name: {"batch_seconds": loaded[0].seconds[name], "alone": pipeline.why_alone, "lanes": len(loaded)}
+        name: {
+            "batch_seconds": loaded[0].seconds[name],
+            "alone": pipeline.why_alone,
+            "lanes": len(loaded),
+            "max_pixels": room.most[name],
+        }
         for name, pipeline in loaded[0].pipelines.items()
     }
     pulses.watch(lanes, patience_of(loaded[0], options))

@@ -165,9 +165,7 @@ def test_a_kernel_that_never_ends_is_noticed(tiny_pipeline: Path, tmp_path: Path
         line.end()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "seconds"), [((), 60), ((64,), 60), ((64, 128), 960), ((1024,), 6000)], ids=str
-)
+@pytest.mark.parametrize(("sizes", "seconds"), [((), 60), ((64,), 60), ((64, 128), 960), ((1024,), 6000)], ids=str)
 def test_larger_images_may_take_longer(sizes: tuple[int, ...], seconds: float) -> None:
     patience = Patience(LEAST_SECONDS, 6000, {"tiny": 64 * 64})
     jobs = tuple(Job("a", 0, "tiny", "a", 1, arguments={"height": size, "width": size}) for size in sizes)
