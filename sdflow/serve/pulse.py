@@ -65,6 +65,7 @@ class Pulses:
     def watch(self, lanes: Lanes, patience: Patience) -> None:
         """Tell of these, too, from now on."""
         self._watched = lanes, patience
+        self._tell(Pulse(None, patience.seconds))
 
     def _beat(self) -> None:
         known: dict[int, tuple[int, float]] = {}
@@ -111,6 +112,6 @@ class Watchdog:
             self._heard.clear()
             stuck = self._last.stuck
             if stuck is not None or silent > self._last.silence:
-                what = f"said nothing for {silent:g} s" if stuck is None else f"an image did not go on for {stuck:g} s"
+                what = f"no heartbeat for {silent:g} s" if stuck is None else f"no progress for {stuck:g} s"
                 self._give_up(Lost("WorkerHung", f"{what}, so it was killed"))
                 return
