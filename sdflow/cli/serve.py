@@ -53,8 +53,8 @@ def serve(
         float | None,
         typer.Option(
             min=1,
-            help="Seconds after which the process that draws is replaced if an image does not go on. Default: ten times what "
-            "loading and the first image took, 60 at least.",
+            help="Seconds without progress after which the worker is killed and replaced. Default: ten times what loading and "
+            "the first image took, at least 60.",
             show_default=False,
         ),
     ] = None,
@@ -64,18 +64,18 @@ def serve(
         int | None,
         typer.Option(
             min=64,
-            help="Pixels of an image, drawn or sent. Default: 4194304 of one sent; of one drawn 16 times those that the model "
-            "was made for, or what fits into memory, as measured at the start: the log and /v1/models say it.",
+            help="Most pixels of an image. Default: 16 times those that the model was made for, or what fits in memory as "
+            "measured at the start (the log and /v1/models say it); 4194304 for an image in a request.",
             show_default=False,
         ),
     ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
-    max_connections: Annotated[int, typer.Option(min=1, help="Connections at a time; more are refused (503).")] = 512,
-    max_sent_loras: Annotated[
+    max_connections: Annotated[int, typer.Option(min=1, help="Most open connections; more get 503.")] = 512,
+    max_uploads: Annotated[
         int,
-        typer.Option(min=0, help="LoRAs that clients may send; they stay until they are deleted or the server ends."),
+        typer.Option(min=0, help="Most uploaded LoRAs; each stays until it is deleted or the server stops."),
     ] = 32,
-    max_sent_gb: Annotated[float, typer.Option(min=0, help="GB of disk that all LoRAs sent may take.")] = 8.0,
+    max_upload_gb: Annotated[float, typer.Option(min=0, help="Most GB of disk for uploaded LoRAs.")] = 8.0,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
@@ -148,8 +148,8 @@ def serve(
         body=max_body,
         queue=max_queue,
         seconds=deadline,
-        sent_loras=max_sent_loras,
-        sent_bytes=int(max_sent_gb * 1e9),
+        uploads=max_uploads,
+        upload_bytes=int(max_upload_gb * 1e9),
         connections=max_connections,
     )
     models = read_all_served(pipeline, require_verified=require_verified, check=check)

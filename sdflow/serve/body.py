@@ -39,7 +39,7 @@ class Body:
     ) -> None:
         self._all, self._receive, self._refuse = all_bodies, receive, refuse
         self._most = all_bodies.limits.body_of(path)
-        self._in_memory = path != all_bodies.limits.UPLOADS
+        self._in_memory = path != all_bodies.limits.UPLOAD_PATH
         self._begun, self._received, self._held, self._whole = asyncio.get_running_loop().time(), 0, 0, False
 
     async def receive(self) -> Message:
@@ -48,7 +48,7 @@ class Body:
             async with asyncio.timeout_at(self._end()):
                 message = await self._receive()
         except TimeoutError:
-            return await self._refuse(ApiError(408, "the request came too slowly.", code="too_slow"))
+            return await self._refuse(ApiError(408, "the request took too long to arrive.", code="too_slow"))
         size = len(message.get("body", b""))
         self._received += size
         self._whole = not message.get("more_body", False)
@@ -58,7 +58,7 @@ class Body:
             self._held += size
             self._all.held += size
             if self._all.held > self._all.limits.bodies:
-                words = "the server holds as many requests in memory as it may. Try again."
+                words = "the requests in memory have reached their limit. Try again."
                 return await self._refuse(ApiError(503, words, code="overloaded", retry_after=5))
         return message
 

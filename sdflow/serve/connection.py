@@ -67,7 +67,7 @@ class Connection(H11Protocol):
         """Tell the client why, and take nothing from it."""
         self._refused = True
         self.connections.discard(self)
-        error = ApiError(503, "the server has as many connections as it may.", retry_after=RETRY_SECONDS)
+        error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
         response = error.response()
         head = f"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: {len(response)}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())

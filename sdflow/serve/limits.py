@@ -16,11 +16,11 @@ MOST_SENT = 2048 * 2048
 class Limits:
     """images: of one request. pixels: of an image that is drawn; None: as the worker measures. steps: of an image. prompt:
     characters. body: bytes of a request. queue: images that are drawn or wait, of all requests. seconds: that a request may
-    take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; sent_loras,
-    sent_bytes: of all that were sent and are there. beside: images for ControlNets, and for IP-Adapters. connections: that
+    take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; uploads,
+    upload_bytes: of all that were sent and are there. beside: images for ControlNets, and for IP-Adapters. connections: that
     are open at a time."""
 
-    UPLOADS: ClassVar[str] = "/v1/loras"
+    UPLOAD_PATH: ClassVar[str] = "/v1/loras"
     """The path of what is received into files; all other bodies are in memory."""
 
     images: int = 10
@@ -33,14 +33,14 @@ class Limits:
     previews: int = 10
     loras: int = 8
     lora_bytes: int = 1 << 30
-    sent_loras: int = 32
-    sent_bytes: int = 8 * 10**9
+    uploads: int = 32
+    upload_bytes: int = 8 * 10**9
     beside: int = 8
     connections: int = 512
 
     def body_of(self, path: str) -> int:
         """Bytes that a request to this path may have."""
-        return self.lora_bytes if path == self.UPLOADS else self.body
+        return self.lora_bytes if path == self.UPLOAD_PATH else self.body
 
     @property
     def sent_pixels(self) -> int:

@@ -108,13 +108,15 @@ class Loras:
         or others are being sent."""
         with self._naming:
             if len(self._receiving) >= AT_ONCE:
-                words = f"{AT_ONCE} LoRAs are being sent already. Try again when they are there."
+                words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
                 raise ApiError(503, words, code="overloaded", retry_after=5)
             sent = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")]
-            if len(sent) + len(self._receiving) >= self.limits.sent_loras:
-                raise _no_room(f"{len(sent)} LoRAs were sent, and {self.limits.sent_loras} may be")
-            if sum(sent) + sum(self._receiving) + size > self.limits.sent_bytes:
-                raise _no_room(f"with it, the LoRAs that were sent would have more than {self.limits.sent_bytes} bytes")
+            if len(sent) + len(self._receiving) >= self.limits.uploads:
+                raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {self.limits.uploads}")
+            if sum(sent) + sum(self._receiving) + size > self.limits.upload_bytes:
+                raise _no_room(
+                    f"all uploaded LoRAs may have {self.limits.upload_bytes} bytes, and this one exceeds that"
+                )
             self._receiving.append(size)
         try:
             yield
@@ -187,7 +189,7 @@ def _reason(error: CheckpointError | OSError) -> str:
 
 
 def _no_room(why: str) -> ApiError:
-    return ApiError(507, f"{why}. Take one away: DELETE /v1/loras/NAME.", param="file", code="no_room")
+    return ApiError(507, f"{why}. Delete one: DELETE /v1/loras/NAME.", param="file", code="no_room")
 
 
 def _taken(name: str) -> ApiError:

@@ -92,7 +92,7 @@ def test_number_and_size_of_all_that_were_sent_are_bounded(tmp_path: Path) -> No
             assert (await sent(client, name)).status_code == 201
         refused = await sent(client, "c")
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "no_room")
-        assert "2 may be" in refused.json()["error"]["message"]
+        assert "the limit is 2" in refused.json()["error"]["message"]
         assert (await client.delete("/v1/loras/a")).status_code == 200
         assert (await sent(client, "c")).status_code == 201
 
@@ -108,8 +108,8 @@ def test_number_and_size_of_all_that_were_sent_are_bounded(tmp_path: Path) -> No
         refused = await client.post("/v1/loras", content=pieces(), headers=headers)
         assert refused.status_code == 507
 
-    with_server(too_many, tmp_path, sent_loras=2)
-    with_server(too_large, tmp_path, sent_bytes=len(STRIPES) * 3 // 2)
+    with_server(too_many, tmp_path, uploads=2)
+    with_server(too_large, tmp_path, upload_bytes=len(STRIPES) * 3 // 2)
 
 
 def test_only_so_many_are_sent_at_a_time(tmp_path: Path) -> None:
