@@ -32,12 +32,14 @@ def jobs_of(
     fields: Fields,
     model: ServedModel,
     limits: Limits,
+    most_pixels: int | None,
     image: Image | None,
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
     beside: Beside = NOTHING,
 ) -> list[Job]:
-    """The images of a request. image, mask: what it begins with. loras, beside: of the fields, found and read.
+    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, beside: of the fields, found and
+    read.
 
     Raises ApiError for what cannot be.
     """
@@ -50,7 +52,7 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     arguments: dict[str, Any] = {
-        **_size(fields, model, limits, image or next((each.image for each in beside.controls), None)),
+        **_size(fields, model, limits, most_pixels, image or next((each.image for each in beside.controls), None)),
         "num_inference_steps": fields.steps,
         "guidance_scale": fields.guidance_scale,
         "eta": fields.eta,
@@ -110,7 +112,7 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
         raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
 
 
-def _size(fields: Fields, model: ServedModel, limits: Limits, image: Image | None) -> dict[str, int]:
+def _size(fields: Fields, model: ServedModel, limits: Limits, most: int | None, image: Image | None) -> dict[str, int]:
     """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
     if wanted is None and image is None:
@@ -119,7 +121,7 @@ def _size(fields: Fields, model: ServedModel, limits: Limits, image: Image | Non
         assert image is not None
         width, height = (max(multiple, side - side % multiple) for side in image.size)
         wanted = height, width
-    limits.require_size(*wanted, multiple)
+    limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}
 
 

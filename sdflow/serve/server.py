@@ -55,6 +55,7 @@ def serve(
         http=Connection,
         ws="none",
         h11_max_incomplete_event_size=64 << 10,
+        limit_concurrency=settings.limits.connections,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end
         signal.signal(number, lambda *_: None)

@@ -93,7 +93,7 @@ def webui_routes(served: Served) -> APIRouter:
         )
         names = [(lora.name, lora.scale) for lora in wanted]
         loras = await run_in_threadpool(served.loras.find, names) if names else ()
-        jobs = jobs_of(fields, model, served.limits, image, mask, loras)
+        jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras)
         note(request, served, model, jobs)
         found = await wanted_still(request, _watched(served, jobs, now))
         seeds = [job.seed for job in jobs]

@@ -18,7 +18,7 @@ from sdflow.models.base import Model
 from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile, listing
 from sdflow.sources.folder import open_folder
 from sdflow.sources.peft_metadata import BESIDE
-from sdflow.sources.reference import HubReference
+from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
 from sdflow.sources.weight_files import choose_weights, is_shard
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
