@@ -10,8 +10,9 @@ from sdflow.families import ARCHITECTURES, FAMILIES, MARKED_ARCHITECTURES, famil
 from sdflow.families.base import Family
 from sdflow.families.few_steps import of_this_name
 from sdflow.families.part import Layout
+from sdflow.sources.adapter_kinds import kind_of_tensor
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.lora_names import other_kind, parse_name
+from sdflow.sources.lora_names import parse_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 Fingerprint = Mapping[str, tuple[int, ...] | None]
@@ -201,7 +202,10 @@ def current_shapes(shapes: Shapes) -> Shapes:
 
 def _description(shapes: Shapes, nearest: str, wanted: Fingerprint) -> str:
     denoiser = next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
-    if sum(parse_name(name) is not None or other_kind(name) is not None for name in shapes) > len(shapes) / 2:
+    if (
+        sum(parse_name(name) is not None or kind_of_tensor(name, shape) is not None for name, shape in shapes.items())
+        > len(shapes) / 2
+    ):
         return "this is a LoRA or a relative of one: name it under `loras`"
     for begin, what in _OTHERS:
         if any(name.removeprefix(denoiser).startswith(begin) for name in shapes):
