@@ -12,14 +12,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from sdflow.artifact import Artifact
 from sdflow.errors import CacheError, UsageError, telling
+from sdflow.input_file import read_input
 from sdflow.locked_folder import alone_in, locked_folder
-from sdflow.manifest import Origin, read_manifest
+from sdflow.manifest import MANIFEST_FILE, NewerManifest, Origin, read_manifest
 from sdflow.pipeline_folder import Content, Layout, lay_out
 from sdflow.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
 from sdflow.sources.checkpoint import FileDigests, PlainDigests
@@ -32,17 +34,20 @@ COPIED_AT_ONCE = 1 << 26
 @dataclass(frozen=True)
 class Assembled:
     """A pipeline folder. changed: false when it already was what was asked for, and nothing was written.
-    pinned: what `Keeper.pin` said."""
+    pinned: what `Keeper.pin` said. mended: what was wrong with the sdflow.json that was there, if anything."""
 
     path: Path
     changed: bool
     pinned: bool = True
+    mended: str | None = None
 
 
 class Keeper(Protocol):
     """Protects what a pipeline links to, and remembers where pipelines are put together (`sdflow.store.Cache`)."""
 
-    def pin(self, name: str, digests: Iterable[str], folder: Path, described: Path) -> bool: ...
+    def pin(self, name: str, digests: Iterable[str], folder: Path, described: Path, files: Iterable[str]) -> bool: ...
+
+    def files_put(self, folder: Path) -> frozenset[str] | None: ...
 
     def note_output_folder(self, folder: Path) -> None: ...
 
@@ -74,33 +79,38 @@ def assemble(
     layout = lay_out(Content(parts, companions, origin, options or {}, changed or {}), refiner, copy=copy)
 
     def pin(folder: Path) -> bool:
-        if keeper is None or copy:
+        if keeper is None:
             return True
-        return keeper.pin(origin.name, [artifact.digest for artifact in layout.parts.values()], out, folder)
+        if not copy:
+            used = [artifact.digest for artifact in layout.parts.values()]
+            return keeper.pin(origin.name, used, out, folder, layout.manifest.files)
+        with suppress(CacheError):  # it uses nothing; the pin only says what was put there
+            keeper.pin(origin.name, [], out, folder, layout.manifest.files)
+        return True
 
     remedy = "What was there before is unchanged. Free space or fix the permissions, then run again."
     with telling("the pipeline cannot be written", out, remedy, CacheError, of_many=True):
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(out)
         with alone_in(out.parent, check):  # another run's exchange must not come between two looks
-            _refuse_foreign(out)
+            mended = _refuse_foreign(out, layout, keeper)
             if _is_current(out, layout, digests or PlainDigests()):
                 return Assembled(out, changed=False, pinned=pin(out))
         if keeper is not None:
             keeper.note_output_folder(out.parent)
-        with locked_folder(staging_place(out)) as staging:
+        with locked_folder(staging_place(out), mode=0o777) as staging:  # it becomes `out`, which others may read
             _fill(staging, out, layout, check)
             if keeper is not None:
                 sync_tree(staging)
             with alone_in(out.parent, check):
                 check()
-                _refuse_foreign(out)
+                mended = _refuse_foreign(out, layout, keeper)
                 pinned = pin(staging)
                 swap(staging, out)
                 if keeper is not None:
                     sync_directory(out.parent)  # before what was there goes
                     sync_directory(out.parent.parent)
-    return Assembled(out, changed=True, pinned=pinned)
+    return Assembled(out, changed=True, pinned=pinned, mended=mended)
 
 
 # What goes in
@@ -164,22 +174,40 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
 # What is there already
 
 
-def _refuse_foreign(out: Path) -> None:
-    """Raises UsageError when `out` holds anything that `assemble` did not put there."""
+def require_replaceable(out: Path, keeper: Keeper) -> None:
+    """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
+    out = out.parent.resolve() / out.name
+    with telling("the pipeline cannot be written", out, kind=CacheError, of_many=True):
+        _refuse_foreign(out, None, keeper)
+
+
+def _refuse_foreign(out: Path, layout: Layout | None, keeper: Keeper | None) -> str | None:
+    """Raises UsageError when `out` holds anything that `assemble` did not put there.
+
+    Returns what is wrong with its sdflow.json, where the keeper knows without it what was put there. layout: None where it is not
+    known yet.
+    """
     if not os.path.lexists(out):
-        return
+        return None
     remedy = "Name another output folder, or move it away."
     if out.is_symlink() or not out.is_dir():
         raise UsageError("this is not a folder, and is not replaced", where=str(out), remedy=remedy)
     found = _entries(out)
     if not found:
-        return
+        return None
+    damage = None
     try:
         known = set(read_manifest(out).files)
     except UsageError as error:
-        raise UsageError(
-            "this folder is not a pipeline made by sdflow, and is not replaced", where=str(out), remedy=remedy
-        ) from error
+        put = None if keeper is None or isinstance(error, NewerManifest) else keeper.files_put(out)
+        if put is None:
+            raise _not_ours(out, error) from error
+        damage = (
+            "it had no sdflow.json" if MANIFEST_FILE not in found else f"its sdflow.json was unusable ({error.what})"
+        )
+        if layout is None:
+            return damage
+        known = {*put, *layout.manifest.files}
     if foreign := sorted(found - known):
         names = ", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else "")
         raise UsageError(
@@ -187,6 +215,23 @@ def _refuse_foreign(out: Path) -> None:
             where=str(out),
             remedy="Move them elsewhere, then run again.",
         )
+    return damage
+
+
+def _not_ours(out: Path, error: UsageError) -> UsageError:
+    """The error for a folder that nothing proves to be a pipeline. error: of its sdflow.json."""
+    remedy = "Name another output folder, or move it away."
+    if not os.path.lexists(out / MANIFEST_FILE):
+        return UsageError(
+            "this folder has no sdflow.json, so it is not a pipeline made by sdflow, and is not replaced",
+            where=str(out),
+            remedy=remedy,
+        )
+    return UsageError(
+        f"the folder is not replaced, as its sdflow.json does not say what sdflow put there: {error.what}",
+        where=str(out / MANIFEST_FILE),
+        remedy="If the folder is a pipeline, delete it and run again. Otherwise, name another output folder.",
+    )
 
 
 def _entries(folder: Path) -> set[str]:
@@ -210,7 +255,7 @@ def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
     try:
         if _entries(out) != set(layout.manifest.files):
             return False
-        if any((out / name).read_bytes() != content for name, content in layout.described.items()):
+        if any(read_input(out / name) != content for name, content in layout.described.items()):
             return False
         if any((out / name).readlink() != Path(target) for name, target in layout.links.items()):
             return False

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
 from sdflow.chain import Chain
 from sdflow.compared_base import ComparedBase, compared_base
-from sdflow.errors import CheckpointError, DamagedBase, PassError, VerificationError, WeightValueRead
+from sdflow.errors import CheckpointError, DamagedBase, InputChanged, PassError, VerificationError, WeightValueRead
 from sdflow.file_stamp import check_stamps
 from sdflow.imported import not_here
 from sdflow.listener import FinishedStep, Listener
@@ -96,7 +96,13 @@ class ChainRun:
             if not step.has_key:
                 raise not_here([step], self.targets)
             action = step.action(before.artifact.digest if before else None, self.cache.salt)
-            result = self._run_step(step, action, before)
+            try:
+                result = self._run_step(step, action, before)
+            except (PassError, CheckpointError) as error:
+                if not isinstance(error, WeightValueRead | DamagedBase | InputChanged):  # those say nothing of the step
+                    said = str(error).removeprefix(f"{step.id} {step.name}").lstrip(": ")
+                    self.cache.notes.remember_failure(step.id, action, said)
+                raise
             if result.outcome != "fetched":
                 self.cache.offer(result.record)
             self.cache.notes.remember_step(step.id, action)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.printable import printable
+from sdflow.printable import in_one_line, printable
 
 MOST_PLACE = 1000
 """Characters of a place or a remedy: a path of any length may be in it."""
@@ -33,7 +33,7 @@ class SdflowError(Exception):
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         self.what = _told(what, self.longest)
-        self.where = None if where is None else _told(where, MOST_PLACE)
+        self.where = None if where is None else in_one_line(_told(where, MOST_PLACE))
         self.remedy = None if remedy is None else _told(remedy, MOST_PLACE)
         super().__init__(self.what)
 
@@ -46,6 +46,14 @@ class UsageError(SdflowError):
     """The command line asks for something that does not exist or does not fit together."""
 
     exit_code = 2
+
+
+def require_utf8(text: str, where: str) -> None:
+    """Raises UsageError for a name whose bytes are not UTF-8: workflows, pipelines and the cache could not write it down."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{text!r} is not UTF-8", where=where, remedy="Rename it, or name another.") from error
 
 
 @contextmanager
@@ -78,7 +86,8 @@ class Problem:
     remedy: str | None = None
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+        file = in_one_line(self.file)
+        place = f"{file}:{self.line}:{self.column}" if self.line else file
         return f"{place}: {self.message}" + (f"\n  {self.remedy}" if self.remedy else "")
 
 
@@ -138,6 +147,10 @@ class TargetUnavailableError(SdflowError):
     """The target's execution provider is not on this machine and was required."""
 
     exit_code = 5
+
+
+class TiledWarning(UserWarning):
+    """A VAE works in tiles, since the memory would not do for the whole image: the image is a little different."""
 
 
 class SlowerWarning(UserWarning):

@@ -159,7 +159,8 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
             remedy=f"Name a checkpoint or a folder in diffusers' layout.{option}",
         )
     lines = yaml.safe_load(found.workflow)
-    base = _known(request.base) if request.base else str(lines["extends"])
+    over = lines["extends"]
+    base = _known(request.base) if request.base else over if isinstance(over, str) else f"[{', '.join(over)}]"
     comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
     return _Model(base, reference, " or ".join(found.of), comment, bool(lines.get("allow_pickle")))
 

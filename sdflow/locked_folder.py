@@ -22,12 +22,16 @@ _SCRATCH = ".scratch"
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path) -> Iterator[Path]:
-    """The new folder `folder`, locked while in use, removed afterwards with whatever it then holds."""
+def locked_folder(folder: Path, mode: int = 0o700) -> Iterator[Path]:
+    """The new folder `folder`, locked while in use, removed afterwards with whatever it then holds.
+
+    mode: before the umask. The default keeps other users out: for folders among the system's temporary ones, not for one that
+    is renamed to a result.
+    """
     making = folder.with_name(f"{folder.name}{_MAKING}")
     lock = None
     try:
-        making.mkdir(mode=0o700)
+        making.mkdir(mode=mode)
         lock = try_lock(making)
         making.rename(folder)
         yield folder

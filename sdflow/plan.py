@@ -18,12 +18,12 @@ from sdflow import sources
 from sdflow.chain import Chain, make_chain
 from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
 from sdflow.digest import digest_json
-from sdflow.errors import CheckpointError, Problem, UsageError, WorkflowError
-from sdflow.families import DRAWING, OPTIONAL
+from sdflow.errors import CheckpointError, Problem, WorkflowError
 from sdflow.families.few_steps import spelled
 from sdflow.file_stamp import file_stamp
 from sdflow.imported import told
 from sdflow.manifest import REFINER
+from sdflow.model_check import require_buildable_model
 from sdflow.passes import registry
 from sdflow.planned_step import PlannedStep, look_up
 from sdflow.step import LoraFile
@@ -147,8 +147,7 @@ def _plan_pipeline(
     cache: Cache,
 ) -> PipelinePlan:
     if checkpoint is not None:
-        _require_parts(pipeline, checkpoint)
-        _require_sizes(pipeline, checkpoint)
+        require_buildable_model(pipeline, checkpoint)
     notes = list(checkpoint.notes) if checkpoint is not None else []
     loras = []
     for spec in pipeline.loras:
@@ -164,12 +163,6 @@ def _plan_pipeline(
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
         if checkpoint is not None and source is None:
-            if submodel not in (*OPTIONAL, *checkpoint.family.lacks):
-                raise CheckpointError(
-                    f"the checkpoint {pipeline.model} has no {submodel}: it is of the family {checkpoint.family.title}",
-                    where=str(pipeline.model_mark),
-                    remedy=f"Extend the workflow of that family: it has {', '.join(checkpoint.family.submodels)}.",
-                )
             notes.append(f"the checkpoint has no {submodel}: it is left out")
             continue
         chain, why = make_chain(pipeline, submodel, specs, source, loras, cache)
@@ -196,35 +189,6 @@ def _plan_pipeline(
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
 
 
-def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
-    family = checkpoint.family
-    configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
-    family.require_nets_fit(configs)
-    missing = [name for name in family.needed(configs) if name not in pipeline.submodels]
-    wanted = pipeline.evaluate.image is not None or pipeline.verify is not None
-    if missing and wanted and set(DRAWING) <= set(pipeline.submodels):
-        raise UsageError(
-            f"no image can be drawn without {' and '.join(missing)}: {pipeline.model} is of the family {family.title}",
-            where=pipeline.name,
-            remedy="Extend the workflow of that family, or write `evaluate: {image: null}` and `verify: false`.",
-        )
-
-
-def _require_sizes(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError for a size of an image that the model's graphs cannot have."""
-    multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
-    for key, spec in (("evaluate.image", pipeline.evaluate.image), ("verify", pipeline.verify)):
-        for name in ("height", "width"):
-            pixels = getattr(spec, name, None)
-            if pixels is not None and pixels % multiple:
-                raise UsageError(
-                    f"{key}.{name} is {pixels} pixels",
-                    where=pipeline.name,
-                    remedy=f"Take a multiple of {multiple}: the graphs of {pipeline.model} halve it again and again.",
-                )
-
-
 def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> None:
     """A LoRA's tensors must not be left out in silence because a chain has no step for them."""
     for submodel in lora.submodels:
@@ -236,6 +200,21 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
             remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
             raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
+
+
+def lora_problems(workflow: Workflow) -> list[Problem]:
+    """What is wrong with the LoRAs of a workflow that are on this machine, from their headers and configurations alone."""
+    found: dict[Problem, None] = {}
+    for pipeline in workflow.pipelines:
+        for spec in (*pipeline.loras, *(pipeline.refiner.loras if pipeline.refiner else ())):
+            try:
+                sources.lora_submodels(sources.find_lora(spec.reference, spec.weight_name, download=False))
+            except sources.CheckpointNotLocal:
+                continue
+            except CheckpointError as error:
+                what = f"{error.where}: {error.what}" if error.where else error.what
+                found[Problem(spec.mark.file, spec.mark.line, spec.mark.column, what, error.remedy)] = None
+    return list(found)
 
 
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:

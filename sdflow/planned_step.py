@@ -10,19 +10,23 @@ from sdflow.artifact import Action, Record
 from sdflow.chain import Chain
 from sdflow.imported import why_not_here
 from sdflow.step import Step
-from sdflow.store import Cache, explain
+from sdflow.store import Cache, Failure, explain
+
+MOST_SHOWN = 100
+"""Characters of an error, where a step has a line."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
     """A step with what is known of it now. `action` is None while its input has yet to be built. "remote": it comes from the
-    remote cache."""
+    remote cache. failure: how it failed since it was last built, or found in the cache."""
 
     step: Step
     state: Literal["cached", "remote", "to run"]
     action: Action | None
     record: Record | None
     reasons: tuple[str, ...]
+    failure: Failure | None = None
 
 
 def look_up(chain: Chain, cache: Cache) -> list[PlannedStep]:
@@ -46,20 +50,25 @@ def _each(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedS
             continue
         action = step.action(before, cache.salt)
         record = cache.lookup(action)
+        failure = cache.notes.last_failure(step.id)
         if record is not None:
-            yield PlannedStep(step, "cached", action, record, ())
+            yield PlannedStep(step, "cached", action, record, (), failure)
             before = record.artifact.digest
         elif cache.remote is not None and (entry := cache.remote.look(action)) is not None:
             yield PlannedStep(step, "remote", action, None, (f"fetched from {cache.remote.spec.shown}",))
             before = entry.object
         else:
-            reasons = (why_not_here(step),) if step.lacks else _why_not_cached(step, action, cache)
-            yield PlannedStep(step, "to run", action, None, reasons)
+            reasons = (why_not_here(step),) if step.lacks else _why_not_cached(step, action, failure, cache)
+            yield PlannedStep(step, "to run", action, None, reasons, failure)
             waiting = "its input is built by the step before"
 
 
-def _why_not_cached(step: Step, action: Action, cache: Cache) -> tuple[str, ...]:
-    """In words: what differs from the last build of the same step."""
+def _why_not_cached(step: Step, action: Action, failure: Failure | None, cache: Cache) -> tuple[str, ...]:
+    """In words: that it failed, or what differs from the last build of the same step, or from its last attempt."""
+    if failure is not None:
+        begins = next(iter(failure.error.splitlines()), "")
+        failed = f"failed {failure.at}: {begins if len(begins) <= MOST_SHOWN else begins[: MOST_SHOWN - 3] + '...'}"
+        return (failed, *(f"changed since: {line}" for line in explain(failure.action, action)))
     last = cache.notes.last_action(step.id)
     if last is not None and last.digest == action.digest:
         return ("its cached result is gone from the cache",)

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sdflow.assemble import assemble
+from sdflow.assemble import assemble, require_replaceable
 from sdflow.atomic_write import require_makable
 from sdflow.buildable import require_buildable
 from sdflow.config.workflow import VerifySpec, Workflow
 from sdflow.disk_space import require_space
-from sdflow.errors import UsageError, VerificationError, telling
+from sdflow.errors import UsageError, VerificationError, require_utf8, telling
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.execute import Executor
 from sdflow.file_stamp import check_stamps
@@ -98,6 +98,7 @@ def run_workflow(
     started = time.perf_counter()
     remove_abandoned_scratch()
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
+        require_utf8(str(folder.resolve()), option)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
         with telling(f"{folder} cannot be made", option, "name another folder"):
@@ -110,6 +111,8 @@ def run_workflow(
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
     planned(plan)
+    for each in plan.pipelines:
+        require_replaceable(options.out / each.pipeline.name, cache)
     require_buildable(plan, cache, rebuild=options.rebuild or options.check)
     copies = options.copy or sys.platform == "win32"
     require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
@@ -183,6 +186,8 @@ def _assemble(
         keeper=executor.cache,
         digests=executor.cache.stat,
     )
+    if assembled.mended:
+        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled anew: {assembled.mended}")
     if not assembled.pinned:
         executor.listener.note(
             f"{plan.pipeline.name}: the cache is read-only, so that nothing keeps its owner's `cache gc` from what {folder} "

@@ -37,6 +37,7 @@ from typing import NoReturn
 
 from sdflow.errors import PassError
 from sdflow.locked_folder import scratch_folder
+from sdflow.process_tree import adopt_orphans, kill_descendants, kill_session
 from sdflow.workers import SIDE_BY_SIDE, Descriptors, Start, Worker, clean_environment, deny_network
 
 AVAILABLE = sys.platform == "linux"
@@ -143,6 +144,8 @@ def serve(modules: Sequence[str]) -> NoReturn:
     """The server's side: import the modules, then fork a worker for each request until the socket closes."""
     control = socket.socket(fileno=os.dup(0))
     deny_network()
+    adopt_orphans()
+    importlib.import_module("psutil")  # here, so that no worker's end waits for it
     for module in modules:
         importlib.import_module(module)
     control.sendall(f"{_prepare_to_fork()}\n".encode())
@@ -155,22 +158,25 @@ def serve(modules: Sequence[str]) -> NoReturn:
         if found == control.fileno():
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
-                for child in running.values():
-                    os.kill(child.pid, signal.SIGKILL)
+                kill_descendants(os.getpid())
                 os._exit(0)
             child = _fork(descriptors, control, running.values())
             running[child.ended] = wanted[child.line.fileno()] = child
             poller.register(child.ended, select.POLLIN)
             poller.register(child.line, select.POLLRDHUP)
         elif found in wanted:
-            os.kill(wanted.pop(found).pid, signal.SIGKILL)
+            kill_session(wanted.pop(found).pid)
             poller.unregister(found)
         else:
             child = running.pop(found)
             poller.unregister(found)
             if wanted.pop(child.line.fileno(), None):
                 poller.unregister(child.line)
+            kill_session(child.pid)  # what it left in its group
             _, status = os.waitpid(child.pid, 0)
+            kill_descendants(
+                os.getpid(), spare=[each.pid for each in running.values()]
+            )  # and its orphans, which are ours now
             with child.line, suppress(BrokenPipeError):
                 child.line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(child.ended)

@@ -29,6 +29,7 @@ import sdflow
 from sdflow import errors
 from sdflow.errors import PassError, SdflowError, UsageError
 from sdflow.locked_folder import scratch_folder
+from sdflow.process_tree import adopt_orphans, kill_descendants, kill_session
 
 _KEPT = frozenset((
     "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR",
@@ -63,6 +64,7 @@ _SILENCED = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 POLL_SECONDS = 0.2
+_ENDED = b"ended\n"
 
 
 @dataclass(frozen=True)
@@ -122,22 +124,28 @@ def run_worker(
     started = time.perf_counter()
     with scratch_folder("home") as home, log.open("wb") as sink:
         variables = dict(environment or {}) | clean_environment(home)
-        with _started(start or spawn, module, variables, home, sink) as (worker, requests, answers):
+        with _started(start or spawn, module, variables, home, sink) as (worker, requests, answers, ended):
             on_start(worker)
-            with _memory_watched(worker.pid, on_memory):
+            with _watched(worker, on_memory, ended):
                 try:
                     requests.write(json.dumps(request).encode() + b"\n")
                     requests.flush()
                 except BrokenPipeError:
                     pass  # it died at start: the empty answer below says so, with the log
                 for line in answers:
-                    message = json.loads(line)
+                    if line == _ENDED:
+                        break
+                    try:
+                        message = json.loads(line)
+                    except ValueError:
+                        continue  # killed while it wrote
                     if "phase" in message:
                         on_phase(message["phase"])
                     elif "error" in message:
                         raise rebuilt_error(message["error"], log)
                     elif "result" in message:
                         return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
+                worker.kill()  # what it left behind; before it is waited for, as its id is its own until then
                 raise _death(worker.wait(), log)
 
 
@@ -146,7 +154,7 @@ def spawn(
 ) -> Worker:
     """Start a new Python process on a module of sdflow, in `home`."""
     stdin, stdout, stderr = descriptors
-    return subprocess.Popen(
+    return _Spawned(
         python_command(module, *arguments),
         stdin=stdin,
         stdout=stdout,
@@ -155,6 +163,15 @@ def spawn(
         cwd=home,
         start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
     )
+
+
+class _Spawned(subprocess.Popen[bytes]):
+    """A worker that is killed with everything that it has started."""
+
+    def kill(self) -> None:
+        if self.returncode is None:  # it was not waited for: the id is still its own
+            kill_session(self.pid)
+            super().kill()
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -181,39 +198,47 @@ def clean_environment(home: Path) -> dict[str, str]:
 @contextmanager
 def _started(
     start: Start, module: str, environment: Mapping[str, str], home: Path, sink: IO[bytes]
-) -> Iterator[tuple[Worker, IO[bytes], IO[bytes]]]:
-    """A worker, and the pipes to it and from it. It is gone at the end."""
+) -> Iterator[tuple[Worker, IO[bytes], IO[bytes], int]]:
+    """A worker, the pipes to it and from it, and a descriptor to write to when it has ended: whatever it has started may hold its
+    end of the pipe, so that no end comes. It is gone at the end."""
     theirs, to_worker = os.pipe()
     from_worker, answers = os.pipe()
     requests = open(to_worker, "wb")  # noqa: SIM115, PTH123  (closing it may fail, below)
     with open(from_worker, "rb") as stream:  # noqa: PTH123  (a descriptor)
         try:
             worker = start(module, (), environment, home, (theirs, answers, sink.fileno()))
+        except BaseException:
+            os.close(answers)
+            raise
         finally:
             os.close(theirs)
-            os.close(answers)
         try:
-            yield worker, requests, stream
+            yield worker, requests, stream, answers
         finally:
             worker.kill()
             worker.wait()
+            os.close(answers)
             with suppress(BrokenPipeError):  # what it did not read
                 requests.close()
 
 
 @contextmanager
-def _memory_watched(pid: int, on_memory: Callable[[int], None]) -> Iterator[None]:
+def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> Iterator[None]:
+    """Looks at a worker's memory a few times a second, and writes to `ended` when it is no more."""
     import psutil
 
     done = threading.Event()
 
     def watch() -> None:
         try:
-            process = psutil.Process(pid)
-            while not done.wait(POLL_SECONDS):
+            process = psutil.Process(worker.pid)
+            while process.status() != psutil.STATUS_ZOMBIE:
+                if done.wait(POLL_SECONDS):
+                    return
                 on_memory(process.memory_info().rss)
         except psutil.NoSuchProcess:
-            return
+            pass
+        os.write(ended, b"\n" + _ENDED)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -254,6 +279,7 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
     request = json.loads(sys.stdin.buffer.readline() or b"null")
     if request is None:
         os._exit(1)
+    adopt_orphans()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     deny_network()
 
@@ -262,6 +288,7 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         answers.flush()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        kill_descendants(os.getpid())
         with suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
@@ -278,6 +305,7 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
 
     sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
     result = work(request, lambda phrase: answer(phase=phrase))
+    kill_descendants(os.getpid())  # before the result counts: what it left could still write
     answer(result=result, peak_memory=peak_memory())
     with suppress(OSError):
         sys.stderr.flush()
@@ -288,7 +316,10 @@ def _end_with_parent() -> None:
     # A raw read: a buffered one holds a lock that the interpreter wants at exit.
     while os.read(0, 4096):
         continue
-    os._exit(1)
+    try:
+        kill_descendants(os.getpid())
+    finally:
+        os._exit(1)
 
 
 def deny_network() -> None:

@@ -35,7 +35,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
-    "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file", "test_bench",
+    "test_terminal", "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file",
+    "test_bench",
     "test_structure_and_weights", "test_equality", "test_components", "test_signals", "test_kills", "test_few_steps",
     "test_ort_transformers_optimization", "test_evaluate", "test_families", "test_control", "test_generate",
     "test_inputs_that_change", "test_tune", "test_faults", "test_openai_client", "test_fuzz", "test_deploy",

@@ -1,7 +1,8 @@
-"""An environment as `pip install 'sdflow[bind]'` makes it: neither torch nor olive-ai, diffusers or transformers.
+"""An environment as `pip install 'sdflow[bind]'`, or with other extras, makes it: `bind` brings neither torch nor olive-ai,
+diffusers or transformers.
 
 It is a virtual environment whose packages are links to those of the tests' own: just those that pyproject.toml's dependencies
-and the extra `bind` name, and what these need in turn. So it also holds the list in pyproject.toml to be enough.
+and the extras name, and what these need in turn. So it also holds the list in pyproject.toml to be enough.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class LightInstall:
         )
 
 
-def light_install(folder: Path) -> LightInstall:
-    """Make it, with a folder for commands in it."""
+def light_install(folder: Path, *extras: str) -> LightInstall:
+    """Make it with these extras, and a folder for commands in it."""
     place = folder / "environment"
     venv.create(place, symlinks=True, with_pip=False)
     (packages,) = place.glob("lib/python*/site-packages")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["bind"]]
-    for distribution in _closure([Requirement(each) for each in wanted]):
+    wanted = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
+    listed = [Requirement(each) for each in wanted]
+    for distribution in _closure([each for each in listed if each.marker is None or each.marker.evaluate()]):
         for name in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             link = packages / name
             if not link.is_symlink():

@@ -76,6 +76,8 @@ def unet_tensors(unet: Any) -> Tensors:
 
 def _unet(unet: Any) -> Iterator[tuple[str, Any]]:
     yield from (("time_embed.0", unet.time_embedding.linear_1), ("time_embed.2", unet.time_embedding.linear_2))
+    if unet.config.time_cond_proj_dim is not None:  # of latent consistency models, whose files keep diffusers' name
+        yield "time_embedding.cond_proj", unet.time_embedding.cond_proj
     if unet.config.addition_embed_type == "text_time":
         yield from (("label_emb.0.0", unet.add_embedding.linear_1), ("label_emb.0.2", unet.add_embedding.linear_2))
     yield "input_blocks.0.0", unet.conv_in

@@ -15,13 +15,18 @@ from pathlib import Path
 
 import pytest
 from converted import artifact_of
+from small_workflows import Events
 from until import PATIENCE
 
 from sdflow.artifact import Artifact
 from sdflow.assemble import assemble, link_target
+from sdflow.config import load_workflow
 from sdflow.errors import CacheError, UsageError
 from sdflow.locked_folder import locked_folder
 from sdflow.manifest import Chain, FinishedPass, Origin, read_manifest
+from sdflow.passes import registry
+from sdflow.run import RunOptions, run_workflow
+from sdflow.store import Cache
 
 SUBMODELS = ("text_encoder", "unet", "vae_decoder")
 ROOT = Path(__file__).parents[1]
@@ -189,6 +194,26 @@ def test_a_users_file_in_a_pipeline_is_kept(
     with pytest.raises(UsageError, match=Path(place).name):
         build(out, make_artifacts(tmp_path / "other", b"b"), companions)
     assert (out / place).read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "users file", "damaged"])
+def test_a_run_refuses_what_is_not_a_pipeline_before_it_builds_anything(
+    tmp_path: Path, artifacts: dict[str, Artifact], companions: dict[str, Path], kind: str
+) -> None:
+    workflow = load_workflow(ROOT / "workflows/tiny_cpu.yaml", catalog=registry.catalog())
+    out, events = tmp_path / "out" / workflow.pipelines[0].name, Events()
+    out.parent.mkdir()
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "folder":
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    else:
+        build(out, artifacts, companions)
+        (out / ("notes.txt" if kind == "users file" else "sdflow.json")).write_text("mine")
+    with pytest.raises(UsageError, match="not replaced"):
+        run_workflow(workflow, Cache(tmp_path / "cache2"), RunOptions(tmp_path / "out", tmp_path / "results"), events)
+    assert events.heard == []
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path, artifacts: dict[str, Artifact], companions: dict[str, Path]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from until import until
 from sdflow import execute
 from sdflow.errors import PassError, VerificationError, WorkflowError
 from sdflow.passes.base import BINDS, TRACES
+from sdflow.report import print_explanation
 from sdflow.step import Step
 
 SUBMODELS = ("unet", "text_encoder")
@@ -68,6 +72,67 @@ def test_a_failure_is_never_cached(bench: Bench, chain: Chain) -> None:
         with pytest.raises(PassError, match=r"small/unet/1 .*told to fail"):
             bench.run(bench.workflow(chain(1, fail=True)))
     assert bench.ran() == ["Append", "Append", "Convert"], "the conversion was kept, the failure ran again"
+
+
+FAILED = re.compile(r"failed \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ: ")
+
+
+def explained(bench: Bench, workflow: Path, *overrides: str) -> list[str]:
+    """What `sdflow explain` says of the second step, with its time taken out."""
+    plan = bench.plan(workflow, *overrides)
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        print_explanation([plan], bench.cache, only="unet/1", as_json=False)
+    return written.getvalue().splitlines()
+
+
+def test_explain_says_that_a_step_failed_and_with_which_error(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(1, fail=True))
+    assert "first build" not in explained(bench, workflow)[0], "its input is not built yet"
+    for _ in range(2):
+        with pytest.raises(PassError, match="told to fail"):
+            bench.run(workflow)
+        said, *error = explained(bench, workflow)
+        assert re.search(r"\(both\): failed \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$", said)
+        assert [line.strip() for line in error] == ["told to fail", "tell it not to"]
+        (reason,) = [step.reasons for step in bench.plan(workflow).pipelines[0].steps(bench.cache) if step.failure]
+        assert FAILED.sub("", reason[0]) == "told to fail"
+    mended = bench.workflow(chain(1, fail=False))
+    assert explained(bench, mended)[-1].strip() == "changed since: option fail: true -> false"
+    bench.run(mended)
+    assert "unchanged, built" in explained(bench, mended)[0]
+    assert len(explained(bench, mended)) == 1
+
+
+def test_explain_says_that_a_step_was_killed(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(1, kill=True))
+    with pytest.raises(PassError):
+        bench.run(workflow)
+    assert "SIGKILL" in "\n".join(explained(bench, workflow))
+
+
+def test_a_failure_after_a_build_is_explained_until_the_step_is_right_again(bench: Bench, chain: Chain) -> None:
+    right, wrong = chain(1, operators={"GroupNorm": 3}), chain(1, operators={"GroupNorm": 3}, expect={"GroupNorm": 4})
+    bench.run(bench.workflow(right))
+    with pytest.raises(PassError):
+        bench.run(bench.workflow(wrong))
+    said = explained(bench, bench.workflow(wrong))
+    assert "unchanged, built" in said[0] and "; failed " in said[0]
+    assert any("GroupNorm: expected 4, found 3" in line for line in said[1:])
+    bench.run(bench.workflow(right))
+    assert len(explained(bench, bench.workflow(right))) == 1
+
+
+def test_a_failure_is_part_of_no_key_and_needs_no_writable_cache(bench: Bench, chain: Chain) -> None:
+    workflow = bench.workflow(chain(1, fail=True))
+    keys = [step.action for step in bench.plan(workflow).pipelines[0].steps(bench.cache)]
+    with pytest.raises(PassError):
+        bench.run(workflow)
+    again = next(iter(bench.plan(workflow).pipelines[0].steps(bench.cache)))
+    assert again.action == keys[0], "the key of a step that is cached meanwhile"
+    for note in (bench.folder / "cache/v1/steps").glob("*-failed.json"):
+        note.write_text(note.read_text()[:-9])  # a damaged one is as none
+    assert "first build" in explained(bench, workflow)[0]
 
 
 def test_a_killed_pass_is_an_error_and_leaves_nothing(bench: Bench, chain: Chain) -> None:

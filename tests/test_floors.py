@@ -17,14 +17,15 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "stop printable errors input_file digest file_stamp locked_folder units shipped image_sizes distance tolerances "
+            "stop printable errors input_file digest file_stamp locked_folder process_tree "
+            "units shipped image_sizes distance tolerances "
             "atomic_write",
             "models families prompts targets artifact manifest machine workers worker_server worker_group on_ray samples "
             "replace_files replace_folder user_folder",
             "config store sources onnx_model",
             "passes weights",
-            "step imported chain planned_step buildable plan inspection compared_base listener chain_run execute assemble "
-            "pipeline_folder finished_plan disk_space",
+            "step imported chain planned_step buildable model_check plan inspection compared_base listener chain_run execute "
+            "assemble pipeline_folder finished_plan disk_space",
             "runtime",
             "evaluate verify bench export doctor",
             "run bake init fix structures serve",

@@ -70,6 +70,24 @@ def test_the_workflow_is_valid_and_can_be_planned(shell: Shell) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_with_autoencoder_tiny_gets_its_chains(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(
+        "synthetic:sd15-tiny", digests=PlainDigests(), download=False, components={"vae": "synthetic:taesd-tiny"}
+    )
+    load_pipeline(checkpoint).save_pretrained(tmp_path / "model")
+    written = write_workflow(InitRequest(tmp_path / "w.yaml", str(tmp_path / "model")))
+    assert yaml.safe_load(written.read_text())["extends"] == ["base/stable_diffusion_1.yaml", "base/taesd.yaml"]
+    assert loaded(written).model == str(tmp_path / "model")
+
+
+def test_a_refiner_gets_the_workflow_of_a_refiner(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint("synthetic:sdxl-refiner-tiny", digests=PlainDigests(), download=False)
+    load_pipeline(checkpoint).save_pretrained(tmp_path / "model")
+    written = write_workflow(InitRequest(tmp_path / "w.yaml", str(tmp_path / "model")))
+    assert loaded(written).model == str(tmp_path / "model")
+    assert written.read_text().startswith("# The refiner of Stable Diffusion XL for cpu")
+
+
 def test_the_workflow_runs(shell: Shell) -> None:
     (pipeline,) = shell.json("run", "mine.yaml")["pipelines"]
     assert pipeline["verification"]["passed"]

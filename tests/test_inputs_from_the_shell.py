@@ -21,7 +21,7 @@ from sdflow.printable import printable
 from sdflow.runtime.draw_request import read_prompts
 from sdflow.runtime.image_files import open_image
 from sdflow.runtime.start import MOST_PIXELS, require_size
-from sdflow.serve.server import read_key
+from sdflow.serve.key_file import read_key
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
 from sdflow.sources.lora import find_lora

@@ -20,6 +20,7 @@ HOMES = ("models", "families")
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/app.py", "unet"): "an example in the help",
+    ("cli/generate.py", "vae"): "of the option --vae-tiles",
     ("config/override.py", "unet"): "an example in a remedy",
     ("export/tokenizer.py", "CLIPTokenizer"): "an operator of onnxruntime-extensions",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",

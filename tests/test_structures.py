@@ -83,7 +83,7 @@ def machines(server_of_workers: WorkerServer | None, tmp_path_factory: pytest.Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("PYTHONPATH", str(TESTS.parent))
-        machines = Machines(folder, light_install(folder), folder / "structures.sdflow", None)  # type: ignore[arg-type]
+        machines = Machines(folder, light_install(folder, "bind"), folder / "structures.sdflow", None)  # type: ignore[arg-type]
         with forking(server_of_workers):
             names = [str(machines.workflow("structures"))]
             machines.exported = export_structures(names, (), machines.archive, machines.full, Events(), verify=False)

@@ -120,7 +120,53 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> Any:
             import keeps_home
 
             (keeps_home.HOME / "device-id").write_text("trace")
+        case "leave":
+            leave(Path(request["pid_file"]), request["how"])
+            return end(request["end"])
     raise AssertionError(request)
+
+
+SLEEPER = """
+import os, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def leave(pid_file: Path, how: str) -> None:
+    """Start a process that would outlive this one, and wait until it runs: a fork, one in a session of its own whose parent has
+    ended, or a program of which nothing but a clean environment is left."""
+    if how == "a fork":
+        if os.fork() == 0:
+            pid_file.write_text(str(os.getpid()))
+            time.sleep(600)
+            os._exit(0)
+    elif how == "a daemon":
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.chdir("/")
+                pid_file.write_text(str(os.getpid()))
+                time.sleep(600)
+            os._exit(0)
+        os.waitpid(child, 0)
+    else:
+        subprocess.Popen([sys.executable, "-c", SLEEPER, str(pid_file)], env={}, start_new_session=True)
+    while not (pid_file.exists() and pid_file.read_text()):
+        time.sleep(0.01)
+
+
+def end(how: str) -> str:
+    match how:
+        case "raises":
+            raise PassError("no such weight")
+        case "exits":
+            os._exit(7)
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hangs":
+            time.sleep(600)
+    return how
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings, fewer: Appr
             [settings.prompt] * case.batch,
             **place(case.steps),
             **canvas(base.task, case.height, case.width),
+            whole=True,
             **shown(folder_adapters(folder)),
             **fewer.settings(),
             negative_prompt=settings.negative_prompt,

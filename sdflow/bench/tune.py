@@ -240,6 +240,7 @@ class _Tuner:
         pipeline(
             [settings.prompt] * case.batch,
             **canvas(base.task, case.height, case.width),
+            whole=True,
             height=case.height,
             width=case.width,
             num_inference_steps=case.steps,

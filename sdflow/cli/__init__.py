@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from sdflow import stop
-from sdflow.errors import SdflowError, UsageError
+from sdflow.cli.quiet import say
+from sdflow.errors import SdflowError, UsageError, require_utf8
 
 INTERRUPTED = 130
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Ctrl-C, a polite kill, and the terminal that is closed."""
 SECONDS_TO_END = 2.5
 _GOODBYE = "interrupted: nothing was left half-written; the next run goes on from here"
 
 
 def main() -> NoReturn:
     """Entry point of the `sdflow` command. Exit status: see the README, "Commands"."""
+    try:
+        _main()
+    finally:
+        _give_up_unwritable()
+
+
+def _main() -> NoReturn:
     _open_standard_streams()
     from sdflow.cli.app import app
 
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDING:
+        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     _watch_signals()
     try:
         try:
+            _require_utf8()
             app()
         except SystemExit:
             sys.stdout.flush()  # a full disk shows here, where it can be told
             raise
     except SdflowError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     except ImportError as error:
         from sdflow.machine.packages import of_missing_module
@@ -43,12 +57,12 @@ def main() -> NoReturn:
         told = of_missing_module(error)
         if told is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
+        say(f"error: {told}")
         sys.exit(told.exit_code)
     except stop.Stopped:
-        for number in (signal.SIGINT, signal.SIGTERM):  # at the interpreter's end they would kill it again
+        for number in ENDING:  # at the interpreter's end they would kill it again
             signal.signal(number, signal.SIG_IGN)
-        print(_GOODBYE, file=sys.stderr)
+        say(_GOODBYE)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone: nobody to tell
@@ -57,7 +71,7 @@ def main() -> NoReturn:
         if not _output_fails():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
-        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        say(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(UsageError.exit_code)
     sys.exit(0)
 
@@ -73,6 +87,35 @@ def _open_standard_streams() -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # what its encoding lacks is spelled \\xe9: no reason to fail after the work
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _require_utf8() -> None:
+    """Raises UsageError for arguments, settings, and a current folder that could not be written down when all is done."""
+    arguments = sys.argv[1:]
+    if "--help" in arguments:
+        return
+    for argument in arguments:
+        require_utf8(argument, "sdflow")
+    for name, value in os.environ.items():
+        if name.startswith("SDFLOW_"):
+            require_utf8(value, name)
+    with suppress(OSError):  # it was removed
+        require_utf8(str(Path.cwd()), "the current folder")
+
+
+def _give_up_unwritable() -> None:
+    """What is left to print to a closed terminal is nothing to fail for: Python would make it exit status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.closed:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _output_fails() -> bool:
@@ -85,7 +128,7 @@ def _output_fails() -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C or SIGTERM: the first ends all in order, others change nothing."""
+    """One of ENDING: the first ends all in order, others change nothing."""
     if stop.told():
         return
     stop.tell()
@@ -120,5 +163,7 @@ def _watch_signals() -> None:
 
 def _end_now() -> None:
     stop.end_children(seconds_to_clear=0)
-    os.write(2, f"{_GOODBYE}\n".encode())
+    below = "\n" if os.isatty(2) else ""  # of a line that is drawn again and again
+    with suppress(OSError):
+        os.write(2, f"{below}{_GOODBYE}\n".encode())
     os._exit(INTERRUPTED)

@@ -278,8 +278,10 @@ def explain(
 
 @app.command()
 def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None, json: AsJson = False) -> None:
-    """Check workflows and report every mistake with file, line and column."""
+    """Check workflows and the models that they name; report every mistake with file, line and column."""
     from sdflow.errors import Problem, WorkflowError
+    from sdflow.model_check import model_problems
+    from sdflow.plan import lora_problems
     from sdflow.report import print_validation
 
     problems: list[Problem] = []
@@ -290,7 +292,10 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
         except WorkflowError as error:
             problems.extend(error.problems)
         else:
-            valid[str(path)] = [pipeline.name for pipeline in loaded.pipelines]
+            if found := [*model_problems(loaded), *lora_problems(loaded)]:
+                problems.extend(found)
+            else:
+                valid[str(path)] = [pipeline.name for pipeline in loaded.pipelines]
     print_validation(valid, problems, as_json=json)
     if problems:
         raise WorkflowError(problems)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sdflow.cli.opened import open_cache
+from sdflow.cli.quiet import say
 
 if TYPE_CHECKING:
     from sdflow.planned_step import PlannedStep
@@ -105,9 +106,10 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 @app.command()
 def key(file: Annotated[Path, typer.Argument(help="A new file for the private key.", metavar="FILE")]) -> None:
     """Make a key that signs what is pushed ($SDFLOW_SIGNING_KEY names its file), and print the public one, to be trusted."""
+    from sdflow.report.output import put
     from sdflow.store.remote.trust import make_key
 
-    print(make_key(file))
+    put(make_key(file), wrap=False)
 
 
 @app.command("export")
@@ -189,7 +191,7 @@ def _remote_of(cache: Cache) -> Remote:
             where="sdflow cache",
             remedy="Give --url, set SDFLOW_REMOTE_CACHE, or name a workflow that has `cache: {remote: …}`.",
         )
-    cache.remote.tell = lambda text: print(text, file=sys.stderr)
+    cache.remote.tell = say
     return cache.remote
 
 
@@ -208,7 +210,7 @@ def _must_answer(remote_cache: Remote) -> Iterator[None]:
 def _require_usable(remote_cache: Remote) -> None:
     from sdflow.errors import CacheError
 
-    if (why := remote_cache.unusable or remote_cache.closed) is not None:
+    if (why := remote_cache.unusable or remote_cache.distrusted or remote_cache.closed) is not None:
         raise CacheError(why, where=remote_cache.spec.shown, remedy=_REMEDY)
 
 
@@ -277,11 +279,12 @@ def clean(
     cache: CacheDir = Path("cache"),
 ) -> None:
     """Empty the cache. Pipelines that were built without --copy stop working."""
+    from sdflow.report.output import put
     from sdflow.store import Cache
 
     _must_agree(f"everything in {cache.resolve()}", yes=yes, command="sdflow cache clean")
     Cache(cache).clean()
-    print(f"{cache} is empty")
+    put(f"{cache} is empty")
 
 
 @app.command()

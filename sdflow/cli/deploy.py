@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sdflow.cli.needs import needs
 from sdflow.cli.serve import read_sizes, serve
 
 Name = Annotated[str, typer.Argument(help="What it is called.", metavar="NAME")]
@@ -33,21 +34,19 @@ def _with_options_of(command: Callable[..., Any], **others: Any) -> Callable[[Ca
     return taking
 
 
+@needs("DRAWS", "SERVES")
 @_with_options_of(
     serve, port=inspect.Parameter("port", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0, annotation=Port)
 )
 def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any) -> None:
     """Start a server in the background. It outlives the terminal; its log lies in the user's cache folder."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow deploy`", *DRAWS)
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
     from sdflow.serve.on_ray.spread import read_spread
     from sdflow.serve.served_model import read_all_served
-    from sdflow.serve.server import access_of, require_installed
+    from sdflow.serve.server import access_of
 
-    require_installed()  # what can be told at once is told here, and not in the log
+    # what can be told at once is told here, and not in the log
     access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"])
     read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
     read_sizes(said["batch_sizes"])
@@ -121,6 +120,7 @@ def query(
 ) -> None:
     """Draw with a server that was deployed."""
     from sdflow.errors import UsageError
+    from sdflow.report.output import put
     from sdflow.serve.client import query_files
 
     if image is None and (mask is not None or strength is not None):
@@ -142,7 +142,7 @@ def query(
     }
     drawn = query_files(name, prompt, **{key: value for key, value in fields.items() if value is not None})
     for number, (content, of) in enumerate(drawn, 1):
-        print(_written(out / f"{number:03d}-{of}.png", content))
+        put(_written(out / f"{number:03d}-{of}.png", content), wrap=False)
 
 
 def _lora(text: str) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def status(json: AsJson = False) -> None:
 
 def terminate(name: Name) -> None:
     """End a server that was deployed, once what it draws is drawn."""
+    from sdflow.report.output import put
     from sdflow.serve.deployments import terminate as end
 
     ended = end(name)
-    print(f"{ended.name}: ended (it was process {ended.pid}, at {ended.url})")
+    put(f"{ended.name}: ended (it was process {ended.pid}, at {ended.url})")

@@ -50,7 +50,8 @@ def generate(
         int | None,
         typer.Option(
             min=0,
-            help="Last layers of the text encoders to leave out, as diffusers counts: 1 is what others call clip skip 2.",
+            help="Last layers of the text encoders to leave out for the prompt, not for the negative one. Counted as in "
+            "diffusers: 1 is what others call clip skip 2.",
             show_default=False,
         ),
     ] = None,
@@ -90,6 +91,15 @@ def generate(
     ] = None,
     image: Annotated[Path | None, typer.Option(help="Start from this image.", metavar="FILE")] = None,
     mask: Annotated[Path | None, typer.Option(help="Draw only where this image is white.", metavar="FILE")] = None,
+    mask_blur: Annotated[
+        float, typer.Option(help="Pixels over which what is drawn fades into what the mask keeps.", metavar="PIXELS")
+    ] = 0.0,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole", help="Leave what the mask keeps as it comes out of the VAE, a little changed: as diffusers does."
+        ),
+    ] = False,
     control: Annotated[
         list[str] | None,
         typer.Option(
@@ -186,6 +196,14 @@ def generate(
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="One submodel in memory at a time, the VAE in tiles. Slower.")
     ] = False,
+    vae_tiles: Annotated[
+        bool | None,
+        typer.Option(
+            "--vae-tiles/--no-vae-tiles",
+            help="Run the VAE in tiles, which changes the image a little. Default: where memory is short, and with --low-memory.",
+            show_default=False,
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
     check: Annotated[
         bool,
@@ -237,6 +255,8 @@ def generate(
         eta=eta,
         image=image,
         mask=mask,
+        mask_blur=mask_blur,
+        whole=whole,
         controls=parse_controls(control or ()),
         guess_mode=guess_mode,
         image_prompts=parse_image_prompts(ip_image or ()),
@@ -246,6 +266,7 @@ def generate(
         batch=batch,
         sheet=sheet,
         low_memory=low_memory,
+        vae_tiles=vae_tiles,
         threads=threads,
         refiner=refiner,
         refiner_start=refiner_start,

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sdflow.cli.quiet import say
+from sdflow.cli.terminal import live_console
 from sdflow.runtime.generate import Progress
 
 
 @contextmanager
 def image_progress() -> Iterator[Progress]:
     """What is told of the drawing, for this standard error."""
-    if not sys.stderr.isatty():
+    console = live_console()
+    if console is None:
         yield Progress(say, _Lines().step)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Bars(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("loading", total=None)
 
         def step(label: str, done: int, total: int) -> None:

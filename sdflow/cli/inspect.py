@@ -46,6 +46,7 @@ def init(
 ) -> None:
     """Write a workflow for a model, a target and LoRAs, complete and commented."""
     from sdflow.init import InitRequest, write_workflow
+    from sdflow.report.output import put
 
     written = write_workflow(InitRequest(out, model, target, lora or (), base, force))
-    print(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}")
+    put(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}", wrap=False)

@@ -10,7 +10,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def needs(what: Literal["DRAWS", "REFERENCE"]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def needs(*what: Literal["DRAWS", "REFERENCE", "SERVES"]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Of a command that needs these of `sdflow.machine.packages`: it raises UsageError where one is not installed."""
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:
@@ -18,7 +18,8 @@ def needs(what: Literal["DRAWS", "REFERENCE"]) -> Callable[[Callable[P, R]], Cal
         def checked(*arguments: P.args, **options: P.kwargs) -> R:
             from sdflow.machine import packages
 
-            packages.require_packages(f"`sdflow {command.__name__}`", *getattr(packages, what))
+            wanted = [name for each in what for name in getattr(packages, each)]
+            packages.require_packages(f"`sdflow {command.__name__}`", *wanted, "onnxruntime")
             return command(*arguments, **options)
 
         return checked

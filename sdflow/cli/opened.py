@@ -20,12 +20,13 @@ def open_cache(
     Raises UsageError for workflows that name different ones, a URL that nothing knows, a key that is none, and for a root
     that is a file.
     """
-    from sdflow.errors import UsageError
+    from sdflow.errors import UsageError, require_utf8
     from sdflow.onnx_model.tensor_offsets import tensor_offsets
     from sdflow.store import Cache
     from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
     from sdflow.store.remote.trust import signer_from_environment
 
+    require_utf8(str(root.resolve()), "--cache")
     said = {workflow.remote: workflow for workflow in workflows if workflow.remote is not None}
     if len(said) > 1:
         raise UsageError(

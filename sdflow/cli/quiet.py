@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+
+from sdflow.printable import columns_of, fitted, printable
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")  # in one piece: others may write too
-    sys.stderr.flush()
+    """Print a line. One that nobody can read (the terminal was closed, the pipe's reader ended) is lost; the work is not."""
+    text = printable(text)
+    if (columns := columns_of(sys.stderr)) is not None:
+        text = "\n".join(fitted(text, columns))
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")  # in one piece: others may write too
+        sys.stderr.flush()
 
 
 def quiet_libraries() -> None:

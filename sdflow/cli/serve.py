@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.needs import needs
+
 Folders = Annotated[
     list[Path], typer.Argument(help="Pipeline folders that sdflow built. Requests name them.", metavar="PIPELINE...")
 ]
@@ -23,6 +25,7 @@ RequireVerified = Annotated[
 ]
 
 
+@needs("DRAWS", "SERVES")
 def serve(
     pipeline: Folders,
     host: Host = "127.0.0.1",
@@ -49,10 +52,33 @@ def serve(
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a request may take, its waiting included.")
     ] = 600,
+    stall: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds without progress after which the worker is killed and replaced. Default: ten times what loading and "
+            "the first image took, at least 60.",
+            show_default=False,
+        ),
+    ] = None,
     max_images: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 10,
     max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
-    max_pixels: Annotated[int, typer.Option(min=64, help="Pixels of an image, drawn or sent.")] = 2048 * 2048,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            help="Most pixels of an image. Default: 16 times those that the model was made for, or what fits in memory as "
+            "measured at the start (the log and /v1/models say it); 4194304 for an image in a request.",
+            show_default=False,
+        ),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
+    max_connections: Annotated[int, typer.Option(min=1, help="Most open connections; more get 503.")] = 512,
+    max_uploads: Annotated[
+        int,
+        typer.Option(min=0, help="Most uploaded LoRAs; each stays until it is deleted or the server stops."),
+    ] = 32,
+    max_upload_gb: Annotated[float, typer.Option(min=0, help="Most GB of disk for uploaded LoRAs.")] = 8.0,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
@@ -100,24 +126,30 @@ def serve(
     ] = False,
 ) -> None:
     """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
-    from sdflow.machine.packages import DRAWS, require_packages
-
-    require_packages("`sdflow serve`", *DRAWS)
+    from sdflow.serve.app import Settings
     from sdflow.serve.limits import Limits
     from sdflow.serve.lora_structures import LoraFit
     from sdflow.serve.loras import Loras
-    from sdflow.serve.served_model import read_all_served
-    from sdflow.serve.server import access_of, require_installed, serve
-    from sdflow.serve.worker_options import WorkerOptions
-
-    require_installed()
-    from sdflow.serve.app import Settings
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.served_model import read_all_served
+    from sdflow.serve.server import access_of, serve
+    from sdflow.serve.worker_options import WorkerOptions
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
         threads = threads or 1  # it asks Ray for so many cores
+    limits = Limits(
+        images=max_images,
+        pixels=max_pixels,
+        steps=max_steps,
+        body=max_body,
+        queue=max_queue,
+        seconds=deadline,
+        uploads=max_uploads,
+        upload_bytes=int(max_upload_gb * 1e9),
+        connections=max_connections,
+    )
     models = read_all_served(pipeline, require_verified=require_verified, check=check)
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
@@ -131,13 +163,16 @@ def serve(
             int(lora_memory * 1e9),
             loras=loras is not None,
             lanes=lanes,
+            deadline=deadline,
+            stall=stall,
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
-        Limits(images=max_images, pixels=max_pixels, steps=max_steps, body=max_body, queue=max_queue, seconds=deadline),
+        limits,
         Loras(
             loras,
             cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None,
             LoraFit(folders, cache.absolute()).require,
+            limits,
         ),
         log_prompts,
     )
@@ -159,11 +194,12 @@ def serve(
 
 def _open(url: str) -> None:
     """Show the page; where there is no browser, its address is what can be told."""
-    import sys
     import webbrowser
 
+    from sdflow.cli.quiet import say
+
     if not webbrowser.open(url):
-        print(f"No browser was found. The page is at {url}", file=sys.stderr, flush=True)
+        say(f"No browser was found. The page is at {url}")
 
 
 def read_sizes(text: str | None) -> tuple[int, ...] | None:

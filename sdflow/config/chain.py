@@ -8,9 +8,10 @@ from pathlib import Path
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
 from sdflow.config.fields import OVERLAY, SUBMODEL, EvaluateFields, VerifyFields
 from sdflow.config.files import Files
-from sdflow.config.merge import check_change, expect_kind, pass_name
+from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.options import check
+from sdflow.config.patch import INSERTING, check_change, pass_name, without_places
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark, StepSpec
 from sdflow.families import SUBMODELS, WITH_LORAS
@@ -84,7 +85,7 @@ class Chains:
             info = self._find(name, node.keys[name])
             check_change(name, options, self.problems)
             if isinstance(options, YamlMap) and info is not None:
-                self._step(info, options, options.mark, partial=True)
+                self._step(info, without_places(options), options.mark, partial=True)
 
     def _chain(self, submodel: str, node: Node) -> tuple[tuple[StepSpec, PassInfo], ...]:
         if not isinstance(node, YamlMap):
@@ -136,9 +137,14 @@ class Chains:
 
     def _step(self, info: PassInfo, node: YamlMap, mark: Mark, *, partial: bool) -> StepSpec:
         named = node.entries.get("pass")
-        options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect")}
+        for key in INSERTING:
+            if key in node.entries:
+                text = f"`{key}` is for a map over an inherited chain; a step of a list stands where it is written"
+                self.problems.add(node.keys[key], text, "leave it out")
+        options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect", *INSERTING)}
         tree = YamlMap(options, node.keys, mark)
-        check(info.options, tree, info.name, self.problems, known=("expect",), partial=partial)
+        known = ("expect", *INSERTING) if partial else ("expect",)
+        check(info.options, tree, info.name, self.problems, known=known, partial=partial)
         folder = self._folder_of(info.name, named.mark if named else mark)
         return StepSpec(info.name, to_data(tree), self._expect(node), mark, folder)
 

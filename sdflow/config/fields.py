@@ -16,7 +16,8 @@ WORKFLOW: Mapping[str, str] = {
     "is not there is the one that ships with sdflow. Maps merge, lists and values replace; later files win, and this file "
     "over all of them, their `targets` included.",
     "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
-    "model": "The checkpoint: a diffusers folder, a .safetensors file, hf:owner/name[@revision], "
+    "model": "The checkpoint: a diffusers folder, a .safetensors file, FILE#ARCHITECTURE for one that does not say what it "
+    "is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
@@ -45,7 +46,8 @@ REFINER: Mapping[str, str] = {
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
 """A ControlNet's name, a regular expression: it becomes a part of a folder's name."""
 OVERLAY: Mapping[str, str] = {
-    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them.",
+    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them; insert_before and "
+    "insert_after add a step to every chain that has the one they name.",
     "submodels": "Changes to single submodels, after those of `passes`.",
     "evaluate": "Changes to `evaluate`.",
     "verify": "Changes to `verify`.",
@@ -56,10 +58,13 @@ MATRIX: Mapping[str, str] = {
     "target": "Targets: a list.",
 }
 SUBMODEL: Mapping[str, str] = {
-    "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options.",
+    "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options; null "
+    "removes the step, insert_before or insert_after among its options adds one.",
 }
 STEP: Mapping[str, str] = {
     "pass": "The pass: one of `sdflow passes`, or one of your own as path/to/file.py:ClassName.",
+    "insert_before": "In a map over an inherited chain: insert this pass before the step of that name, the first of several.",
+    "insert_after": "In a map over an inherited chain: insert this pass after the step of that name, the last of several.",
     "expect": "Operator type to the number of such nodes that the output must have. null drops an expectation.",
 }
 
@@ -68,7 +73,12 @@ class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Positive = Annotated[int, Field(ge=1)]
+MOST_NETS, MOST_ADAPTERS, MOST_LORAS = 16, 16, 100
+"""That a pipeline may have: each ControlNet and IP-Adapter is in memory beside the denoiser when it draws."""
+
+Steps = Annotated[int, Field(ge=1, le=10_000)]
+"""At most: the memory that is free may allow fewer (`sdflow.runtime.schedule`)."""
+Guidance = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Pixels = Annotated[int, Field(ge=8, le=8192, multiple_of=8)]
 
 
@@ -76,7 +86,9 @@ class LoraFields(_Fields):
     """A LoRA."""
 
     file: Annotated[str, Field(min_length=1, description="A .safetensors file, a folder, or hf:owner/name[@revision].")]
-    scale: Annotated[float, Field(allow_inf_nan=False, description="How strongly it is merged; 1.0 is in full.")] = 1.0
+    scale: Annotated[
+        float, Field(ge=-100, le=100, allow_inf_nan=False, description="How strongly it is merged; 1.0 is in full.")
+    ] = 1.0
     weight_name: Annotated[
         str | None, Field(description="The .safetensors file within a folder or a repository of several.")
     ] = None
@@ -110,8 +122,8 @@ class AdapterFields(_Fields):
 class LatencyFields(_Fields):
     """Timed runs per submodel and for the whole pipeline."""
 
-    warmup: Annotated[int, Field(ge=0, description="Runs before the timed ones.")] = LatencySpec.warmup
-    runs: Annotated[Positive, Field(description="Timed runs.")] = LatencySpec.runs
+    warmup: Annotated[int, Field(ge=0, le=1000, description="Runs before the timed ones.")] = LatencySpec.warmup
+    runs: Annotated[int, Field(ge=1, le=10_000, description="Timed runs.")] = LatencySpec.runs
 
 
 class ImageFields(_Fields):
@@ -122,17 +134,17 @@ class ImageFields(_Fields):
         ImageSpec.negative_prompt
     )
     steps: Annotated[
-        Positive | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
+        Steps | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
     ] = ImageSpec.steps
     guidance_scale: Annotated[
-        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
+        Guidance | None,
         Field(description="Classifier-free guidance; up to 1 there is none. null: the model's."),
     ] = ImageSpec.guidance_scale
     seed: Annotated[int, Field(ge=0, lt=2**63, description="Of the first latents.")] = ImageSpec.seed
     height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height
     width: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.width
     prompts: Annotated[
-        list[str], Field(description="Draw a sheet of all of these; the seed counts up from `seed`.")
+        list[str], Field(max_length=1000, description="Draw a sheet of all of these; the seed counts up from `seed`.")
     ] = list(ImageSpec.prompts)
 
 
@@ -153,7 +165,7 @@ class VerifyFields(_Fields):
         Literal["quick", "full"],
         Field(description="quick: few steps and shapes; full: more, one at the model's own size."),
     ] = VerifySpec.level
-    steps: Annotated[Positive | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
+    steps: Annotated[Steps | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
     height: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
     width: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
 
@@ -183,9 +195,9 @@ class ReuseFields(IntervalFields):
 class GenerateFields(_Fields):
     """How the pipeline draws where nobody says it. null, or left out: as the model and its LoRAs say."""
 
-    steps: Annotated[Positive | None, Field(description="Denoising steps.")] = None
+    steps: Annotated[Steps | None, Field(description="Denoising steps.")] = None
     guidance_scale: Annotated[
-        Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
+        Guidance | None,
         Field(description="Classifier-free guidance; up to 1 there is none."),
     ] = None
     strength: Annotated[
@@ -224,7 +236,8 @@ class RemoteFields(_Fields):
     trust: Annotated[
         list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]],
         Field(
-            description="Public keys of `sdflow cache key`: what none of them has signed counts as not there. []: any."
+            max_length=1000,
+            description="Public keys of `sdflow cache key`: what none of them has signed counts as not there. []: any.",
         ),
     ] = []
 

@@ -6,8 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.config.merge import expect_kind, merge_documents, overlay
+from sdflow.config.documents import chains_of, merge_documents, overlay
+from sdflow.config.fields import WORKFLOW
+from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
+from sdflow.config.patch import names_of
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
 from sdflow.input_file import is_there, open_input
@@ -40,36 +43,63 @@ class Files:
         self.folders: dict[str, Path] = {} if beside is None else beside.folders
         self.read: list[Path] = []
         self._root: Path | None = None
+        self._sound = True
         self._sources: dict[Path, _Source] = {} if beside is None else beside._sources
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
-    def load(self, path: Path) -> YamlMap:
-        """The workflow at `path` for no target. Raises WorkflowError if any file of it cannot be read."""
-        self._root = self._read(path, Mark(str(path), 0, 0), ())
+    def load(self, path: Path, asked: Mark | None = None) -> YamlMap:
+        """The workflow at `path` for no target. asked: where a workflow names it; None: the command line does.
+
+        Raises WorkflowError if any file of it cannot be read.
+        """
+        self._root = self._read(path, asked or Mark(str(path), 0, 0), ())
         self.problems.check()
-        return self._tree(self._loaded(), None, self.problems)
+        tree = self._tree(self._loaded(), None)
+        self._sound = not len(self.problems)
+        return tree
 
     def for_target(self, target: str) -> YamlMap:
         """The loaded workflow with the changes for one target. Steps that a target removes cannot be changed there."""
-        return self._tree(self._loaded(), target, Problems())
+        return self._tree(self._loaded(), target)
+
+    def check_targets(self) -> Problems:
+        """What the workflow's own `targets` change that is not there. What it extends may say more than it has chains for."""
+        found, path = Problems(), self._loaded()
+        targets = self._sources[path].own.entries.get("targets")
+        gone = {name: names_of(chain) for name, chain in chains_of(self._tree(path, None)).items()}
+        for target, changes in targets.entries.items() if isinstance(targets, YamlMap) else ():
+            if isinstance(changes, YamlMap):
+                overlay(self._layered(path, target), changes, found, inherited=False, where=_for(target), gone=gone)
+        return found
 
     def _loaded(self) -> Path:
         assert self._root is not None, "what cannot be read is a problem"
         return self._root
 
-    def _tree(self, path: Path, target: str | None, problems: Problems) -> YamlMap:
+    def _tree(self, path: Path, target: str | None) -> YamlMap:
+        """A file's tree, with its changes for a target. What is wrong with it for every target is told once."""
         key = (path, target)
         if key not in self._trees:
-            source = self._sources[path]
-            layers = [self._tree(base, target, problems) for base in source.bases]
-            tree: Node = YamlMap({}, {}, source.own.mark)
-            for layer in (*layers, source.own):
-                tree = merge_documents(tree, layer, problems)
-            assert isinstance(tree, YamlMap)
-            targets = source.own.entries.get("targets")
+            tree = self._layered(path, target)
+            targets = self._sources[path].own.entries.get("targets")
             changes = targets.entries.get(target) if isinstance(targets, YamlMap) and target is not None else None
-            self._trees[key] = overlay(tree, changes) if isinstance(changes, YamlMap) else tree
+            if isinstance(changes, YamlMap):
+                tree = overlay(tree, changes, self._told(target), inherited=True, where=_for(target))
+            self._trees[key] = tree
         return self._trees[key]
+
+    def _layered(self, path: Path, target: str | None) -> YamlMap:
+        """What a file extends, for a target, and what it says for all targets."""
+        source = self._sources[path]
+        tree: Node = YamlMap({}, {}, source.own.mark)
+        for layer in (*(self._tree(base, target) for base in source.bases), source.own):
+            tree = merge_documents(tree, layer, self._told(target), lenient=target is not None, where=_for(target))
+        assert isinstance(tree, YamlMap)
+        return tree
+
+    def _told(self, target: str | None) -> Problems:
+        """Where problems of a target's tree go: those of the tree for none are not told again."""
+        return self.problems if target is None or self._sound else Problems()
 
     def folder(self, mark: Mark) -> Path:
         """Where relative paths written at this place start from: the file's folder, or the current one for `--set`."""
@@ -99,17 +129,31 @@ class Files:
             return None
         self.read.append(resolved)
         self.folders[str(path)] = resolved.parent
-        text = decode(data, str(path), self.problems)
-        root = parse(text, str(path), self.problems) if text is not None else None
+        root = self._parse(data, path, asked)
         if root is None:
-            return None
-        if not isinstance(root, YamlMap):
-            expect_kind(root, "a map of keys like model, target and submodels", "a workflow", self.problems)
             return None
         bases = self._bases(root, path, (*above, resolved))
         own = YamlMap({key: node for key, node in root.entries.items() if key != "extends"}, root.keys, root.mark)
         self._sources[resolved] = _Source(bases, own)
         return resolved
+
+    def _parse(self, data: bytes, path: Path, asked: Mark) -> YamlMap | None:
+        """The tree of a file. What is wrong within it is told only where it is a workflow, or is named on the command line: any
+        other file is somebody's, and a message must not quote it."""
+        found = Problems()
+        text = decode(data, str(path), found)
+        root = parse(text, str(path), found) if text is not None else None
+        known = any(key in WORKFLOW for key in root.entries) if isinstance(root, YamlMap) else _has_key(data)
+        if isinstance(root, YamlMap) and (known or not root.entries or not asked.line):
+            self.problems.extend(found)
+            return root
+        if root is None and (known or not asked.line):
+            self.problems.extend(found)
+        else:
+            what, place = (repr(str(path)), asked) if asked.line else ("this", Mark(str(path), 1, 1))
+            remedy = "A workflow is a YAML file with keys like model, target and submodels."
+            self.problems.add(place, f"{what} is not a workflow" if data.strip() else f"{what} is empty", remedy)
+        return None
 
     def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):
@@ -127,6 +171,19 @@ class Files:
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)
+
+
+def _for(target: str | None) -> str:
+    """Behind a noun, in messages."""
+    return f" for {target}" if target is not None else ""
+
+
+def _has_key(data: bytes) -> bool:
+    """Whether a line begins with a workflow's key, in whatever encoding."""
+    lines = data.replace(b"\0", b"").splitlines()
+    return any(
+        line.partition(b":")[0].strip(b" \"'").decode("ascii", "replace") in WORKFLOW for line in lines if b":" in line
+    )
 
 
 def _found(folder: Path, reference: str) -> Path:

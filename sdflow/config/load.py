@@ -94,6 +94,7 @@ class _Loader:
         unknown_keys(self.document, WORKFLOW, "key", self.problems)
         if "targets" in self.document.entries:
             self.chains.overlays(self.document.entries["targets"])
+            self.problems.extend(self.files.check_targets(), elsewhere=True)
 
     def pipeline(self, cell: Cell) -> PipelineSpec | None:
         common = self._for_target(cell.target)
@@ -173,7 +174,7 @@ class _Loader:
             expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
             return None
         files = Files(self.problems, beside=self.files)
-        document = files.load(self.files.found(written.value, written.mark))
+        document = files.load(self.files.found(written.value, written.mark), written.mark)
         self.files.read.extend(files.read)
         for key in ("matrix", "refiner", "loras"):
             if key in document.entries:

@@ -7,11 +7,12 @@ told to `Problems`, and left out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdflow.config.chain import is_null, unknown_keys
-from sdflow.config.fields import NET_NAME, GenerateFields
+from sdflow.config.fields import MOST_ADAPTERS, MOST_LORAS, MOST_NETS, NET_NAME, GenerateFields
 from sdflow.config.files import Files
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
@@ -19,7 +20,7 @@ from sdflow.config.options import check
 from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.remote import remote_spec
-from sdflow.config.workflow import LoraSpec
+from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import EXCHANGEABLE
 from sdflow.sources.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
@@ -65,7 +66,9 @@ class Named:
             expect_kind(node, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`", self._problems)
             return ()
         if id(node) not in self._loras:
-            specs = [lora_spec(item, self._lora_folder(item), self._problems) for item in node.items]
+            within = self._within("LoRAs", [item.mark for item in node.items], MOST_LORAS)
+            items = node.items if within else []
+            specs = [lora_spec(item, self._lora_folder(item), self._problems) for item in items]
             self._loras[id(node)] = tuple(spec for spec in specs if spec is not None)
         return self._loras[id(node)]
 
@@ -114,6 +117,8 @@ class Named:
         if not isinstance(node, YamlMap):
             expect_kind(node, "a map like {canny: hf:owner/name}, or null", "`controlnets`", self._problems)
             return {}
+        if not self._within("ControlNets", list(node.keys.values()), MOST_NETS):
+            return {}
         found = {}
         for name, each in node.entries.items():
             if not re.fullmatch(NET_NAME, name):
@@ -131,8 +136,16 @@ class Named:
         if not isinstance(node, YamlList):
             expect_kind(node, "a list of IP-Adapters like {file: …}, or null", "`ip_adapters`", self._problems)
             return ()
+        if not self._within("IP-Adapters", [item.mark for item in node.items], MOST_ADAPTERS):
+            return ()
         found = [adapter_reference(item, self._files.folder, self.allow_pickle, self._problems) for item in node.items]
         return tuple(each for each in found if each is not None)
+
+    def _within(self, what: str, marks: Sequence[Mark], most: int) -> bool:
+        """Whether there are at most so many; more are said at the first that is too many."""
+        if len(marks) > most:
+            self._problems.add(marks[most], f"{len(marks):,} {what}", f"at most {most} go into a pipeline")
+        return len(marks) <= most
 
     def _generate(self, node: Node | None) -> dict[str, Any]:
         if node is None or is_null(node):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sdflow.config.documents import merge_documents
 from sdflow.config.fields import WORKFLOW
-from sdflow.config.merge import merge_documents, pass_name
 from sdflow.config.nodes import MAX_DEPTH, Node, YamlList, YamlMap, YamlScalar, describe, parse, plain, to_data
+from sdflow.config.patch import INSERTING, pass_name, patch_chain
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
 from sdflow.families import SUBMODELS
@@ -90,6 +91,10 @@ def _put(node: Node | None, override: Override, depth: int, problems: Problems) 
     if isinstance(node, YamlScalar):
         problems.add(mark, f"`{here}` is not a map but {describe(node)}")
         return node
+    if depth == 3 and path[0] == "submodels" and len(path) > depth + 1 and path[-1] in INSERTING:
+        step = YamlMap({path[-1]: override.value}, {path[-1]: mark}, mark)
+        name = ".".join(path[depth:-1])
+        return patch_chain(node, YamlMap({name: step}, {name: mark}, mark), problems)
     chosen, used = _chosen(node, path[depth:])
     if not chosen:
         names = [name for name in map(pass_name, node.items) if name]

@@ -27,6 +27,11 @@ class Problems:
         told = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
         self._found.append(Problem(mark.file, mark.line, mark.column, told, remedy))
 
+    def extend(self, others: Problems, *, elsewhere: bool = False) -> None:
+        """elsewhere: only those at places where none was found yet."""
+        places = {(each.file, each.line, each.column) for each in self._found} if elsewhere else set()
+        self._found += [each for each in others._found if (each.file, each.line, each.column) not in places]
+
     def check(self) -> None:
         """Raises WorkflowError if there are any."""
         if self._found:

@@ -187,6 +187,14 @@ def _lora_path(fields: LoraFields, folder: Path, mark: Mark, problems: Problems)
     if found:
         remedy = f"weight_name: one of {', '.join(found[:12])}"
         problems.add(mark, f"{path.name!r} holds several .safetensors files", remedy)
+    elif below := sorted(file.relative_to(path).as_posix() for file in path.glob("*/*.safetensors")):
+        # Several adapters that PEFT saved together, or one for each part of a model.
+        folders = dict.fromkeys(name.split("/")[0] for name in below)
+        problems.add(
+            mark,
+            f"{path.name!r} holds LoRAs in {len(folders)} of its folders: {', '.join([*folders][:12])}",
+            f"weight_name: one of {', '.join(below[:12])}",
+        )
     else:
         problems.add(mark, f"{path.name!r} holds no .safetensors file")
     return None

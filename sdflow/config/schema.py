@@ -12,6 +12,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from sdflow.config.catalog import PassCatalog
 from sdflow.config.fields import (
     MATRIX,
+    MOST_ADAPTERS,
+    MOST_LORAS,
+    MOST_NETS,
     NET_NAME,
     OVERLAY,
     REFINER,
@@ -25,6 +28,7 @@ from sdflow.config.fields import (
     LoraFields,
     VerifyFields,
 )
+from sdflow.config.patch import INSERTING
 from sdflow.families import EXCHANGEABLE, SUBMODELS
 from sdflow.targets import TARGETS
 
@@ -32,6 +36,7 @@ Schema = dict[str, Any]
 
 _OWN_PASS = r"\.py:[A-Za-z_][A-Za-z0-9_]*$"
 _TEXT: Schema = {"type": "string", "minLength": 1}
+_ONCE: Schema = {"not": {"$ref": "#/$defs/inserted_twice"}}
 
 
 def json_schema(catalog: PassCatalog) -> Schema:
@@ -49,15 +54,20 @@ def json_schema(catalog: PassCatalog) -> Schema:
     expect = {"type": ["object", "null"], "additionalProperties": count, "description": STEP["expect"]}
     names = sorted(catalog.names())
     options = {name: _model(catalog.find(name, Path()).options, name, defs) for name in names}
-    changed = {name: _change(schema, expect) for name, schema in options.items()}
-    own = {"type": ["object", "null"], "properties": {"expect": expect}}
+    a_pass: list[Schema] = [{"enum": names}, {"type": "string", "pattern": _OWN_PASS}]
+    for key in INSERTING:
+        defs[key] = {"anyOf": [*a_pass, {"type": "null"}], "description": STEP[key]}
+    defs["inserted_twice"] = {"properties": dict.fromkeys(INSERTING, _TEXT), "required": list(INSERTING)}
+    more = {"expect": expect, **{key: _ref(key) for key in INSERTING}}
+    changed = {name: _change(schema, more) for name, schema in options.items()}
+    own = {"type": ["object", "null"], "properties": more, **_ONCE}
     defs["target"] = {"enum": list(TARGETS), "description": "; ".join(f"{t.name}: {t.title}" for t in TARGETS.values())}
-    defs["loras"] = {"type": "array", "items": lora}
+    defs["loras"] = {"type": "array", "maxItems": MOST_LORAS, "items": lora}
     defs["step"] = {
         "type": "object",
         "required": ["pass"],
         "properties": {
-            "pass": {"anyOf": [{"enum": names}, {"type": "string", "pattern": _OWN_PASS}], "description": STEP["pass"]},
+            "pass": {"anyOf": a_pass, "description": STEP["pass"]},
             "expect": expect,
         },
         "allOf": [
@@ -68,7 +78,10 @@ def json_schema(catalog: PassCatalog) -> Schema:
             for name, schema in options.items()
         ],
     }
-    defs["changes"] = _object(changed, "From pass name to changed options; null removes the steps of that name.")
+    defs["changes"] = _object(
+        changed,
+        "From pass name to changed options; null removes the steps of that name, insert_before or insert_after adds one.",
+    )
     defs["changes"]["patternProperties"] = {_OWN_PASS: own}
     chain = {"type": "array", "minItems": 1, "items": _ref("step")}
     passes = {"anyOf": [chain, _ref("changes")], "description": SUBMODEL["passes"]}
@@ -109,12 +122,15 @@ def json_schema(catalog: PassCatalog) -> Schema:
                     {
                         "type": "object",
                         "additionalProperties": False,
+                        "maxProperties": MOST_NETS,
                         "patternProperties": {f"^{NET_NAME}$": {"anyOf": [_TEXT, {"type": "null"}]}},
                     },
                     {"type": "null"},
                 ]
             },
-            "ip_adapters": {"anyOf": [{"type": "array", "items": adapter}, {"type": "null"}]},
+            "ip_adapters": {
+                "anyOf": [{"type": "array", "maxItems": MOST_ADAPTERS, "items": adapter}, {"type": "null"}]
+            },
             "refiner": {
                 "anyOf": [
                     _TEXT,
@@ -185,11 +201,6 @@ def _model(model: type[BaseModel], name: str, defs: Schema, *, partial: bool = T
     return {"properties": {}, **schema}
 
 
-def _change(options: Schema, expect: Schema) -> Schema:
+def _change(options: Schema, more: Schema) -> Schema:
     """Options of which any may be missing."""
-    return {
-        "anyOf": [
-            {**options, "properties": {"expect": expect, **options["properties"]}},
-            {"type": "null"},
-        ]
-    }
+    return {"anyOf": [{**options, **_ONCE, "properties": {**more, **options["properties"]}}, {"type": "null"}]}

@@ -84,7 +84,7 @@ def append_result(path: Path, result: EvaluationResult) -> None:
     """Add the result as one line of JSON; lines of processes that write at once do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(result.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(descriptor, line.encode())
     finally:

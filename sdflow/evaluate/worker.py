@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
-from sdflow.errors import SlowerWarning, UsageError, VerificationError
+from sdflow.errors import SlowerWarning, TiledWarning, UsageError, VerificationError
 from sdflow.evaluate.result import EvaluationResult, SubmodelResult
 from sdflow.evaluate.statistics import Latency, measure
 from sdflow.machine.device import device
@@ -95,13 +95,14 @@ _PATHS = ("folder", "image", "engine_cache")
 def run(request: Request, progress: Progress) -> EvaluationResult:
     """`evaluated`, with what was slower than it should be, and why, as the result's notes."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SlowerWarning)
+        for kind in (SlowerWarning, TiledWarning):
+            warnings.simplefilter("always", kind)
         try:
             result = evaluated(request, progress)
         finally:
             for each in caught:  # the log has them as ever
                 print(warnings.formatwarning(each.message, each.category, each.filename, each.lineno), file=sys.stderr)
-    told = [str(each.message) for each in caught if issubclass(each.category, SlowerWarning)]
+    told = [str(each.message) for each in caught if issubclass(each.category, (SlowerWarning, TiledWarning))]
     return replace(result, notes=tuple(dict.fromkeys(told)))
 
 
@@ -242,6 +243,7 @@ def _evaluate_pipeline(
         images = pipeline(
             prompt,
             **start,
+            whole=True,
             negative_prompt=image.negative_prompt,
             height=image.height,
             width=image.width,

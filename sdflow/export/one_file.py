@@ -5,6 +5,7 @@ Nothing is computed with the weights: the files are those of the artifacts, copi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from sdflow.runtime.folder import (
 from sdflow.runtime.start import require_size
 from sdflow.units import spell_bytes
 
+MOST_IMAGES = 1024
+"""At once, in a graph that draws one size alone."""
 EMBEDDED = 2_000_000_000
 """Bytes of weights within a graph: a protobuf message ends at 2 GiB."""
 
@@ -106,6 +109,10 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
             remedy="Export one that was built without them.",
         )
     _require_outside(out, folder, there)
+    if wanted.guidance_scale is not None and not math.isfinite(wanted.guidance_scale):
+        raise UsageError(
+            f"{wanted.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
+        )
     there = [name for name in there if name in family.drawing or (wanted.checker and name == family.checker)]
     configs = {name: submodel_config(folder, name) for name in there}
     scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
@@ -189,8 +196,8 @@ def _size(wanted: Wanted, what: Latents) -> Size | None:
     height, width = (what.image_size if each is None else each for each in (wanted.height, wanted.width))
     require_size(what.granularity, height, width)
     images = 1 if wanted.images is None else wanted.images
-    if images < 1:
-        raise UsageError(f"there are {images} images", where="--images", remedy="Take 1 or more.")
+    if not 1 <= images <= MOST_IMAGES:
+        raise UsageError(f"there are {images:,} images", where="--images", remedy=f"Take 1 to {MOST_IMAGES:,}.")
     return Size(images, height // what.scale, width // what.scale)
 
 

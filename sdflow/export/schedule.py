@@ -17,7 +17,8 @@ from sdflow.atomic_write import write_whole
 from sdflow.errors import UsageError, telling
 from sdflow.families.base import Family
 from sdflow.families.schedulers import require_known
-from sdflow.runtime.schedule import IMAGE, named_scheduler, trace
+from sdflow.runtime.schedule import named_scheduler, trace
+from sdflow.runtime.scheduler_walk import IMAGE
 
 if TYPE_CHECKING:
     import numpy as np

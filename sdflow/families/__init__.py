@@ -109,6 +109,15 @@ def family_of_architecture(architecture: str) -> Family:
 ARCHITECTURES: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family.architectures)
 """The architectures that sdflow ships configurations of."""
 
+MARKED_ARCHITECTURES: Mapping[str, str] = {
+    "sdxl-v": "sdxl",
+    "sdxl-v-tiny": "sdxl-tiny",
+    "sdxl-v-zsnr": "sdxl",
+    "sdxl-v-zsnr-tiny": "sdxl-tiny",
+}
+"""Architectures that differ from another in what the denoiser predicts alone -> that other. A file is of one of them only where
+it says so, or its user does."""
+
 COMPONENT_ARCHITECTURES: Mapping[str, str] = {"taesd": "vae", "taesd-tiny": "vae"}
 """Architectures of a component alone, for `components` of a workflow -> the component."""
 

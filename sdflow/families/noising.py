@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sdflow.errors import UsageError
 from sdflow.families.schedulers import FLOW_SCHEDULERS, NOISE_SCHEDULERS, SchedulerRow
@@ -48,9 +48,18 @@ class Noising(Protocol):
     def noised(self, scheduler: Any, image: Any, noise: Any, timestep: Any) -> Any:
         """Latents of an image with as much noise as there is at a timestep, of shape (1,)."""
 
-    def clean(self, scheduler: Any, timestep: Any, given: Any, output: Any, after: Any) -> Any:
-        """The image's latents by what the denoiser made of `given` at a timestep. after: the latents behind the step, which stand
-        for them where the scheduler does not say what the output means."""
+    def clean(self, scheduler: Any, timestep: Any) -> Clean:
+        """The image's latents, by what the denoiser makes of its input at a timestep."""
+
+
+class Clean(NamedTuple):
+    """Latents without noise as a sum: `given` times what the denoiser was given in a run, `output` times what it made
+    of that, `after`
+    times the latents behind the step, which stand for them where the scheduler does not say what the output means."""
+
+    given: float
+    output: float
+    after: float
 
 
 class Diffusion:
@@ -77,12 +86,14 @@ class Diffusion:
     def noised(self, scheduler: Any, image: Any, noise: Any, timestep: Any) -> Any:
         return scheduler.add_noise(image, noise, timestep)
 
-    def clean(self, scheduler: Any, timestep: Any, given: Any, output: Any, after: Any) -> Any:
+    def clean(self, scheduler: Any, timestep: Any) -> Clean:
         """The UNet of these schedulers reads image * alpha + noise * sigma, of which the squares sum to 1
         (https://arxiv.org/abs/2010.02502, equation 12; of v https://arxiv.org/abs/2202.00512, appendix D)."""
         kind, alphas = scheduler.config.get("prediction_type"), getattr(scheduler, "alphas_cumprod", None)
         if alphas is None or kind not in ("epsilon", "sample", "v_prediction"):
-            return after
+            return Clean(0, 0, 1)
+        if kind == "sample":
+            return Clean(0, 1, 0)
         place, last = min(max(float(timestep), 0.0), len(alphas) - 1.0), len(alphas) - 1
         # As EulerDiscreteScheduler, sigma / alpha is linear between two timesteps.
         low, high = (alphas[min(int(place) + more, last)].double() for more in (0, 1))
@@ -91,11 +102,9 @@ class Diffusion:
             noise = noise + part * (((1 - high) / high) ** 0.5 - noise)
         alpha = 1 / (noise**2 + 1) ** 0.5
         sigma = (1 - alpha**2) ** 0.5
-        if kind == "sample":
-            return output
         if kind == "v_prediction":
-            return alpha * given - sigma * output
-        return (given - sigma * output) / alpha
+            return Clean(float(alpha), -float(sigma), 0)
+        return Clean(float(1 / alpha), -float(sigma / alpha), 0)
 
 
 class Flow:
@@ -141,8 +150,8 @@ class Flow:
         sigma = self._sigma(scheduler, timestep)
         return sigma * noise + (1.0 - sigma) * image
 
-    def clean(self, scheduler: Any, timestep: Any, given: Any, output: Any, after: Any) -> Any:
-        return given - self._sigma(scheduler, timestep) * output
+    def clean(self, scheduler: Any, timestep: Any) -> Clean:
+        return Clean(1, -float(self._sigma(scheduler, timestep)), 0)
 
     def _sigma(self, scheduler: Any, timestep: Any) -> Any:
         """How much of the latents is noise at one of the scheduler's timesteps, 0 to 1."""

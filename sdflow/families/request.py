@@ -67,6 +67,16 @@ class Conditions:
     inputs: Tensors
     halves: int
 
+    def with_negatives_of(self, other: Conditions) -> Conditions:
+        """These, with the rows of the negative prompts from there. Both with guidance, and of the same prompts."""
+        import torch
+
+        def joined(name: str, value: torch.Tensor) -> torch.Tensor:
+            half = len(value) // 2
+            return torch.cat([other.inputs[name][:half], value[half:]])
+
+        return Conditions({name: joined(name, value) for name, value in self.inputs.items()}, self.halves)
+
 
 def guidance_embedding(scale: float, width: int) -> torch.Tensor:
     """(1, width): sines and cosines of a guidance scale. Above 1 is what guidance adds, as the paper counts it.

@@ -51,7 +51,10 @@ class StableDiffusion(Family):
                 Layout("cond_stage_model.transformer."),
                 Layout("cond_stage_model.model.", open_clip_names, open_clip_unused),  # 2.x
             ),
-            lora=("lora_te_", "lora_te1_", "text_encoder.", "base_model.model.text_model.", "text_model."),
+            lora=(
+                *("lora_te_", "lora_te1_", "text_encoder.", "text_model."),
+                *("base_model.model.text_model.", "base_model.model.encoder.layers."),
+            ),
         ),
         UNET,
         *VAE,

@@ -106,6 +106,7 @@ class StableDiffusionXL(Family):
     architectures: tuple[str, ...] = (
         *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny", "lcm-sdxl", "lcm-sdxl-tiny"),
         *("sdxl-inpainting", "sdxl-inpainting-tiny"),
+        *("sdxl-v", "sdxl-v-tiny", "sdxl-v-zsnr", "sdxl-v-zsnr-tiny"),
     )
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sdflow.artifact import INDEX_FILE
@@ -15,7 +16,8 @@ from sdflow.inspection.lines import titles_of
 from sdflow.inspection.weights import inspect_weights
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.embedding import MOST_VECTORS, embedding_names
+from sdflow.sources.embedding import MOST_VECTORS, ONLY, embedding_names
+from sdflow.sources.lora_header import PEFT_FILE
 
 __all__ = ["Description", "inspect"]
 
@@ -34,6 +36,8 @@ def inspect(path: Path) -> list[Description]:
     if (path / CONFIG_FILE).is_file():
         return [inspect_component(path)]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+    # Of several adapters PEFT makes folders.
+    files = files or sorted(path.glob(f"*/{PEFT_FILE}.safetensors"))
     if not files:
         raise CheckpointError(
             f"holds neither {INDEX_FILE} nor {CONFIG_FILE}, and no file of weights",
@@ -54,10 +58,10 @@ def _or_damaged(file: Path) -> Description:
 def inspect_file(path: Path) -> Description:
     """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
     contents = read_contents(path)
-    if (widths := _vectors(contents)) is not None:
-        return _embedding(contents, widths)
     if is_adapter(contents):
         return inspect_adapter(contents)
+    if (widths := _vectors(contents)) is not None:
+        return _embedding(contents, widths)
     return inspect_weights(contents)
 
 
@@ -68,16 +72,25 @@ def _vectors(contents: Contents) -> dict[str, tuple[int, int]] | None:
         return None
     if any(len(shape) != 2 or not 0 < shape[0] <= MOST_VECTORS or shape[1] < 2 for shape in shapes.values()):
         return None
+    # A tensor of any other name may be anything, unless a text encoder reads vectors of its width.
+    if shapes.keys().isdisjoint((ONLY, *embedding_names())) and not _reading([shape[1] for shape in shapes.values()]):
+        return None
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
-def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Description:
-    fitting = []
+def _reading(widths: Sequence[int]) -> list[str]:
+    """The shipped architectures whose text encoders read vectors of these widths."""
+    found = []
     for architecture in ARCHITECTURES:
         family = family_of_architecture(architecture)
         configs = [architecture_config(architecture, family.part(name).component) for name in family.text]
-        if sorted(config["hidden_size"] for config in configs) == sorted(width for _, width in widths.values()):
-            fitting.append(architecture)
+        if sorted(config["hidden_size"] for config in configs) == sorted(widths):
+            found.append(architecture)
+    return found
+
+
+def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Description:
+    fitting = _reading([width for _, width in widths.values()])
     vectors = {count for count, _ in widths.values()}
     option = f"--embedding {contents.path}" + (" --allow-pickle" if contents.pickled else "")
     return Description(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,15 +13,16 @@ from sdflow.families.few_steps import spelled
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import architecture_for, lora_lines
+from sdflow.sources.adapter_kinds import module_of_tensor
 from sdflow.sources.few_steps import few_steps_of_file
 from sdflow.sources.lora import lora_submodels
 from sdflow.sources.lora_family import made_for
-from sdflow.sources.lora_names import LoraName, other_kind, parse_name
-from sdflow.sources.safetensors_file import TensorEntry, read_float_tensors
+from sdflow.sources.lora_header import is_of_peft, other_kinds
+from sdflow.sources.lora_names import LoraName, parse_name
+from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 
 # The first factor of each algorithm, which reads the module's input or is as wide as the rank: suffix -> axis of the rank.
 _FACTORS = {"hada_w1_b": 0, "hada_w2_b": 0, "lokr_w1_b": 0, "lokr_w2_b": 0}
-_SUFFIX = re.compile(r"\.(hada_w[12]_[ab]|hada_t[12]|lokr_(w[12](_[ab])?|t2)|dora_scale|oft_\w+|diff(_b)?|on_input)$")
 # Training programs' own words for themselves and their settings, in the order in which they are told.
 _TOLD = {
     "training base": ("ss_base_model_version", "modelspec.architecture"),
@@ -40,18 +40,19 @@ MOST_TAGS = 12
 
 
 def is_adapter(contents: Contents) -> bool:
-    """Whether most of a file's tensors are a LoRA's or a relative's."""
+    """Whether PEFT wrote a file, or most of its tensors are a LoRA's or a relative's."""
+    if is_of_peft(contents.path, contents.shapes):
+        return True
     known = sum(1 for name in contents.shapes if _stem(name) is not None)
-    return known > len(contents.shapes) / 2
+    return 0 < known >= len(contents.shapes) / 2  # half of an (IA)3's tensors are called `weight`
 
 
 def _stem(name: str) -> str | None:
     """The module that a tensor belongs to, in the file's spelling; None where it is no adapter's tensor."""
     if (parsed := parse_name(name)) is not None:
         return f"{parsed.submodel}.{parsed.module}"
-    if other_kind(name) is None:
+    if (bare := module_of_tensor(name)) is None:
         return None
-    bare = _SUFFIX.sub("", name)
     parsed = parse_name(f"{bare}.alpha")
     return bare if parsed is None else f"{parsed.submodel}.{parsed.module}"
 
@@ -93,17 +94,16 @@ def inspect_adapter(contents: Contents) -> Description:
 def _parsed(name: str) -> LoraName | None:
     """As a LoRA's name; of other algorithms, without what says how wide its module is, but for LoHa's factors."""
     parsed = parse_name(name)
-    if parsed is not None or other_kind(name) is None:
+    if parsed is not None or (module := module_of_tensor(name)) is None:
         return parsed
-    bare = parse_name(f"{_SUFFIX.sub('', name)}.alpha")
+    bare = parse_name(f"{module}.alpha")
     if bare is None:
         return None
     return LoraName(bare.submodel, bare.module, "down" if name.endswith(("hada_w1_b", "hada_w2_b")) else "alpha")
 
 
 def _algorithm(contents: Contents) -> str:
-    others = Counter(kind for name in contents.shapes if (kind := other_kind(name)) is not None)
-    if others:
+    if others := other_kinds(contents.path, contents.shapes):
         return " and ".join(others)
     convolutions = any(
         len(shape) == 4 and max(shape[2:]) > 1 and (parsed := parse_name(name)) is not None and parsed.role == "down"
@@ -127,7 +127,7 @@ def _alphas(contents: Contents) -> list[float]:
     if contents.pickled or not names:
         return []
     try:
-        return [float(value.reshape(())) for value in read_float_tensors(contents.path, names).values()]
+        return [*read_numbers(contents.path, names).values()]
     except CheckpointError:
         return []
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from sdflow.artifact import INDEX_FILE
 from sdflow.errors import CheckpointError, SdflowError
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, FAMILIES, family_of_architecture
+from sdflow.families import (
+    ARCHITECTURES,
+    COMPONENT_ARCHITECTURES,
+    EXCHANGEABLE,
+    FAMILIES,
+    family_of_architecture,
+    family_of_index,
+)
 from sdflow.families.base import Family
 from sdflow.inspection.contents import Contents, precision_of, read_contents
 from sdflow.inspection.description import BUILT, PIPELINE, UNKNOWN, Description
@@ -28,7 +35,7 @@ from sdflow.inspection.lines import (
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
 from sdflow.sources.architectures import architecture_config, prediction_of
-from sdflow.sources.folder import find_weights, read_config
+from sdflow.sources.weight_files import find_weights, read_config
 
 CONFIG_FILE = "config.json"
 
@@ -49,7 +56,7 @@ def inspect_pipeline(folder: Path) -> Description:
     """A folder with a model_index.json. Raises CheckpointError where that is damaged."""
     index = read_config(folder / INDEX_FILE)
     name = index.get("_class_name")
-    family = next((each for each in FAMILIES.values() if name in each.classes), None)
+    family = family_of_index(index)
     if family is None:
         known = ", ".join(name for each in FAMILIES.values() for name in each.classes)
         return Description(
@@ -68,7 +75,8 @@ def inspect_pipeline(folder: Path) -> Description:
             continue
         try:
             configs[component] = read_config(folder / component / CONFIG_FILE)
-            weights = find_weights(folder / component, parts[0].model, allow_pickle=True)
+            part = parts[0].of(configs[component])
+            weights = find_weights(folder / component, part.model, configs[component], allow_pickle=True)
             pickled |= weights.pickled
             contents += [read_contents(file) for file in weights.files]
         except CheckpointError as error:
@@ -86,10 +94,17 @@ def inspect_pipeline(folder: Path) -> Description:
     elif not missing:
         title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
         notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
-    lines = model_lines(base, str(folder)) if base is not None and not missing else None
+    others = {name: family.components[name][0].of(configs[name]).model for name in _instead(family, configs)}
+    more: dict[str, str] = {name: fitting for name in others if (fitting := _alone(name, configs[name])) is not None}
+    notes += [
+        f"Its {name} is an {others[name].class_name} of other sizes than shipped." for name in others.keys() - more
+    ]
+    bases = () if base is None else (base, *map(base_of, more.values()))
+    lines = model_lines(bases, str(folder)) if bases and not missing else None
     if lines and pickled:
         lines += "allow_pickle: true\n"
-    details = {"class": index["_class_name"], **_size(configs), "parameters": _count(contents)}
+    classes = {name: model.class_name for name, model in others.items()}
+    details = {"class": index["_class_name"], **classes, **_size(configs), "parameters": _count(contents)}
     return Description(
         str(folder),
         PIPELINE,
@@ -106,17 +121,17 @@ def inspect_pipeline(folder: Path) -> Description:
 def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -> list[str]:
     """The shipped architectures whose shapes these configurations (by component) have; those whose scheduler predicts as
     the folder's does come first."""
-    try:
-        own = family.fingerprint(configs)
-    except (KeyError, TypeError, StopIteration):
-        return []
-    found = []
+    found, instead = [], _instead(family, configs)
     for name in ARCHITECTURES:
         if family_of_architecture(name) is not family:
             continue
-        components = {part.component for part in family.parts if part.layouts}
-        if family.fingerprint({each: architecture_config(name, each) for each in components}) == own:
-            found.append(name)
+        theirs = {part.component: architecture_config(name, part.component) for part in family.parts if part.layouts}
+        own = {**configs, **{component: theirs[component] for component in instead}}
+        try:
+            if family.fingerprint(own) == family.fingerprint(theirs):
+                found.append(name)
+        except (KeyError, TypeError, StopIteration):
+            return []
     try:
         said = read_config(folder / "scheduler" / "scheduler_config.json", finite=False).get(
             "prediction_type", "epsilon"
@@ -124,6 +139,22 @@ def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -
     except CheckpointError:
         return found
     return sorted(found, key=lambda name: prediction_of(name) != said)
+
+
+def _instead(family: Family, configs: Mapping[str, Any]) -> list[str]:
+    """The components that are of another class than the family's own, which may stand in its place."""
+    return [name for name, config in configs.items() if (part := family.components[name][0]).of(config) is not part]
+
+
+def _alone(component: str, config: Mapping[str, Any]) -> str | None:
+    """The shipped architecture of this component alone that a config.json has; None where it has none's."""
+    for architecture, of in COMPONENT_ARCHITECTURES.items():
+        part, own = part_alone(architecture)
+        if of != component or part.model.class_name not in class_names(config):
+            continue
+        if part.model.telling(own) == _telling(part.model, config):
+            return architecture
+    return None
 
 
 def inspect_component(folder: Path) -> Description:
@@ -139,6 +170,8 @@ def inspect_component(folder: Path) -> Description:
         if family.net is not None:
             there[family.net.component] = family.net.model.beside(there[family.part(family.denoiser).component])
         for part in (*family.parts, *([family.net] if family.net is not None else [])):
+            if part.component in there and any(model.class_name in named for model in part.instead):
+                component = part.component
             if part.component not in there or part.model.class_name not in named:
                 continue
             component = component or part.component
@@ -146,12 +179,10 @@ def inspect_component(folder: Path) -> Description:
             if telling and telling == _telling(part.model, config) and architecture not in fitting:
                 component = component if fitting else part.component
                 fitting.append(architecture)
-    for architecture in COMPONENT_ARCHITECTURES:
-        part, own = part_alone(architecture)
-        if part.model.class_name in named and part.model.telling(own) == _telling(part.model, config):
-            lines = component_lines(architecture, part.component, str(folder)) if contents else None
-            missing = () if contents else ("weights",)
-            return Description(str(folder), part.component, (), architecture, precision, missing, details, (), lines)
+    if component is not None and (alone := _alone(component, config)) is not None:
+        lines = component_lines(alone, component, str(folder)) if contents else None
+        missing = () if contents else ("weights",)
+        return Description(str(folder), component, (), alone, precision, missing, details, (), lines)
     if component is None:
         said = details["class"] or "of no class that it names"
         return Description(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import yaml
 
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, MARKED_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.models.base import Config
@@ -48,6 +48,9 @@ def architecture_for(titles: Sequence[str]) -> str | None:
 
 def base_of(architecture: str) -> str:
     """The workflow that ships with sdflow for an architecture, at full size; else the chains of its generation."""
+    if architecture in COMPONENT_ARCHITECTURES:
+        return f"base/{architecture.removesuffix('-tiny')}.yaml"
+    architecture = MARKED_ARCHITECTURES.get(architecture, architecture)
     own = f"base/{architecture.replace('-', '_')}.yaml"
     if shipped_workflow(own) is not None:
         return own
@@ -64,9 +67,10 @@ def quoted(text: str) -> str:
     return str(yaml.safe_dump([text], default_flow_style=True, width=10**9)).removesuffix("\n")[1:-1]
 
 
-def model_lines(base: str, model: str) -> str:
-    """For a model that is all there."""
-    return f"extends: {base}\nmodel: {quoted(model)}\ntarget: {TARGET}\n"
+def model_lines(bases: Sequence[str], model: str) -> str:
+    """For a model that is all there. bases: the workflow with its chains, and those of components of another class."""
+    over = bases[0] if len(bases) == 1 else f"[{', '.join(bases)}]"
+    return f"extends: {over}\nmodel: {quoted(model)}\ntarget: {TARGET}\n"
 
 
 def lora_lines(architecture: str | None, lora: str) -> str:
@@ -78,10 +82,8 @@ def lora_lines(architecture: str | None, lora: str) -> str:
 def component_lines(architecture: str, component: str, reference: str) -> str:
     """For a component in place of the model's own. architecture: of a model, or of such a component alone, which has chains of
     its own."""
-    if architecture in COMPONENT_ARCHITECTURES:
-        over = f"[{base_of(USUAL)}, base/{architecture.removesuffix('-tiny')}.yaml]"
-    else:
-        over = base_of(architecture)
+    alone = architecture in COMPONENT_ARCHITECTURES
+    over = f"[{base_of(USUAL)}, {base_of(architecture)}]" if alone else base_of(architecture)
     return f"extends: {over}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
 
 

@@ -93,7 +93,7 @@ def inspect_weights(contents: Contents) -> Description:
         architecture, notes = choose(contents.path, names, what_it_says(shapes, contents.metadata), None)
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
-    lines = None if missing else model_lines(base_of(architecture), path) + _pickles(contents)
+    lines = None if missing else model_lines([base_of(architecture)], path) + _pickles(contents)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
     return Description(

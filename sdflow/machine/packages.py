@@ -16,13 +16,31 @@ EXTRAS = {
         "accelerate", "diffusers", "huggingface_hub", "olive-ai", "onnx-ir", "onnxscript", "peft", "pillow", "safetensors",
         "sympy", "torch", "transformers",
     ),
+    "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
+    "remote": ("aiohttp", "cryptography", "fsspec"),
+    "s3": ("s3fs",),
+    "gs": ("gcsfs",),
+    "az": ("adlfs",),
+    "ray": ("ray",),
+    "bench": ("nvidia-ml-py", "torchao"),
+    "export-text": ("onnxruntime-extensions",),
 }  # fmt: skip
-"""What is installed with an extra of sdflow's, and what it brings along that is used here."""
+"""Extra of sdflow -> the distributions that it installs."""
 DRAWS = ("torch", "diffusers", "transformers", "pillow")
 """What a pipeline draws with, beside ONNX Runtime."""
+SERVES = EXTRAS["serve"]
+"""What the server is made of."""
 REFERENCE = (*DRAWS, "accelerate", "safetensors")
 """What makes the PyTorch model that artifacts are held to."""
-_DISTRIBUTIONS = {"PIL": "pillow", "olive": "olive-ai", "onnx_ir": "onnx-ir"}
+_DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "olive": "olive-ai",
+    "onnx_ir": "onnx-ir",
+    "onnxruntime_extensions": "onnxruntime-extensions",
+    "prometheus_client": "prometheus-client",
+    "pynvml": "nvidia-ml-py",
+    "python_multipart": "python-multipart",
+}
 """Module -> its distribution, where they are named differently."""
 _AROUND = ("diffusers", "numpy", "onnx", "torch", "transformers")
 
@@ -68,10 +86,13 @@ def missing(*names: str) -> tuple[str, ...]:
 
 def how_to_install(*names: str) -> str:
     """The command that installs these distributions."""
-    for extra, distributions in EXTRAS.items():
-        if set(names) <= set(distributions):
-            return f"pip install 'sdflow[{extra}]'"
-    return f"pip install {' '.join(names)}"
+    if "onnxruntime" in names and set(names) & set(EXTRAS["build"]):  # one that brings both
+        others = [name for name in names if name not in EXTRAS["build"] and name != "onnxruntime"]
+        command = how_to_install("torch", *others).replace("[build", "[cpu")
+        return f"{command}, or cuda, directml or migraphx in place of cpu"
+    extras = [extra for extra, distributions in EXTRAS.items() if set(names) & set(distributions)]
+    others = [name for name in names if not any(name in EXTRAS[extra] for extra in extras)]
+    return " ".join(["pip install", *([f"'sdflow[{','.join(extras)}]'"] if extras else []), *others])
 
 
 def require_packages(what: str, *names: str) -> None:

@@ -12,7 +12,7 @@ from sdflow.manifest.content import (
     Quantization,
     WrittenPass,
 )
-from sdflow.manifest.file import MANIFEST_FILE, as_bytes, as_json, from_json, read_manifest
+from sdflow.manifest.file import MANIFEST_FILE, NewerManifest, as_bytes, as_json, from_json, read_manifest
 
 __all__ = [
     "MANIFEST_FILE",
@@ -22,6 +22,7 @@ __all__ = [
     "FinishedPass",
     "Manifest",
     "MergedLora",
+    "NewerManifest",
     "Origin",
     "Part",
     "Quantization",

@@ -40,6 +40,10 @@ NO_CLASS = (
 )
 
 
+class NewerManifest(UsageError):
+    """A newer sdflow wrote it: nothing is wrong with it, and nothing is known of what it says."""
+
+
 def as_json(manifest: Manifest) -> dict[str, Any]:
     """Plain JSON with its `format_version`."""
     origin = manifest.origin
@@ -119,7 +123,7 @@ def _require_format(found: object, where: str) -> None:
     if found == FORMAT_VERSION:
         return
     if isinstance(found, int) and found > FORMAT_VERSION:
-        raise UsageError(
+        raise NewerManifest(
             f"a newer sdflow wrote it: format_version {found} is not known here, only {FORMAT_VERSION}",
             where=where,
             remedy="Update sdflow, or run the pipeline's workflow again with this one, into another folder.",

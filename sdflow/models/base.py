@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -119,11 +120,11 @@ class Original:
 def halved(config: Config) -> int:
     """How many times smaller the deepest level of a UNet or VAE is than what goes in, along each axis.
 
-    Raises KeyError for a config that does not say it.
+    Raises what looking up an entry that the config lacks raises.
     """
     channels = config.get("block_out_channels") or config.get("decoder_block_out_channels")
     if channels is None:
-        raise KeyError("block_out_channels")
+        channels = config["block_out_channels"]
     return int(2 ** (len(channels) - 1))
 
 
@@ -147,9 +148,24 @@ class Model:
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
 
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers' rules say where its weights lie; else diffusers' do."""
+        return self.weights_stem == "model"
+
+    def library_class(self) -> Any:
+        """Its class in diffusers or transformers."""
+        assert self.library_module is not None
+        return getattr(import_module(self.library_module), self.class_name)
+
     def empty(self, config: Config) -> torch.nn.Module:
         """The module as its library makes it from the config. The caller puts its parameters on the meta device."""
         raise NotImplementedError
+
+    def parameters(self, config: Config) -> Shapes | None:
+        """The parameters of the module that `empty` makes, told without it; None where that takes the class itself. What
+        adapters add is not among them. Raises KeyError or TypeError for a config that lacks something."""
+        return None
 
     def ports(self, config: Config) -> Ports:
         """The inputs and outputs of its graph. Raises PassError for a config with other inputs."""
@@ -206,6 +222,15 @@ class Model:
     def width(self, config: Config) -> int:
         """Channels of its widest layer, of a denoiser."""
         return int(max(config["block_out_channels"]))
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """An estimate of how many values are in memory at once, at most, while the graph computes one image of a batch.
+
+        rows, columns: of the latents. scores: whether attention keeps its matrix of scores (tokens x tokens of each head), as
+        ONNX Runtime's kernels for the CPU do; those for CUDA do not. 0 for models whose memory does not grow with the image.
+        Raises KeyError or TypeError for a config that lacks something.
+        """
+        return 0
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
         """The sizes of axes that no other model has, at the smallest."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.parameters import clip_text_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +41,9 @@ class ClipText(Model):
         from transformers import CLIPTextConfig, CLIPTextModel
 
         return CLIPTextModel(CLIPTextConfig.from_dict(dict(config)))
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return clip_text_parameters(config, "")
 
     def ports(self, config: Config) -> Ports:
         hidden = Port("last_hidden_state", "float32", ("batch", "sequence", config["hidden_size"]))
@@ -138,6 +142,10 @@ class ClipTextWithProjection(ClipText):
         from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
         return CLIPTextModelWithProjection(CLIPTextConfig.from_dict(dict(config)))
+
+    def parameters(self, config: Config) -> Shapes | None:
+        projection = {"text_projection.weight": (config["projection_dim"], config["hidden_size"])}
+        return {**clip_text_parameters(config, "text_model."), **projection}
 
     def _first(self, hidden: Port, pooled: Port) -> tuple[Port, Port]:
         return pooled, hidden

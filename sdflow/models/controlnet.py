@@ -15,6 +15,7 @@ from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Siz
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.residuals import by_name, residual_ports
 from sdflow.models.unet import made_up, main_ports
+from sdflow.models.working_memory import unet_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,6 +98,9 @@ class ControlNet(Model):
 
     def scale(self, config: Config) -> int:
         return int(2 ** (len(_hint_channels(config)) - 1))
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        return unet_values(config, rows, columns, scores=scores)
 
     def smallest(self, config: Config) -> Sizes:
         pixels = 2 * halved(config) * self.scale(config)

@@ -17,6 +17,11 @@ class SafetyChecker(Model):
     class_name: ClassVar[str] = "StableDiffusionSafetyChecker"
     weights_stem: ClassVar[str] = "model"
 
+    def library_class(self) -> Any:
+        from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+        return StableDiffusionSafetyChecker
+
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
         from transformers import CLIPConfig

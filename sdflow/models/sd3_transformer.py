@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 TOKENS = "joint_sequence"
 """The axis of the text's tokens: CLIP's and T5's together."""
 
+USUAL_TOKENS = 333
+"""Of the text: 77 of CLIP and 256 of T5."""
+
 _BLOCK = re.compile(r"transformer_blocks_(\d+)_")
 _READS_TEXT = re.compile(r"^context_embedder$")
 
@@ -56,6 +59,13 @@ class SD3Transformer(Model):
 
     def width(self, config: Config) -> int:
         return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """In a feed-forward layer there are four times as many values as elsewhere; beside it the residual, its norm
+        and the text's. Attention holds q, k and v beside its scores."""
+        tokens = (rows // config["patch_size"]) * (columns // config["patch_size"]) + USUAL_TOKENS
+        width, heads = self.width(config), config["num_attention_heads"]
+        return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
         return {TOKENS: 13}

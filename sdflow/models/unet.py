@@ -33,7 +33,9 @@ from sdflow.models.image_prompts import (
     token_counts,
 )
 from sdflow.models.ldm_names import ldm_unet_names
+from sdflow.models.parameters import unet_parameters
 from sdflow.models.residuals import CONTROLLED, as_arguments, by_name, is_residual, residual_ports
+from sdflow.models.working_memory import unet_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +73,9 @@ class UNet(Model):
         made: torch.nn.Module = module
         return made
 
+    def parameters(self, config: Config) -> Shapes | None:
+        return unet_parameters(config)
+
     def ports(self, config: Config) -> Ports:
         return Ports(
             inputs=(
@@ -104,6 +109,9 @@ class UNet(Model):
     def smallest(self, config: Config) -> Sizes:
         deepest = 2 * halved(config)
         return Sizes(batch=2, height=deepest, width=deepest, vae_scale=1)
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        return unet_values(config, rows, columns, scores=scores)
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
         return token_counts(config)

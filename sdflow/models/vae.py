@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.ldm_names import ldm_vae_names
+from sdflow.models.parameters import vae_parameters
 from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
+from sdflow.models.working_memory import vae_values
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,9 @@ class _AutoencoderKL(VaeHalf):
         module: torch.nn.Module = AutoencoderKL.from_config(dict(config))
         return module
 
+    def parameters(self, config: Config) -> Shapes | None:
+        return vae_parameters(config)
+
     def telling(self, config: Config) -> Shapes:
         channels = config["block_out_channels"]
         return {
@@ -64,6 +69,9 @@ class _AutoencoderKL(VaeHalf):
     def unused(self, name: str, keys: Iterable[str]) -> bool:
         """Files of a VAE alone keep what its training needed besides."""
         return name.startswith(_TRAINING)
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        return vae_values(config, config["block_out_channels"], rows, columns)
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """The original layout and the oldest files hold attention as 1x1 convolutions: the same values."""

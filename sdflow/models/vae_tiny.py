@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Original, Shapes
 from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
+from sdflow.models.working_memory import vae_values
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,9 @@ class _AutoencoderTiny(VaeHalf):
             half, _, name = original.name.partition(".")
             found.setdefault(half, {})[name] = shapes[key]
         return found
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        return vae_values({"mid_block_add_attention": False}, config["decoder_block_out_channels"], rows, columns)
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         """After taesd.py of its authors: two plain sequences; the decoder's begins with what diffusers does outside of it."""

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from sdflow.errors import UsageError
+from sdflow.machine.packages import how_to_install
 
 ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HOST:PORT"
 NAMESPACE = "sdflow"
@@ -32,7 +33,7 @@ def load_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("Ray is not installed", where="--on", remedy="pip install 'sdflow[ray]'") from error
+        raise UsageError("Ray is not installed", where="--on", remedy=how_to_install("ray")) from error
     return ray
 
 

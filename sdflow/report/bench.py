@@ -11,7 +11,7 @@ from sdflow.bench.engines import Chosen
 from sdflow.bench.result import BenchResult
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.tune import TuneResult
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 
 _LEFT = ("engine", "type", "image")
 
@@ -29,13 +29,13 @@ def print_bench(result: BenchResult, files: Sequence[Path], *, as_json: bool = F
         print_table(title, TABLE, list(table(result, index)), right)
     for each in result.engines:
         if each.reason:
-            print(f"{each.name}: {each.status}: {each.reason}")
+            put(f"{each.name}: {each.status}: {each.reason}")
     for name, value in about(result):
-        print(f"{name}: {value}")
+        put(f"{name}: {value}")
     for path in files:
-        print(path)
+        put(path)
     if result.wrong:
-        print(f"WRONG images: {', '.join(result.wrong)}")
+        put(f"WRONG images: {', '.join(result.wrong)}")
 
 
 def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
@@ -71,9 +71,9 @@ def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
     columns = ("engine", "case", "before ms", "after ms", "ratio", "image")
     print_table("", columns, rows_, ("before ms", "after ms", "ratio"))
     if result.differences:
-        print("FORCED: these runs were not made alike, the ratios say little:")
+        put("FORCED: these runs were not made alike, the ratios say little:")
     for difference in (*result.differences, *result.pipeline):
-        print(f"  {difference}")
+        put(f"  {difference}")
 
 
 def print_tune(result: TuneResult, *, as_json: bool = False) -> None:
@@ -92,5 +92,5 @@ def print_tune(result: TuneResult, *, as_json: bool = False) -> None:
         for trial in result.trials
     ]
     print_table("", ("option", "value", "time", "distance", ""), rows, ("time", "distance"))
-    print(f"{result.target}: {result.described}; {result.ratio:.3f} of the untuned pipeline's time")
-    print(f"kept for this device and these versions in {result.file}")
+    put(f"{result.target}: {result.described}; {result.ratio:.3f} of the untuned pipeline's time")
+    put(f"kept for this device and these versions in {result.file}")

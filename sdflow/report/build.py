@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.report.verify import print_verification
 from sdflow.store.remote.up import FROM
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
@@ -49,7 +49,7 @@ def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Prob
         )
         return
     for path, names in valid.items():
-        print(f"{path}: valid ({', '.join(names)})")
+        put(f"{path}: valid ({', '.join(names)})")
 
 
 def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
@@ -69,16 +69,16 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool) -> None:
             ],
         )
         for note in pipeline.notes:
-            print(f"  {note}")
+            put(f"  {note}")
     every = [step for _, steps in planned for step in steps]
     if any(step.step.weights == "symbolic" for step in every):
-        print(
+        put(
             "graph: built without weights, once for all checkpoints and LoRAs of an architecture; "
             "weights: written into that graph"
         )
     remote = sum(step.state == "remote" for step in every)
     elsewhere = f", {remote} come from {cache.remote.spec.shown}" if cache.remote is not None and remote else ""
-    print(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached{elsewhere}")
+    put(f"{sum(step.state == 'cached' for step in every)} of {len(every)} steps are cached{elsewhere}")
 
 
 def _planned_json(planned: PlannedStep) -> dict[str, Any]:
@@ -88,6 +88,7 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
         "makes": MAKES[planned.step.weights],
         "state": planned.state,
         "reasons": list(planned.reasons),
+        "failure": None if planned.failure is None else {"at": planned.failure.at, "error": planned.failure.error},
         "action": planned.action.digest if planned.action else None,
         "artifact": planned.record.artifact.digest if planned.record else None,
     }
@@ -111,9 +112,12 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
     for step in chosen:
         built = f"built {step.record.built['finished']}" if step.record else ""
         lines = [f"unchanged, {built}"] if step.state == "cached" else list(step.reasons)
-        print(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
+        if (failure := step.failure) is not None:
+            failed = f"{lines[0]}; failed {failure.at}" if step.state == "cached" else f"failed {failure.at}"
+            lines = [failed, *failure.error.splitlines(), *lines[1:]]
+        put(f"{step.step.id} {step.step.name} ({MAKES[step.step.weights]}): {lines[0] if lines else ''}")
         for line in (*lines[1:], *claims.get(step.step.id, ())):
-            print(f"  {line}")
+            put(f"  {line}")
 
 
 def _claims(steps: Sequence[PlannedStep], cache: Cache) -> dict[str, list[str]]:
@@ -145,12 +149,12 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
             print_verification(pipeline.verification)
         _print_evaluation(pipeline)
         if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
-            print(f"pipeline: {pipeline.folder}\n")
+            put(f"pipeline: {pipeline.folder}", "")
     if len(result.pipelines) > 1:
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.ran for step in every)
-    print(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
+    put(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
 
 
 def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
@@ -180,12 +184,12 @@ def print_bake(result: PipelineResult, *, as_json: bool) -> None:
             f"built in {spell_seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"
         )
         touched = next((step.record.facts["touched"] for step in chain if "touched" in step.record.facts), 0)
-        print(f"{submodel:15} {took}, LoRAs in {touched} weights, {spell_bytes(last.artifact.bytes)}")
+        put(f"{submodel:15} {took}, LoRAs in {touched} weights, {spell_bytes(last.artifact.bytes)}")
     for note in result.plan.every_note:
-        print(f"  {note}")
+        put(f"  {note}")
     if result.verification is not None:
         print_verification(result.verification)
-    print(f"pipeline: {result.folder}")
+    put(f"pipeline: {result.folder}")
 
 
 def _print_steps(pipeline: PipelineResult) -> None:
@@ -208,12 +212,13 @@ def _print_steps(pipeline: PipelineResult) -> None:
     planned = pipeline.plan.pipeline
     print_table(
         f"{planned.name}: {planned.model} for {planned.target}",
-        ("submodel", "pass", "", "build time", "peak memory", "nodes", "fused operators", "size"),
+        ("submodel", "pass", "", "time", "memory", "nodes", "fused operators", "size"),
         rows,
-        right=("build time", "peak memory", "nodes", "size"),
+        right=("time", "memory", "nodes", "size"),
+        below=("fused operators", "nodes"),
     )
     for note in pipeline.plan.every_note:
-        print(f"  {note}")
+        put(f"  {note}")
 
 
 def _print_evaluation(pipeline: PipelineResult) -> None:
@@ -221,7 +226,7 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
     if result is None:
         return
     if not result.measured:
-        print(f"not measured: {result.reason}")
+        put(f"not measured: {result.reason}")
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [
@@ -235,22 +240,22 @@ def _print_evaluation(pipeline: PipelineResult) -> None:
         rows.append(("whole image", size, *_latency_cells(result.pipeline)))
     if rows:
         columns = ("latency", "shapes", "runs", "first", "median", "p90", "p99", "min")
-        print_table(f"on {result.provider}", columns, rows, right=columns[2:])
+        print_table(f"on {result.provider}", columns, rows, right=columns[2:], below=("shapes", "runs"))
     for name, part in result.submodels.items():
         if part.placement.fallen:
-            print(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
+            put(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
     own = [
         f"{part.placement.own_kernels} nodes of {name}"
         for name, part in result.submodels.items()
         if part.placement.own_kernels
     ]
     if own:
-        print(f"  in sdflow's own kernels: {', '.join(own)}")
+        put(f"  in sdflow's own kernels: {', '.join(own)}")
     for note in result.notes:
-        print(f"  {note}")
-    print(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
+        put(f"  {note}")
+    put(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
     if result.image:
-        print(f"image: {result.image}")
+        put(f"image: {result.image}")
 
 
 def _latency_cells(latency: Latency) -> tuple[str, ...]:

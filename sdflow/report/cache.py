@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sdflow.artifact import Record
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.runtime.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
@@ -36,7 +36,7 @@ def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
     ]
     print_table("", ("action", "submodel", "pass", "size", "built", "last used", "used by"), rows, right=("size",))
     objects = {entry.object: entry.bytes for entry in entries}
-    print(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects")
+    put(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects")
 
 
 def _date(moment: float) -> str:
@@ -53,8 +53,8 @@ def print_cache_verification(report: VerifyReport, *, as_json: bool) -> None:
         )
         return
     for path, what in report.damaged:
-        print(f"damaged: {path}: {what}")
-    print(f"sound: {report.actions} actions, {report.objects} objects, {spell_bytes(report.bytes)}")
+        put(f"damaged: {path}: {what}")
+    put(f"sound: {report.actions} actions, {report.objects} objects, {spell_bytes(report.bytes)}")
 
 
 def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
@@ -64,13 +64,13 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
         return
     done = "would remove" if dry_run else "removed"
     for entry in report.removed:
-        print(f"{done} {entry.action[:12]} {entry.submodel} {entry.pass_name}, last used {_date(entry.last_used)}")
-    print(
+        put(f"{done} {entry.action[:12]} {entry.submodel} {entry.pass_name}, last used {_date(entry.last_used)}")
+    put(
         f"{done} {len(report.removed)} entries, {report.orphans} unreferenced objects and {report.rubbish} leftovers; "
         f"{spell_bytes(report.bytes_freed)} freed, {spell_bytes(report.bytes_kept)} kept"
     )
     if report.over:
-        print(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")
+        put(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")
 
 
 def print_remote_entries(
@@ -110,7 +110,7 @@ def print_remote_entries(
     ]
     print_table("", ("action", "submodel", "pass", "size", "pushed", "verified elsewhere"), rows, right=("size",))
     objects = {each.entry.object: each.bytes or 0 for each in entries}
-    print(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects, in {remote}")
+    put(f"{len(entries)} entries, {spell_bytes(sum(objects.values()))} in {len(objects)} objects, in {remote}")
 
 
 def _claimed(said: Claim) -> str:
@@ -129,7 +129,7 @@ def print_pushed(sent: Sent, results: int, remote: str, *, as_json: bool) -> Non
         counts = {"cached": results, "pushed": sent.results, "bytes": sent.bytes, "there": sent.there}
         print_json("cache push", {"remote": remote, **counts})
         return
-    print(
+    put(
         f"{sent.results} of {results} results were new to {remote}: {spell_bytes(sent.bytes)} sent, "
         f"{spell_bytes(sent.there)} were there in parts"
     )
@@ -142,7 +142,7 @@ def print_pulled(fetched: Sequence[Record], missing: int, remote: str, *, as_jso
         actions = [record.action.digest for record in fetched]
         print_json("cache pull", {"remote": remote, "missing": missing, "fetched": actions, "bytes": size})
         return
-    print(f"{len(fetched)} of {missing} missing results fetched from {remote}, {spell_bytes(size)}")
+    put(f"{len(fetched)} of {missing} missing results fetched from {remote}, {spell_bytes(size)}")
 
 
 def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> None:
@@ -150,7 +150,7 @@ def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> N
     if as_json:
         print_json("remote cache collection", {"remote": remote, "dry_run": dry_run, **asdict(swept)})
         return
-    print(
+    put(
         f"{'would remove' if dry_run else 'removed'} {swept.actions} entries, {swept.manifests} manifests and "
         f"{swept.pieces} pieces of {remote}; {spell_bytes(swept.bytes_freed)} freed, {spell_bytes(swept.bytes_kept)} kept"
     )
@@ -177,4 +177,4 @@ def print_engines(kept: Sequence[KeptEngines], root: Path, *, removed: bool, as_
             for each in kept
         ]
         print_table("", columns, table, right=("models", "size"))
-    print(f"{'removed' if removed else 'kept'}: {spell_bytes(sum(each.bytes for each in kept))} in {root}")
+    put(f"{'removed' if removed else 'kept'}: {spell_bytes(sum(each.bytes for each in kept))} in {root}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.serve.deployments import Deployment
 
 
@@ -16,7 +16,7 @@ def print_deployments(found: Sequence[Deployment], *, as_json: bool = False) -> 
         print_json("deployments", {"deployments": listed})
         return
     if not found:
-        print("nothing is deployed")
+        put("nothing is deployed")
         return
     rows = [
         (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sdflow.export.one_file import Exported
 from sdflow.export.schedule import Coefficients
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.units import spell_bytes
 
 
@@ -27,12 +27,12 @@ def print_export(exported: Exported, *, as_json: bool = False) -> None:
     rows = [(str(path), spell_bytes(size)) for path, size in exported.files.items()]
     print_table("", ("file", "bytes"), rows, ("bytes",))
     for value in exported.inputs:
-        print(f"  in   {value}")
+        put(f"  in   {value}")
     for value in exported.outputs:
-        print(f"  out  {value}")
+        put(f"  out  {value}")
     for each in exported.left_out:
-        print(f"  without {each}")
-    print(f"{_words(exported.schedule)}. The files belong together: move them as one.")
+        put(f"  without {each}")
+    put(f"{_words(exported.schedule)}. The files belong together: move them as one.")
 
 
 def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) -> None:
@@ -40,7 +40,7 @@ def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) ->
     if as_json:
         print_json("schedule", {"file": str(path), "scheduler": table.scheduler, "steps": table.steps})
         return
-    print(f"{path}: {_words(table)}")
+    put(f"{path}: {_words(table)}")
 
 
 def _words(table: Coefficients) -> str:

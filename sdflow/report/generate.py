@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.runtime.generate import GenerateResult
 from sdflow.units import spell_seconds
 
@@ -18,10 +18,10 @@ def print_generate(result: GenerateResult, *, as_json: bool = False) -> None:
     ]
     print_table("", ("file", "seed", "prompt", "flagged"), rows, right=("seed",))
     if result.sheet:
-        print(f"contact sheet: {result.sheet}")
+        put(f"contact sheet: {result.sheet}")
     for note in result.notes:
-        print(f"  {note}")
+        put(f"  {note}")
     count = len(result.images)
     each = f", {spell_seconds(result.draw_seconds / count)} each" if count > 1 else ""
     took, loading = spell_seconds(result.draw_seconds), spell_seconds(result.load_seconds)
-    print(f"{count} image{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")
+    put(f"{count} image{'s' if count > 1 else ''} in {took}{each}, after {loading} of loading")

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sdflow.inspection import Description
-from sdflow.printable import printable
-from sdflow.report.output import print_json
+from sdflow.report.output import print_json, put
 
 
 def print_inspection(described: Sequence[Description], *, as_json: bool = False) -> None:
@@ -15,10 +14,13 @@ def print_inspection(described: Sequence[Description], *, as_json: bool = False)
     if as_json:
         print_json("inspect", {"findings": [each.to_json() for each in described]})
         return
-    print(printable("\n\n".join(_text(each) for each in described)))
+    for number, each in enumerate(described):
+        if number:
+            put("")
+        _print_one(each)
 
 
-def _text(description: Description) -> str:
+def _print_one(description: Description) -> None:
     told = {
         "kind": description.kind,
         "for" if description.kind == "LoRA" else "of": " or ".join(description.of),
@@ -29,13 +31,12 @@ def _text(description: Description) -> str:
     }
     shown = {name: _spelled(value) for name, value in told.items() if value not in (None, "", (), {})}
     width = max(map(len, shown))
-    lines = [description.path, *(f"  {name:<{width}}  {value}" for name, value in shown.items())]
-    lines += [f"  {note}" for note in description.notes]
+    put(description.path, *(f"  {name:<{width}}  {value}" for name, value in shown.items()))
+    put(*(f"  {note}" for note in description.notes))
     if description.workflow:
-        lines += ["", "  # a workflow for it", *(f"  {line}" for line in description.workflow.splitlines())]
+        put("", "  # a workflow for it", *(f"  {line}" for line in description.workflow.splitlines()), wrap=False)
     if description.command:
-        lines += ["", f"  {description.command}"]
-    return "\n".join(lines)
+        put("", f"  {description.command}", wrap=False)
 
 
 def _spelled(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sdflow.config.catalog import PassNotFound
 from sdflow.errors import UsageError
 from sdflow.passes import registry
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def print_diagnoses(diagnoses: Sequence[Diagnosis], *, as_json: bool) -> None:
     print_table("", ("", "subject", "what"), [(each.level, each.subject, each.what) for each in diagnoses])
     for each in diagnoses:
         if each.level != "ok":
-            print(f"{each.level}: {each.subject}: {each.what}\n  {each.remedy}")
+            put(f"{each.level}: {each.subject}: {each.what}", f"  {each.remedy}")
 
 
 def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:
@@ -44,11 +44,11 @@ def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:
                 target.title,
                 each.provider or wanted,
                 "yes" if each.available else "no",
-                " ".join(filter(None, (each.reason, each.remedy))),
+                "; ".join(filter(None, (each.reason, each.remedy))),
             )
         )
     print_table("", ("target", "", "execution provider", "runs here", "why not, and what would help"), rows)
-    print("Every target can be built here, whether it runs here or not.")
+    put("Every target can be built here, whether it runs here or not.")
 
 
 def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
@@ -66,10 +66,8 @@ def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
         return
     rows = [(each.name, each.origin, each.accepts, each.summary) for each in described]
     print_table("", ("pass", "from", "reads", "what it does"), rows)
-    print(
-        "sdflow passes NAME shows the options of one; --olive lists every other pass of olive-ai that chains can name."
-    )
-    print("A pass of your own: pass: user_scripts/FILE.py (see the README).")
+    put("sdflow passes NAME shows the options of one; --olive lists every other pass of olive-ai that chains can name.")
+    put("A pass of your own: pass: user_scripts/FILE.py (see the README).")
 
 
 def _print_pass(name: str, *, as_json: bool) -> None:
@@ -80,7 +78,7 @@ def _print_pass(name: str, *, as_json: bool) -> None:
     if as_json:
         print_json("pass", asdict(described))
         return
-    print(f"{described.name} ({described.origin}), reads: {described.accepts}\n{described.summary}\n")
+    put(f"{described.name} ({described.origin}), reads: {described.accepts}", *described.summary.split("\n"), "")
     rows = [
         (option.name, option.type, "required" if option.required else repr(option.default), option.description)
         for option in described.options

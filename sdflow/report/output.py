@@ -1,4 +1,4 @@
-"""The two forms of output: a table, or JSON."""
+"""The two forms of output: text, of which tables are a part, and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sdflow.printable import columns_of, fitted, in_one_line
+
 FORMAT_VERSION = 1
+LEAST_WRAPPED = 24
+"""Columns of a terminal: a cell is not wrapped into fewer."""
+GAP = 2
+"""Columns between those of a table, and before the first."""
 
 
 def print_json(kind: str, content: Mapping[str, Any]) -> None:
@@ -15,29 +21,99 @@ def print_json(kind: str, content: Mapping[str, Any]) -> None:
     print(json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **content}, indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table; the columns named in `right` are aligned to the right. In a file or pipe: plain text, one line a row."""
-    if not sys.stdout.isatty():
-        _print_plain(title, columns, list(rows), right)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+def put(*lines: object, wrap: bool = True) -> None:
+    """Print lines. Whatever a terminal would take for a command is spelled, line ends in the middle too: names of files may
+    have any of it. A terminal gets them wrapped between words; a file or pipe, as they are. wrap: not what is to be copied."""
+    columns = columns_of(sys.stdout) if wrap else None
+    for line in map(in_one_line, map(str, lines)):
+        for each in [line] if columns is None else fitted(line, columns):
+            print(each)
 
 
-def _print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[str] = (),
+    below: Sequence[str] = (),
+) -> None:
+    """A table; the columns named in `right` are aligned to the right.
+
+    A terminal may be too narrow for a line a row: the last column that holds text is wrapped, where it can be; else columns
+    move into lines below their rows, those of `below` first. No name is broken.
+    """
+    cells = [[in_one_line(cell) for cell in row] for row in rows]
     if title:
-        print(title)
-    for row in (columns, ["-" * width for width in widths], *rows):
-        cells = zip(row, columns, widths, strict=True)
-        line = "  ".join(f"{cell:>{width}}" if name in right else f"{cell:<{width}}" for cell, name, width in cells)
-        print(f"  {line}".rstrip())
+        put(title)
+    for line in table_lines(columns, cells, right, below, columns_of(sys.stdout)):
+        print(line)
     print()
+
+
+def table_lines(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    below: Sequence[str],
+    room: int | None,
+) -> list[str]:
+    """The lines of a table, none of them longer than `room` unless a single word is."""
+    widths = [max(map(_length, each)) for each in zip(columns, *rows, strict=True)]
+    kept, wrapped = list(range(len(columns))), None
+    if room is not None:
+        kept, wrapped = _that_fit(columns, rows, right, below, widths, room)
+    lines = [_line([columns[i] for i in kept], kept, columns, widths, right)]
+    lines.append(_line(["-" * widths[i] for i in kept], kept, columns, widths, right))
+    for row in rows:
+        parts = {i: fitted(row[i], widths[i], hang=0) if i == wrapped else [row[i]] for i in kept}
+        for number in range(max(map(len, parts.values()))):
+            texts = [parts[i][number] if number < len(parts[i]) else "" for i in kept]
+            lines.append(_line(texts, kept, columns, widths, right))
+        moved = [f"{columns[i]}: {row[i]}".removeprefix(": ") for i in range(len(columns)) if i not in kept and row[i]]
+        if moved and room is not None:
+            lines += fitted(f"{' ' * GAP * 2}{'; '.join(moved)}", room)
+    return lines
+
+
+def _that_fit(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    below: Sequence[str],
+    widths: list[int],
+    room: int,
+) -> tuple[list[int], int | None]:
+    """The columns that stay beside one another, and the one whose cells are wrapped, the width of which is set."""
+    kept = list(range(len(columns)))
+    first = [columns.index(name) for name in below]
+    while sum(widths[i] + GAP for i in kept) > room:
+        last = kept[-1]
+        left = room - sum(widths[i] + GAP for i in kept[:-1]) - GAP
+        longest = max((_length(word) for row in rows for word in row[last].split()), default=0)
+        if len(kept) > 1 and columns[last] not in right and left >= max(LEAST_WRAPPED, longest):
+            widths[last] = left
+            return kept, last
+        movable = [i for i in first if i in kept] or kept[:0:-1]
+        if not movable:
+            break
+        kept.remove(movable[0])
+    return kept, None
+
+
+def _line(
+    texts: Sequence[str], kept: Sequence[int], columns: Sequence[str], widths: Sequence[int], right: Sequence[str]
+) -> str:
+    padded = []
+    for text, i in zip(texts, kept, strict=True):
+        space = " " * (widths[i] - _length(text))
+        padded.append(space + text if columns[i] in right else text + space)
+    return f"{' ' * GAP}{(' ' * GAP).join(padded)}".rstrip()
+
+
+def _length(text: str) -> int:
+    """Columns of a terminal: a wide character takes two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)

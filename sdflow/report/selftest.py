@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.selftest.lines import about, images, parts
 from sdflow.selftest.result import Report, to_json
 
@@ -15,16 +15,16 @@ def print_selftest(report: Report, written: Iterable[Path] = (), *, as_json: boo
     if as_json:
         print_json("selftest", to_json(report))
         return
-    print(f"{_plain(report.target)}: {report.verdict}" + (f": {_plain(report.reason)}" if report.reason else ""))
+    put(f"{_plain(report.target)}: {report.verdict}" + (f": {_plain(report.reason)}" if report.reason else ""))
     print_table("", ("", "what"), [(_plain(key), _plain(value)) for key, value in about(report)])
     for table in (parts, images):
         if rows := table.rows(report):
             print_table("", table.columns, [tuple(map(_plain, row)) for row in rows])
     for name, part in report.submodels.items():
         for node, operator, provider in part.fallen:
-            print(f"fallen: {_plain(name)}: {_plain(node)} ({_plain(operator)}) on {_plain(provider)}")
+            put(f"fallen: {_plain(name)}: {_plain(node)} ({_plain(operator)}) on {_plain(provider)}")
     for path in written:
-        print(f"written: {path}")
+        put(f"written: {path}")
 
 
 def _plain(text: str) -> str:

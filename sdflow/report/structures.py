@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def print_exported(result: Exported, *, as_json: bool) -> None:
         print_json("exported structures", {"file": str(result.path), **sizes, "structures": list(result.structures)})
         return
     _print(result.structures)
-    print(f"{result.path}: {spell_bytes(result.bytes)}, {spell_bytes(result.unpacked)} unpacked")
+    put(f"{result.path}: {spell_bytes(result.bytes)}, {spell_bytes(result.unpacked)} unpacked")
 
 
 def print_imported(result: Imported, *, as_json: bool) -> None:
@@ -33,8 +33,8 @@ def print_imported(result: Imported, *, as_json: bool) -> None:
     _print([each for each in structures if isinstance(each, dict)] if isinstance(structures, list) else [])
     versions = about.get("versions")
     if isinstance(versions, dict):
-        print("made with " + ", ".join(_plain(f"{name} {version}") for name, version in versions.items()))
-    print(f"{len(result.new)} of {len(entries)} results were new to the cache")
+        put("made with " + ", ".join(_plain(f"{name} {version}") for name, version in versions.items()))
+    put(f"{len(result.new)} of {len(entries)} results were new to the cache")
 
 
 def _print(structures: Sequence[Mapping[str, Any]]) -> None:

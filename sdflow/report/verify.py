@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sdflow.report.output import print_json, print_table
+from sdflow.report.output import print_json, print_table, put
 from sdflow.units import spell_seconds
 from sdflow.verify.kinds import kinds
 from sdflow.verify.result import spell_limit
@@ -27,8 +27,8 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
     for result in results:
         print_verification(result)
         for each in fixes.get(result.name, ()):
-            print(f"{each.submodel} passes with {len(each.nodes)} nodes as they are ({each.tried} builds tried):")
-            print(each.yaml())
+            put(f"{each.submodel} passes with {len(each.nodes)} nodes as they are ({each.tried} builds tried):")
+            put(*each.yaml().split("\n"), wrap=False)
 
 
 def print_verification(result: Verification) -> None:
@@ -42,7 +42,13 @@ def print_verification(result: Verification) -> None:
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
-    print_table(title, ("submodel", "output", "graph", *numbers, ""), rows, right=numbers)
+    print_table(
+        title,
+        ("submodel", "output", "graph", *numbers, ""),
+        rows,
+        right=numbers,
+        below=("graph", "unrounded", "fp16 PyTorch", "ratio"),
+    )
     _print_device(result)
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
@@ -51,25 +57,25 @@ def print_verification(result: Verification) -> None:
         verdict = "passed" if not image.problems else "FAILED"
         if image.quantized and not image.problems:
             verdict = f"{image.quantized}, held to no limit"
-        print(
+        put(
             f"{what} {image.height}x{image.width}: PSNR {ours}{'' if image.quantized else plain}, SSIM {image.ssim:.4f}, "
             f"largest difference {image.largest_difference:.2g}: {verdict}"
         )
     if result.meaning is not None:
         meaning = result.meaning
-        print(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
-    print(f"covered: {'; '.join(result.coverage)}")
+        put(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
+    put(f"covered: {'; '.join(result.coverage)}")
     for kind in kinds(each for each in result.findings if each["level"] == "warning"):
-        print(f"  {kind.where}: {kind.what}")
+        put(f"  {kind.where}: {kind.what}")
     for name, part in result.submodels.items():
         if part.block and part.block.gone:
-            print(
+            put(
                 f"  {name}: {len(part.block.gone)} blocks before the first that differs have no end in the graph: fused"
             )
         if part.unproved:
-            print(f"  {name}: not proved without its roundings: {part.unproved}")
+            put(f"  {name}: not proved without its roundings: {part.unproved}")
         if part.left_out:
-            print(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
+            put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 
 
 def _print_device(result: Verification) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sdflow.errors import UsageError
+from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser import Denoiser
 from sdflow.runtime.schedule import Schedule
+from sdflow.runtime.scheduler_walk import FIRST_DRAWN
+from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
     import torch
+
+ALWAYS_THERE = 1 << 28
+"""Bytes for which free memory is not looked up."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,17 @@ class Start:
     image: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     context: torch.Tensor | None = None
+
+
+def require_room(schedule: Schedule, shape: tuple[int, ...], device: str) -> None:
+    """Raises UsageError where what the steps give, all of which is kept, does not fit in the memory that is free. shape: of the
+    latents."""
+    needed = 4 * (schedule.known(schedule.runs) + schedule.draws) * math.prod(shape)
+    if needed > ALWAYS_THERE and needed > (free := available_bytes(device)):
+        raise UsageError(
+            f"{schedule.runs:,} steps of an image of this size give {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            remedy="Take fewer steps, a smaller image, or fewer images at once.",
+        )
 
 
 def denoise(
@@ -63,11 +82,11 @@ def denoise(
         drawn = torch.mv(terms[:known].T, schedule.inputs[index, :known]).view(shape)
         if start.mask is None:
             return drawn
-        return torch.where(start.mask, drawn, torch.mv(terms[:known].T, schedule.kept[index, :known]).view(shape))
+        return torch.where(start.mask, drawn, torch.mv(terms[:FIRST_DRAWN].T, schedule.kept[index]).view(shape))
 
     def clean(index: int) -> torch.Tensor:
-        known = schedule.known(index + 1)
-        seen = torch.mv(terms[:known].T, schedule.clean[index, :known]).view(shape)
+        row = schedule.clean_row(index)
+        seen = torch.mv(terms[: len(row)].T, row).view(shape)
         return seen if start.mask is None or start.image is None else torch.where(start.mask, seen, start.image)
 
     for index in range(schedule.runs):

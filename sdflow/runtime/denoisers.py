@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.approximation import EXACT, REUSE, Approximation
 from sdflow.families.request import Conditions
+from sdflow.machine.memory import available_bytes
 from sdflow.runtime.bound import Bound
 from sdflow.runtime.control import Control, ControlledDenoiser
 from sdflow.runtime.denoise import Start
 from sdflow.runtime.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
 from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.vae import tile_side
+from sdflow.runtime.working_bytes import row_bytes
 
-KEPT = 2
-"""For how many sizes and numbers of images a denoiser in parts is kept: each has its scratch in memory, on the CPU
-weights too."""
+SHARE = 0.5
+"""Of the memory that is free but for them, what denoisers in parts may take that are kept for further images: each has its
+scratch, on the CPU weights too. Those of the present image are kept in any case."""
+
+
+Key = tuple[Any, ...]
+"""A size, a number of images, and what is left out."""
 
 
 class DenoiserSource(Protocol):
@@ -51,7 +59,8 @@ class DenoiserSource(Protocol):
 class Denoisers(DenoiserSource):
     """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
     image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split:
-    take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make nothing beside it."""
+    take it apart (`sdflow.runtime.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the
+    decoder, as of `sdflow.runtime.vae.tile_side`."""
 
     def __init__(
         self,
@@ -64,14 +73,17 @@ class Denoisers(DenoiserSource):
         *,
         split: bool,
         low_memory: bool,
+        tiles: bool | None = None,
     ) -> None:
         self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
-        self._scale, self._split, self._low_memory = scale, split, low_memory
+        self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
-        self.kept: dict[tuple[Any, ...], Denoiser] = {}
+        self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
+        self._taken: dict[Key, int] = {}
 
     def unload(self) -> None:
         self.kept.clear()
+        self._taken.clear()
         for submodel in (self._model, *self._nets.values()):
             submodel.unload()
 
@@ -100,11 +112,12 @@ class Denoisers(DenoiserSource):
             return WholeDenoiser(self._model, shape, sizes)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers
         texts = self._texts if conditions is None else ()
-        denoiser = self._parted(shape, sizes, layers, texts)
         if fewer.guidance is None:
-            return denoiser
-        alone = self._parted(shape, {**sizes, "batch": rows // 2}, layers, ())
-        return PartlyGuidedDenoiser(denoiser, alone, rows)
+            return self._parted(shape, sizes, layers, texts, needed={})
+        half = {**sizes, "batch": rows // 2}
+        keys = {_key(shape, layers, each): each for each in (sizes, half)}
+        denoiser = self._parted(shape, sizes, layers, texts, needed=keys)
+        return PartlyGuidedDenoiser(denoiser, self._parted(shape, half, layers, (), needed=keys), rows)
 
     def _require_parts(self, fewer: Approximation) -> None:
         """Raises UsageError where the denoiser is not taken apart."""
@@ -123,14 +136,39 @@ class Denoisers(DenoiserSource):
             )
 
     def _parted(
-        self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
+        self,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+        layers: int,
+        texts: Sequence[Submodel],
+        *,
+        needed: Container[Key],
     ) -> Denoiser:
-        key = (shape, layers, *sizes.values())
+        """needed: those that the present image takes besides."""
+        key = _key(shape, layers, sizes)
         if key not in self.kept:
-            while len(self.kept) >= KEPT:
-                self.kept.pop(next(iter(self.kept)))
-            self.kept[key] = self._made(shape, sizes, layers, texts)
+            taken = self._bytes(shape, sizes["batch"])
+            self._make_room(taken, needed)
+            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts), taken
+        self.kept.move_to_end(key)
         return self.kept[key]
+
+    def _bytes(self, shape: tuple[int, ...], rows: int) -> int:
+        """What a denoiser in parts takes."""
+        model, (height, width) = self._model, shape[2:]
+        assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        weights = 0 if model.weights is not None else sum(each.stat().st_size for each in model.path.parent.iterdir())
+        return weights + rows * row_bytes(model.part.model, model.config, (height, width), model.place.device)
+
+    def _make_room(self, wanted: int, needed: Container[Key]) -> None:
+        """Let those go that were not used for the longest time, until so many bytes are within the share."""
+        held = sum(self._taken.values())
+        most = SHARE * (available_bytes(self._model.place.device) + held)
+        for key in [key for key in self.kept if key not in needed]:
+            if held + wanted <= most:
+                return
+            del self.kept[key]
+            held -= self._taken.pop(key)
 
     def _made(
         self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
@@ -141,11 +179,16 @@ class Denoisers(DenoiserSource):
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
-                others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+                if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
+                    others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
             made = parted.result()
             for each in others:
                 each.result()
         return made
+
+
+def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int]) -> Key:
+    return (shape, layers, *sizes.values())
 
 
 def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:

@@ -28,6 +28,7 @@ from sdflow.runtime.folder import (
     refiner_of,
 )
 from sdflow.runtime.image_prompt_files import ImagePromptFile, for_adapters
+from sdflow.runtime.kept import require_blur
 from sdflow.runtime.soundness import require_sound
 from sdflow.runtime.start import require_size, require_start
 from sdflow.runtime.words import read_words
@@ -43,12 +44,14 @@ class GenerateRequest:
 
     images: how many per prompt, each with a seed of its own: `seed` counts up from one to the next; None: a random
     one. height, width: pixels; None: the image's or the model's. steps, guidance_scale, strength, eta: None: the model's.
-    image, mask: files to start from and to draw into. target: None for the one that the folder was built for. batch:
-    images drawn at once. threads: of the CPU. refiner: a pipeline folder that takes over at refiner_start, a part of the way
-    from noise to image; None: REFINER_START. prompt_syntax, clip_skip: as of `Pipeline.__call__`. embeddings: files of
+    image, mask: files to start from and to draw into; mask_blur, whole: as of the pipeline.
+    target: None for the one that the folder was built for. batch: images drawn at once. threads: of the CPU. refiner: a pipeline
+    folder that takes over at refiner_start, a part of the way from noise to image; None: REFINER_START. prompt_syntax, clip_skip:
+    as of `Pipeline.__call__`. embeddings: files of
     textual inversion, FILE or FILE:WORD. check: whether the folder's files are held to their digests. controls: images for
-    ControlNets; guess_mode: as of the pipeline. image_prompts: images for IP-Adapters. more: what the pipeline's family takes
-    besides. reuse, guidance_interval: as of the pipeline; None: as the folder's workflow says; empty: none. preview: write
+    ControlNets; guess_mode, vae_tiles: as of the pipeline. image_prompts: images for IP-Adapters. more: what the
+    pipeline's family takes besides. reuse, guidance_interval: as of the pipeline; None: as the folder's workflow says; empty:
+    none. preview: write
     one after every step, into PREVIEWS of `out`. previews: as of `Pipeline.load`.
     """
 
@@ -66,6 +69,8 @@ class GenerateRequest:
     eta: float | None = None
     image: Path | None = None
     mask: Path | None = None
+    mask_blur: float = 0.0
+    whole: bool = False
     controls: Sequence[ControlFile] = ()
     guess_mode: bool = False
     image_prompts: Sequence[ImagePromptFile] = ()
@@ -75,6 +80,7 @@ class GenerateRequest:
     batch: int = 1
     sheet: bool = True
     low_memory: bool = False
+    vae_tiles: bool | None = None
     threads: int | None = None
     refiner: Path | None = None
     refiner_start: float | None = None
@@ -167,6 +173,9 @@ def check_request(request: GenerateRequest) -> None:
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     if request.strength is not None and request.image is None:
         raise UsageError("it says how much of an image is kept", where="--strength", remedy="Add --image FILE.")
+    if request.whole and request.mask is None:
+        raise UsageError("it says what becomes of what a mask keeps", where="--whole", remedy="Add --mask FILE.")
+    require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
     nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
     require_controls({each.name: control_of(each, None) for each in request.controls}, list(nets))
     for_adapters(request.image_prompts, folder_adapters(request.folder), lambda path: path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,18 @@ SIZES = (
 MOST = 1 << 20
 
 
+def _are_levels(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(each) is int and 0 < each <= MOST for each in value))
+
+
+READ_ENTRIES: Mapping[str, Callable[[Any], bool]] = {
+    "block_out_channels": _are_levels,
+    "decoder_block_out_channels": _are_levels,
+    "scaling_factor": lambda value: type(value) in (int, float) and value != 0,
+}
+"""Entries that what draws computes with, and whether a value is one that it can."""
+
+
 class Config(dict[str, Any]):
     """A config.json. An entry that it lacks is told as that, whoever looks for it."""
 
@@ -162,6 +174,9 @@ def submodel_config(folder: Path, submodel: str) -> Config:
         size = config.get(name)
         if size is not None and (type(size) is not int or not 0 < size <= MOST):
             raise UsageError(f"its {name} is {size!r:.40}", where=str(path), remedy=DAMAGED)
+    for name, fits in READ_ENTRIES.items():
+        if name in config and not fits(config[name]):
+            raise UsageError(f"its {name} is {config[name]!r:.40}", where=str(path), remedy=DAMAGED)
     return config
 
 
@@ -261,6 +276,14 @@ def load_companions(folder: Path) -> dict[str, Any]:
             what = error.what.removeprefix(f"its {name} ")  # the folder says that
             raise UsageError(what, where=error.where, remedy=DAMAGED) from error
         try_companion(loaded[name], str(folder / name), DAMAGED)
+    lengths = {name: each.model_max_length for name, each in loaded.items() if hasattr(each, "model_max_length")}
+    if len({*lengths.values()}) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise UsageError(
+            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {told}",
+            where=str(folder),
+            remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
+        )
     return loaded
 
 

@@ -130,12 +130,13 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
-        batch, flags = _draw(
+        batch, flags, tiles = _draw(
             pipeline, request, prompts, seeds, (image, mask), controls, {**shown, **fewer.settings()}, callbacks
         )
+        tiled = {} if tiles is None else {"vae_tiles": tiles}
         for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
             file = request.out / f"{name}.png"
-            _write(made, file, {**settings, "prompt": prompt, "seed": seed, "size": list(made.size)})
+            _write(made, file, {**settings, **tiled, "prompt": prompt, "seed": seed, "size": list(made.size)})
             drawn.append(Drawn(str(file), prompt, seed, flagged))
         images += batch
     sheet = None
@@ -154,6 +155,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "scheduler": request.scheduler,
         "checker": request.checker,
         "low_memory": request.low_memory,
+        "vae_tiles": request.vae_tiles,
         "threads": request.threads,
         "tuning": tuning,
         "embeddings": words,
@@ -173,7 +175,8 @@ def _draw(
     controls: Mapping[str, Control],
     shown: Mapping[str, Any],
     callbacks: Mapping[str, Any],
-) -> tuple[list[Image], list[bool | None]]:
+) -> tuple[list[Image], list[bool | None], int | None]:
+    """The images, what the checker said of each, and the tiles that they were decoded in."""
     import torch
 
     image, mask = images
@@ -181,7 +184,7 @@ def _draw(
     if request.refiner_start is not None:
         more["refiner_start"] = request.refiner_start
     if mask is not None:
-        more["mask_image"] = mask
+        more |= {"mask_image": mask, "mask_blur": request.mask_blur, "whole": request.whole}
     result = pipeline(
         prompts,
         image,
@@ -204,7 +207,7 @@ def _draw(
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
     )
-    return list(result.images), flags
+    return list(result.images), flags, result.vae_tiles
 
 
 def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
@@ -239,6 +242,7 @@ def _settings(
     own = pipeline.defaults["text" if request.image is None else "image" if request.mask is None else "inpaint"]
     strength = own.strength if request.strength is None else request.strength
     given = {"image": request.image, "mask": request.mask}
+    masked = {} if request.mask is None else {"whole": True} if request.whole else {"mask_blur": request.mask_blur}
     return {
         "negative_prompt": request.negative_prompt,
         "steps": own.steps_at(strength) if request.steps is None else request.steps,
@@ -249,6 +253,7 @@ def _settings(
         **({"controls": {each.name: each.settings() for each in request.controls}} if request.controls else {}),
         **({"image_prompts": [each.settings() for each in request.image_prompts]} if request.image_prompts else {}),
         **({"guess_mode": True} if request.guess_mode else {}),
+        **masked,
         **request.more,
         **recorded_words(request.prompt_syntax, request.clip_skip, words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},

@@ -37,6 +37,7 @@ from sdflow.runtime.folder import (
 )
 from sdflow.runtime.host import Host
 from sdflow.runtime.images import pil_of, require_finite, rounded, unfinite
+from sdflow.runtime.kept import Kept
 from sdflow.runtime.preview import previewer, previewer_of
 from sdflow.runtime.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.sessions import LoadOptions
@@ -44,7 +45,7 @@ from sdflow.runtime.start import require_size
 from sdflow.runtime.submodel import Submodel
 from sdflow.runtime.text import run_rows, with_words, without_last_layers
 from sdflow.runtime.tuning import UNTUNED, Tuning
-from sdflow.runtime.vae import decode, encode
+from sdflow.runtime.vae import decode, encode, tile_side
 from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
 from sdflow.targets import TARGETS, Target
 
@@ -58,16 +59,19 @@ SCHEDULES_KEPT = 16
 
 @dataclass(frozen=True)
 class Images:
-    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image."""
+    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image. vae_tiles:
+    pixels of the tiles' side where they were decoded in tiles."""
 
     images: list[Image] | np.ndarray
     nsfw_content_detected: list[bool] | None
+    vae_tiles: int | None = None
 
 
 class LoadedPipeline:
     """The submodels of a pipeline folder, and their parts in a call.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.split`).
     words: that stand in prompts for learned vectors. host: what a call waits with behind its last step.
@@ -82,6 +86,7 @@ class LoadedPipeline:
         *,
         defaults: Mapping[Task, Defaults] | None = None,
         low_memory: bool = False,
+        vae_tiles: bool | None = None,
         split: bool = True,
         words: Sequence[Embedding] = (),
     ) -> None:
@@ -98,6 +103,7 @@ class LoadedPipeline:
         self.scheduler = companions[SCHEDULER]
         self.options = {**family.options, **(options or {})}
         self.low_memory = low_memory
+        self.vae_tiles = True if low_memory and vae_tiles is None else vae_tiles
         self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
         self.configs = configs
@@ -117,6 +123,7 @@ class LoadedPipeline:
             family.token_sizes(configs),
             split=split,
             low_memory=low_memory,
+            tiles=self.vae_tiles,
         )
 
     @classmethod
@@ -128,6 +135,7 @@ class LoadedPipeline:
         scheduler: str | None = None,
         checker: bool = True,
         low_memory: bool = False,
+        vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
         threads: int | None = None,
@@ -172,6 +180,7 @@ class LoadedPipeline:
             read_options(folder),
             defaults=folder_defaults(folder),
             low_memory=low_memory,
+            vae_tiles=vae_tiles,
             words=words,
         )
         if scheduler is not None:
@@ -181,7 +190,18 @@ class LoadedPipeline:
         return pipeline
 
     def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
-        """What the denoiser reads for these prompts, on the device."""
+        """What the denoiser reads for these prompts, on the device.
+
+        clip_skip: of the text encoders' last layers, for the prompts alone: diffusers' `encode_prompt` reads negative prompts
+        with all of them (0.42, Stable Diffusion and XL).
+        """
+        skipped = self._conditioned(request, clip_skip)
+        if not clip_skip or skipped.halves == 1:
+            return skipped
+        return skipped.with_negatives_of(self._conditioned(request, 0))
+
+    def _conditioned(self, request: Request, clip_skip: int) -> Conditions:
+        """With all prompts read alike."""
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             with self._using(name, clip_skip) as submodel:
@@ -214,19 +234,30 @@ class LoadedPipeline:
         images = []
         with self.place.current(), self._using(self.family.decoder) as decoder:
             counts = [unfinite(latents)]
-            for image in decode(decoder, latents, self.latents, tiles=self.low_memory):
+            for image in decode(decoder, latents, self.latents, tiles=self.vae_tiles):
                 counts.append(unfinite(image))
                 images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
             return torch.cat(images), torch.stack(counts)
 
     def finish(
-        self, latents: torch.Tensor, output_type: Literal["pil", "np"] = "pil", *, finite: bool = False
+        self,
+        latents: torch.Tensor,
+        output_type: Literal["pil", "np"] = "pil",
+        *,
+        finite: bool = False,
+        kept: Kept | None = None,
     ) -> Images:
         """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
-        image."""
+        image. kept: put over what is decoded; the checker sees both."""
+        rows, columns = latents.shape[2:]
+        decoder = self.submodels[self.family.decoder]
+        tiles = tile_side(decoder, rows, columns, self.latents.scale, self.vae_tiles)
         drawn, counts = self._decoded(latents)
+        if kept is not None:
+            with self.place.current():
+                drawn = kept.over(drawn)
         floats, checked = output_type == "np", self.family.checker in self.submodels
-        kept, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
+        pixels, counts = self.host.fetch([drawn if floats and not checked else rounded(drawn), counts])
         if finite:
             (first, *others), each = counts.tolist(), drawn[0].numel()
             require_finite(first, latents.numel(), self.family.denoiser)
@@ -234,11 +265,11 @@ class LoadedPipeline:
                 require_finite(count, each, self.family.decoder)
         flags = None
         if checked:
-            seen = self.host.compute(partial(self._seen_by_checker, kept))
+            seen = self.host.compute(partial(self._seen_by_checker, pixels))
             drawn, found = self._checked(drawn, seen)
-            kept, found = self.host.fetch([drawn if floats else rounded(drawn), found])
+            pixels, found = self.host.fetch([drawn if floats else rounded(drawn), found])
             flags = found.tolist()
-        return Images(kept.numpy() if floats else pil_of(kept), flags)
+        return Images(pixels.numpy() if floats else pil_of(pixels), flags, tiles)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
         """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
@@ -338,8 +369,9 @@ class LoadedPipeline:
             while len(self._schedules) >= SCHEDULES_KEPT:
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = guided.to(self.place.device)
+        self._schedules[key] = self._schedules.pop(key)  # the latest used is the last to go
         return self._schedules[key]
 
     def _encoded(self, images: torch.Tensor) -> torch.Tensor:
         with self._using(self.family.encoder) as encoder:
-            return encode(encoder, images, self.latents, tiles=self.low_memory)
+            return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -16,8 +16,9 @@ from sdflow.families.image_prompts import adapter_count, token_axes
 from sdflow.families.request import Request
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.control import controls_of, read_controls, require_controls
-from sdflow.runtime.denoise import denoise
+from sdflow.runtime.denoise import denoise, require_room
 from sdflow.runtime.image_prompts import image_prompts
+from sdflow.runtime.kept import Kept, require_blur
 from sdflow.runtime.loaded import Images, LoadedPipeline
 from sdflow.runtime.preview import Preview
 from sdflow.runtime.start import (
@@ -51,6 +52,8 @@ class Pipeline(LoadedPipeline):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         strength: float | None = None,
+        mask_blur: float = 0.0,
+        whole: bool = False,
         num_images_per_prompt: int = 1,
         eta: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -79,7 +82,9 @@ class Pipeline(LoadedPipeline):
         image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
         guidance_scale: above 1, each run of the denoiser has batch 2 per image. strength: the part of the steps that an
-        image goes through. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
+        image goes through. mask_blur: pixels over which what is drawn fades into what the mask keeps, which is the image's own,
+        resized (`sdflow.runtime.kept`). whole: nothing is put over what comes out of the VAE, as in diffusers; so it is too
+        where image is latents. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
         control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. ip_adapter_image: an image
@@ -87,9 +92,10 @@ class Pipeline(LoadedPipeline):
         how much they count, all or each. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
-        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out. reuse: deep
-        features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers": 1}; guidance_interval: the part of the
-        steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image (`sdflow.families.approximation`).
+        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,
+        not for the negative one. reuse: deep features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers":
+        1}; guidance_interval: the part of the steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image
+        (`sdflow.families.approximation`).
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
         (`sdflow.runtime.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
@@ -107,6 +113,7 @@ class Pipeline(LoadedPipeline):
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
             require_start(self.task, image, mask_image)
             require_span(denoising_start, denoising_end, image, mask_image)
+            require_blur(mask_blur, mask_image is not None, whole)
             if image is not None and self.family.encoder not in self.submodels:
                 raise UsageError(
                     f"the pipeline has no {self.family.encoder}, so it cannot start from an image", where="image"
@@ -136,6 +143,9 @@ class Pipeline(LoadedPipeline):
                 if mask_image is None
                 else read_mask(mask_image, *(size * self.latents.scale for size in shape[2:]))
             )
+            kept = None
+            if mask is not None and image is not None and image.shape[1] == 3 and not whole:
+                kept = Kept.of(image, mask, mask_blur, self.place.device)
             # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
             from_image = image is not None and (mask is None or (strength < 1 and latents is None))
             schedule = self.schedule(
@@ -149,6 +159,7 @@ class Pipeline(LoadedPipeline):
                 fewer=fewer,
                 span=(denoising_start, denoising_end),
             )
+            require_room(schedule, shape, self.place.device)
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
@@ -180,7 +191,7 @@ class Pipeline(LoadedPipeline):
 
             def show(index: int, clean: torch.Tensor) -> None:
                 if callback_on_preview is not None:
-                    callback_on_preview(Preview(index, schedule.runs, clean, self.preview))
+                    callback_on_preview(Preview(index, schedule.runs, clean, self.preview, kept))
 
             seen = None if callback_on_preview is None else show
             result = denoise(denoiser, schedule, start, inputs, callback_on_step_end, seen)
@@ -188,4 +199,4 @@ class Pipeline(LoadedPipeline):
                 self.denoisers.unload()
             if output_type == "latent":
                 return Images(self.host.fetch([result])[0].numpy(), None)
-            return self.finish(result, output_type, finite=output_type == "pil")
+            return self.finish(result, output_type, finite=output_type == "pil", kept=kept)

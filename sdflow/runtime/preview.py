@@ -23,6 +23,7 @@ from sdflow.families.colors import LatentColors
 from sdflow.families.latents import Latents
 from sdflow.runtime.folder import folder_family, folder_latents, load_submodel
 from sdflow.runtime.images import to_pil
+from sdflow.runtime.kept import Kept
 from sdflow.runtime.submodel import Submodel
 from sdflow.runtime.vae import decode
 from sdflow.targets import Target
@@ -39,19 +40,21 @@ Draw = Callable[["torch.Tensor"], "torch.Tensor"]
 class Preview:
     """What a drawing is after a step. index: of the step, from 0. total: how many there are.
 
-    latents: (images, channels, rows, columns), on the device, without the noise that is still in them. Nothing is
-    decoded before `images` is called: a preview that nobody looks at costs next to nothing.
+    latents: (images, channels, rows, columns), on the device, without the noise that is still in them. kept: what a mask keeps,
+    put over them. Nothing is decoded before `images` is called: a preview that nobody looks at costs next to nothing.
     """
 
     index: int
     total: int
     latents: torch.Tensor
     draw: Draw
+    kept: Kept | None = None
 
     def images(self) -> list[Image]:
         """One for each image that is drawn. It waits for the step on the device; call it in the callback or later, but on the
         thread that draws: a session is not shared."""
-        return to_pil(self.draw(self.latents))
+        drawn = self.draw(self.latents)
+        return to_pil(drawn if self.kept is None else self.kept.resized(*drawn.shape[1:3]).over(drawn))
 
 
 def previewer(family: Family, decoder: Submodel, what: Latents) -> Draw:

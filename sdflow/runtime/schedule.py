@@ -3,7 +3,8 @@
 diffusers' schedulers are linear. The latents before any step are a sum of the first noise, the latents of the image to
 start from, what the UNet gave so far and the noise that the scheduler draws on the way (the terms); the factors depend
 on the schedule alone. `trace` runs diffusers' own scheduler on unit vectors, once, and keeps the factors, so that its
-arithmetic, index searches and copies between host and device are out of the loop.
+arithmetic, index searches and copies between host and device are out of the loop. A unit vector lives as long as the scheduler
+remembers it; what is kept of a row ends with the last term that is there.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from sdflow.errors import UsageError
 from sdflow.families.approximation import Interval, Reuse
 from sdflow.families.noising import DIFFUSION, Noising
 from sdflow.families.schedulers import require_known
+from sdflow.machine.memory import available_bytes
+from sdflow.runtime.scheduler_walk import FIRST_DRAWN, Span, Walk, fresh
+from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
     import torch
 
-Span = tuple[float | None, float | None]
 WHOLE: Span = (None, None)
-NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
-"""The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
+
+
+TENSORS = ("timesteps", "inputs", "kept", "clean", "weights")
+"""Of a schedule."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,9 @@ class Schedule:
     """The factors of the latents, one row per run of the UNet (R of them) and a last one for the result.
 
     numbers: the timesteps. timesteps: the same for the UNet, float32 (R, 1). inputs: what it is given, already scaled
-    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps. clean: after
-    each run, the latents without the noise that the UNet says is in them, float32 (R, terms); where the scheduler does not say
-    what the output means, the latents before the next run.
+    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps, which is
+    noise and image alone, float32 (R + 1, FIRST_DRAWN). clean: what `clean_row` is made of, float32 (R, 3): factors of a run's
+    row of inputs, of its output, and of the next row. weights: how much each column of an output counts, float32 (R, halves).
     draws: how many noises the scheduler draws. halves: columns per output, two with guidance. made: how many of them each run
     gives, the last ones; empty: all. reused: which runs take the deep features of one before; empty: none.
     """
@@ -46,6 +51,7 @@ class Schedule:
     inputs: torch.Tensor
     kept: torch.Tensor
     clean: torch.Tensor
+    weights: torch.Tensor
     draws: int
     halves: int = 1
     made: tuple[int, ...] = ()
@@ -75,8 +81,18 @@ class Schedule:
             outputs = rows[:, self.known(0) :, None] * weights
             return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
 
-        tensors = {name: split(getattr(self, name)) for name in ("inputs", "kept", "clean")}
-        return replace(self, **tensors, halves=2, made=() if interval is None else made)
+        return replace(
+            self, inputs=split(self.inputs), weights=weights, halves=2, made=() if interval is None else made
+        )
+
+    def clean_row(self, index: int) -> torch.Tensor:
+        """The factors of the latents behind a run without the noise that the UNet says is in them, of the terms that are known
+        then; where the scheduler does not say what the output means, those of the latents before the next run."""
+        known, there = self.known(index), self.known(index + 1)
+        given, output, after = self.clean[index]
+        row = given * self.inputs[index, :there] + after * self.inputs[index + 1, :there]
+        row[known:] += output * self.weights[index]
+        return row
 
     def reusing(self, reuse: Reuse) -> Schedule:
         """With runs that take the deep features of one before."""
@@ -84,7 +100,7 @@ class Schedule:
 
     def to(self, device: str) -> Schedule:
         """With its tensors on the device."""
-        tensors = {name: getattr(self, name).to(device) for name in ("timesteps", "inputs", "kept", "clean")}
+        tensors = {name: getattr(self, name).to(device) for name in TENSORS}
         return replace(self, **tensors)
 
 
@@ -100,8 +116,22 @@ def named_scheduler(name: str, config: Mapping[str, Any], noising: Noising) -> A
     return getattr(diffusers, cls).from_config(dict(config), **options)
 
 
-MOST_STEPS = 10_000
-"""Of an image. Models are trained with 1,000; the tables of more fill the memory."""
+def table_bytes(steps: int) -> int:
+    """What the factors of so many steps take, at most, while they are made: with a noise for each step, and with guidance."""
+    columns = FIRST_DRAWN + 3 * steps
+    return 3 * 4 * (steps + 1) * columns  # as rows, as a table, with the columns of guidance
+
+
+def require_steps(steps: int) -> None:
+    """Raises UsageError for a number of steps that is none, or whose factors do not fit in the memory that is free."""
+    if steps <= 0:
+        raise UsageError(f"an image of {steps:,} steps", remedy="Take 1 or more.")
+    needed, free = table_bytes(steps), available_bytes()
+    if needed > free:
+        raise UsageError(
+            f"an image of {steps:,} steps: their table would take {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            remedy=f"Take fewer; models are trained with 1,000, which take {spell_bytes(table_bytes(1000))}.",
+        )
 
 
 def trace(
@@ -128,21 +158,13 @@ def trace(
     image, where the schedule depends on its size.
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
-    import torch
 
-    if not 0 < steps <= MOST_STEPS:
-        raise UsageError(f"an image of {steps:,} steps", remedy=f"At most {MOST_STEPS:,} are drawn.")
-    scheduler = _fresh(scheduler, fixed)
+    require_steps(steps)
+    scheduler = fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
     options = (steps, strength, from_image, inpaint, eta, spread, span, noising, tokens)
     with _refusals(scheduler, steps):
-        schedule, doubled = _trace(scheduler, *options, unit=1.0), _trace(scheduler, *options, unit=2.0)
-    if not torch.allclose(doubled.inputs, 2 * schedule.inputs, rtol=1e-4, atol=1e-6):
-        raise UsageError(
-            f"{type(scheduler).__name__} with these settings does not act linearly on the latents",
-            remedy="Switch off what clips or thresholds in its config, or take another with --scheduler.",
-        )
-    return schedule
+        return _traced(scheduler, steps, Walk(scheduler, *options, unit=1.0), Walk(scheduler, *options, unit=2.0))
 
 
 @contextmanager
@@ -157,116 +179,40 @@ def _refusals(scheduler: Any, steps: int) -> Iterator[None]:
         ) from error
 
 
-def _trace(
-    scheduler: Any,
-    steps: int,
-    strength: float,
-    from_image: bool,
-    inpaint: bool,
-    eta: float,
-    spread: bool,
-    span: Span,
-    noising: Noising,
-    tokens: int,
-    unit: float,
-) -> Schedule:
+def _traced(scheduler: Any, steps: int, walk: Walk, doubled: Walk) -> Schedule:
+    """doubled: the same with unit vectors of length 2, to see whether the scheduler acts linearly."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
-    if not 0 < strength <= 1:
-        raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
-    scheduler = _fresh(scheduler, {})
-    noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
-    left = steps - (0 if spread else noising.skipped(steps, strength))
-    if left == 0:
-        raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
-    skipped = (steps - left) * scheduler.order
-    begin, end = span
-    if begin is not None:
-        skipped = len(scheduler.timesteps) - _behind(scheduler, begin)
-    timesteps = scheduler.timesteps[skipped:]
-    if end is not None:
-        timesteps = timesteps[: int((timesteps >= _cutoff(scheduler, end)).sum())]
-    runs = len(timesteps)
-    if runs == 0:
-        raise UsageError(
-            f"no step is left of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the way",
-            remedy="Take more steps.",
-        )
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(skipped)
-
-    most_draws = 2 * runs
-    terms = FIRST_DRAWN + most_draws + runs
-    # (term, 1 image, values, 1, 1): schedulers mind the number of axes.
-    units = (torch.eye(terms, dtype=torch.float64) * unit).reshape(terms, 1, terms, 1, 1)
-    noise, image, drawn, outputs = units[NOISE], units[IMAGE], iter(units[FIRST_DRAWN:]), units[-runs:]
-    draws = 0
-
-    class Draw(TorchFunctionMode):  # type: ignore[misc]
-        """A scheduler's `torch.randn` gives the next unit vector."""
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal draws
-            if function is not torch.randn:
-                return function(*args, **(kwargs or {}))
-            draws += 1
-            return next(drawn)
-
-    accepted = inspect.signature(scheduler.step).parameters
-    step_options = {"eta": eta} if "eta" in accepted else {}
-    latents = noising.noised(scheduler, image, noise, timesteps[:1]) if from_image else noising.first(scheduler, noise)
-    if begin is not None:
-        latents = image
-    inputs, kept, clean = [], [], []
-    known = latents
-    with Draw():
-        for index, timestep in enumerate(timesteps):
-            inputs.append(noising.scaled(scheduler, latents, timestep))
-            scale = inputs[-1].norm() / latents.norm()
-            kept.append(known * scale)
-            latents = scheduler.step(outputs[index], timestep, latents, **step_options).prev_sample
-            clean.append(noising.clean(scheduler, timestep, inputs[-1], outputs[index], latents))
-            if inpaint:
-                known = (
-                    image
-                    if index + 1 == runs
-                    else noising.noised(scheduler, image, noise, timesteps[index + 1 : index + 2])
-                )
-    if draws > most_draws:
-        raise UsageError(f"{type(scheduler).__name__} draws more than two noises a step", remedy="Take another one.")
-
-    def rows(vectors: list[torch.Tensor]) -> torch.Tensor:
-        factors = torch.stack(vectors).reshape(len(vectors), terms)
-        return torch.cat([factors[:, : FIRST_DRAWN + draws], factors[:, -runs:]], dim=1).to(torch.float32)
-
-    numbers = tuple(int(timestep) for timestep in timesteps)
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    kept, clean, scales = [], [], []
+    for one, two in zip(walk.runs(), doubled.runs(), strict=True):
+        if not torch.allclose(two.given, 2 * one.given, rtol=1e-4, atol=1e-6):
+            raise UsageError(
+                f"{type(scheduler).__name__} with these settings does not act linearly on the latents",
+                remedy="Switch off what clips or thresholds in its config, or take another with --scheduler.",
+            )
+        drawn, outputs = one.given[FIRST_DRAWN : walk.first_output], one.given[walk.first_output :]
+        rows.append((one.given[:FIRST_DRAWN].float(), drawn[: walk.draws].float(), outputs[: len(rows)].float()))
+        kept.append(one.known[:FIRST_DRAWN].float())
+        clean.append(one.clean)
+        scales.append(one.scale)
+    inputs = torch.zeros(len(rows), FIRST_DRAWN + walk.draws + len(rows) - 1)
+    for row, (begin, drawn, outputs) in zip(inputs, rows, strict=True):
+        row[:FIRST_DRAWN] = begin
+        row[FIRST_DRAWN : FIRST_DRAWN + len(drawn)] = drawn
+        row[FIRST_DRAWN + walk.draws :][: len(outputs)] = outputs
+    numbers = tuple(int(timestep) for timestep in walk.timesteps)
+    factors = [
+        (each.given, each.output, each.after / scale)
+        for each, scale in zip(clean, scales[1:], strict=False)
+        if each is not None
+    ]
     return Schedule(
         numbers,
-        timesteps.to(torch.float32)[:, None],
-        rows([*inputs, latents]),
-        rows([*kept, known]),
-        rows(clean),
-        draws,
+        walk.timesteps.to(torch.float32)[:, None],
+        inputs,
+        torch.stack(kept),
+        torch.tensor(factors),
+        torch.ones(len(numbers), 1),
+        walk.draws,
     )
-
-
-def _cutoff(scheduler: Any, place: float) -> int:
-    """The timestep of a place on the way, as diffusers' pipelines round it."""
-    steps: int = scheduler.config.num_train_timesteps
-    return round(steps - place * steps)
-
-
-def _behind(scheduler: Any, place: float) -> int:
-    """How many timesteps lie behind it. A scheduler of second order has two a step, the first one: it is not cut in between."""
-    count = int((scheduler.timesteps < _cutoff(scheduler, place)).sum())
-    return count + 1 if scheduler.order == 2 and count % 2 == 0 else count
-
-
-def _fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
-    """A copy at its beginning, with what diffusers' pipelines of the family set in its config."""
-    config = {**scheduler.config}
-    # diffusers notes here which entries the config lacked, and from_config would ignore what is set for them below.
-    config.pop("_use_default_values", None)
-    config.update((name, value) for name, value in fixed.items() if name in config)
-    return type(scheduler).from_config(config)

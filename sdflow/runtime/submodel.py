@@ -72,6 +72,8 @@ class Submodel:
         self._session_shapes: Shapes | None = None
         self._profile: Profile | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+        self.reached = 0
+        """Bytes that its largest run so far was expected to take: its session holds them."""
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
@@ -123,6 +125,7 @@ class Submodel:
         """Give the sessions' memory and all bound tensors back."""
         self._bound.clear()
         self._session = None
+        self.reached = 0
         if self.weights is not None:
             self.weights.release()
 

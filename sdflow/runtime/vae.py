@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from sdflow.errors import TiledWarning
 from sdflow.families.latents import Latents
+from sdflow.machine.memory import available_bytes
 from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.working_bytes import row_bytes
+from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -16,10 +21,54 @@ TILE = 512
 """Pixels of a tile's side for a VAE whose config does not say what size it was made for."""
 
 
-def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool = False) -> Iterator[torch.Tensor]:
+LEAST_TILE = 256
+"""Pixels: smaller ones look different from one another."""
+
+SHARE = 0.8
+"""Of the memory that is free, what a run may be expected to take."""
+
+ALWAYS_THERE = 1 << 28
+"""Bytes for which free memory is not looked up."""
+
+
+def tile_pixels(config: Mapping[str, Any]) -> int:
+    """Pixels of a tile's side: of the images that a VAE with this config was made for."""
+    return int(config.get("sample_size", TILE))
+
+
+def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
+    """Pixels of the side of the tiles that a half of a VAE works in on latents of this size; None: on the whole.
+
+    scale: pixels per latent. tiles: None: where the whole would not fit in the memory that is free; then tiles are of the size
+    that the VAE was made for, or halved until one fits.
+    """
+    own = tile_pixels(half.config)
+    if tiles is not None:
+        return own if tiles and max(rows, columns) * scale > own else None
+    if (
+        half.static_shapes or half.profiles
+    ):  # each size of a tile would be compiled, for a device whose memory is not known
+        return None
+    device, model = half.place.device, half.part.model
+    wanted = row_bytes(model, half.config, (rows, columns), device)
+    if wanted <= max(ALWAYS_THERE, half.reached):
+        return None
+    free = SHARE * available_bytes(device)
+    if wanted <= free:
+        return None
+    side = own
+    while side // 2 >= LEAST_TILE and row_bytes(model, half.config, (side // scale,) * 2, device) > free:
+        side //= 2
+    return side if max(rows, columns) * scale > side else None
+
+
+def decode(
+    decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool | None = None
+) -> Iterator[torch.Tensor]:
     """Images (1, 3, height, width) in [-1, 1] of latents (images, channels, rows, columns).
 
-    One run of the decoder each: as fast as all at once, in the memory of one. Each is good until the next.
+    One run of the decoder each: as fast as all at once, in the memory of one. Each is good until the next. tiles: as of
+    `tile_side`; TiledWarning says where that was not asked for.
     """
 
     def run(part: torch.Tensor) -> torch.Tensor:
@@ -27,13 +76,19 @@ def decode(decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bo
         bound.inputs["latent_sample"].copy_(part)
         return bound.run()["sample"]
 
-    size = int(decoder.config.get("sample_size", TILE))
+    rows, columns = latents.shape[2:]
+    side = _chosen(decoder, rows, columns, what.scale, tiles)
     for latent in what.to_vae(latents).split(1):
-        yield _maybe_tiled(run, latent, size // what.scale, size, tiles)
+        if side is None:
+            yield run(latent)
+            _reached(decoder, rows, columns)
+        else:
+            yield in_tiles(run, latent, side // what.scale, side)
 
 
-def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool = False) -> torch.Tensor:
-    """Latents, float32, of images (images, 3, height, width) in [-1, 1]: the mean of the encoder's distribution."""
+def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool | None = None) -> torch.Tensor:
+    """Latents, float32, of images (images, 3, height, width) in [-1, 1]: the mean of the encoder's distribution. tiles: as of
+    `decode`."""
     import torch
 
     def run(part: torch.Tensor) -> torch.Tensor:
@@ -41,21 +96,36 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
         bound.inputs["sample"].copy_(part)
         return bound.run()["latent_sample"]
 
-    size = int(encoder.config.get("sample_size", TILE))
-    encoded = [
-        _maybe_tiled(run, image, size, size // what.scale, tiles).to(torch.float32, copy=True)
-        for image in images.split(1)
-    ]
-    encoded_all: torch.Tensor = what.from_vae(torch.cat(encoded))
-    return encoded_all
+    rows, columns = (size // what.scale for size in images.shape[2:])
+    side = _chosen(encoder, rows, columns, what.scale, tiles)
+    encoded = []
+    for image in images.split(1):
+        found = run(image) if side is None else in_tiles(run, image, side, side // what.scale)
+        encoded.append(found.to(torch.float32, copy=True))
+    if side is None:
+        _reached(encoder, rows, columns)
+    latents: torch.Tensor = what.from_vae(torch.cat(encoded))
+    return latents
 
 
-def _maybe_tiled(
-    run: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, size: int, out_size: int, tiles: bool
-) -> torch.Tensor:
-    if not tiles or max(whole.shape[2:]) <= size:
-        return run(whole)
-    return in_tiles(run, whole, size, out_size)
+def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
+    side = tile_side(half, rows, columns, scale, tiles)
+    if side is not None and tiles is None:
+        wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
+        free = available_bytes(half.place.device)
+        warnings.warn(
+            f"the {half.part.name.replace('_', ' ')} works in tiles of {side} pixels, which changes the image a little: "
+            f"all of it at once would take about {spell_bytes(wanted)}, and {spell_bytes(free)} are free",
+            TiledWarning,
+            stacklevel=3,
+        )
+    return side
+
+
+def _reached(half: Submodel, rows: int, columns: int) -> None:
+    """Its session's memory holds a run of this size from now on."""
+    wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
+    half.reached = max(half.reached, wanted)
 
 
 def in_tiles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sdflow import errors
@@ -42,6 +43,10 @@ class ApiError(Exception):
         """As OpenAI writes it."""
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> bytes:
+        """The same as JSON."""
+        return json.dumps(self.body()).encode()
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}

@@ -80,11 +80,11 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         loop = asyncio.get_running_loop()
 
         def hear(message: Message) -> None:
+            drawing.hear(message)
             if isinstance(message, Lost):
                 settings.log("worker lost", kind=message.kind, what=message.what, where=message.where)
             elif isinstance(message, Ready):
-                settings.log("ready", pipelines=message.pipelines)
-            drawing.hear(message)
+                settings.log("ready", pipelines=drawing.found)
 
         def hear_from_thread(message: Message) -> None:
             loop.call_soon_threadsafe(hear, message)

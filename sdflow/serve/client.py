@@ -24,7 +24,7 @@ from sdflow.errors import UsageError, telling
 from sdflow.input_file import read_input
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
-from sdflow.serve.server import read_key
+from sdflow.serve.key_file import read_key
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.serve.api_error import ApiError, of_failure
@@ -19,15 +20,38 @@ RESTART_SECONDS = 5
 """What is told of when the worker will be back."""
 
 
+@dataclass
+class _Asked:
+    """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began. queue:
+    what is said of it. survived: whether a worker died while it waited there."""
+
+    jobs: Sequence[Job]
+    open: set[int]
+    begun: set[int] = field(default_factory=set)
+    queue: asyncio.Queue[OfRequest | Lost] = field(default_factory=asyncio.Queue)
+    survived: bool = False
+
+    def hear(self, message: OfRequest) -> None:
+        if isinstance(message, Begun):
+            self.begun.add(message.index)
+        elif isinstance(message, Drawn | Failed):
+            self.open.discard(message.index)
+            self.begun.discard(message.index)
+        self.queue.put_nowait(message)
+
+
 class Drawing:
-    """The requests of one worker; all of it in the event loop's thread. send: to the worker."""
+    """The requests of one worker; all of it in the event loop's thread. send: to the worker.
+
+    When the worker dies, those fail that it was drawing: one of them may be why. Those that waited are sent to the next
+    worker, once.
+    """
 
     def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Job | Cancel], None]) -> None:
         self._limits, self._metrics, self._send = limits, metrics, send
         self.found: Mapping[str, Mapping[str, Any]] | None = None
         self.seconds_per_image = 1.0
-        self._requests: dict[str, asyncio.Queue[OfRequest | Lost]] = {}
-        self._open: dict[str, set[int]] = {}
+        self._requests: dict[str, _Asked] = {}
         self._last_drawn = 0.0
 
     @property
@@ -38,29 +62,45 @@ class Drawing:
     @property
     def images(self) -> int:
         """That are drawn or wait."""
-        return sum(map(len, self._open.values()))
+        return sum(len(asked.open) for asked in self._requests.values())
 
     def hear(self, message: Message) -> None:
         """What the worker says."""
         self._metrics.hear(message)
         if isinstance(message, Ready):
-            self.found = message.pipelines
+            if self.found is None:
+                for asked in self._requests.values():
+                    self._send_open(asked)
+            said = {} if self._limits.pixels is None else {"max_pixels": self._limits.pixels}
+            self.found = {name: {**found, **said} for name, found in message.pipelines.items()}
         elif isinstance(message, Lost):
             self.found = None
-            for queue in self._requests.values():
-                queue.put_nowait(message)
+            for asked in self._requests.values():
+                if asked.begun or asked.survived:
+                    asked.queue.put_nowait(message)
+                asked.survived = True
         elif isinstance(message, OfRequest):
             if isinstance(message, Drawn):
                 self._note_pace()
-            if isinstance(message, Drawn | Failed):
-                self._open.get(message.request, set()).discard(message.index)
             if message.request in self._requests:
-                self._requests[message.request].put_nowait(message)
+                self._requests[message.request].hear(message)
+
+    def most_pixels(self, pipeline: str) -> int | None:
+        """Of an image: as somebody said, or as the worker measured; None before that."""
+        if self.found is None:
+            return self._limits.pixels
+        found: int | None = self.found[pipeline].get("max_pixels")
+        return found
+
+    def _send_open(self, asked: _Asked) -> None:
+        for job in asked.jobs:
+            if job.index in asked.open:
+                self._send(job)
 
     def _note_pace(self) -> None:
         """How often an image is finished, as the last ones were."""
         now = time.monotonic()
-        if self._open and self._last_drawn:
+        if self._requests and self._last_drawn:
             self.seconds_per_image += 0.2 * (min(now - self._last_drawn, 60.0) - self.seconds_per_image)
         self._last_drawn = now
 
@@ -92,17 +132,15 @@ class Drawing:
         """
         self.require_place(len(jobs))
         request = jobs[0].request
-        queue = self._requests[request] = asyncio.Queue()
-        self._open[request] = {job.index for job in jobs}
+        asked = self._requests[request] = _Asked(jobs, {job.index for job in jobs})
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
-            for job in jobs:
-                self._send(job)
+            self._send_open(asked)
             while drawn < len(jobs):
                 async with asyncio.timeout_at(
                     end
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
-                    message = await queue.get()
+                    message = await asked.queue.get()
                 if isinstance(message, Lost):
                     raise self._refusal(
                         "worker_lost",
@@ -121,5 +159,5 @@ class Drawing:
             ) from error
         finally:
             del self._requests[request]
-            if self._open.pop(request):
+            if asked.open:
                 self._send(Cancel(request))

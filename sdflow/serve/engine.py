@@ -72,6 +72,8 @@ class Engine:
         self._waiting = Waiting() if waiting is None else waiting
         self._drawing: list[_Drawing] = []
         self._overtaken = 0
+        self.progress = 0
+        """Changes whenever an image goes on."""
         self._counts = 0, 0
         self._resident = Resident()
 
@@ -79,6 +81,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether there is something to do."""
         return bool(self._waiting or self._drawing)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """That are being drawn; for other threads, too."""
+        return tuple(drawing.job for drawing in tuple(self._drawing))
 
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""
@@ -190,7 +197,9 @@ class Engine:
 
     def _go_on(self, drawing: _Drawing, stage: str, go_on: Callable[[], None]) -> None:
         begun = time.perf_counter()
+        self.progress += 1
         go_on()
+        self.progress += 1
         drawing.since = time.perf_counter()
         stays = drawing.call.asked is not None and drawing.elsewhere is None
         drawing.seconds[stage if stays else "end"] += drawing.since - begun
@@ -200,6 +209,7 @@ class Engine:
     def _end(self, drawing: _Drawing) -> None:
         self._drawing.remove(drawing)
         job = drawing.job
+        self._waiting.release(job)
         try:
             image = drawing.call.result()
         except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
@@ -210,6 +220,8 @@ class Engine:
 
     def _leave(self, drawing: _Drawing) -> None:
         self._drawing.remove(drawing)
+        self._waiting.release(drawing.job)
+        self.progress += 1
         drawing.call.end()
 
     def _failed(self, drawing: _Drawing, error: Exception) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import binascii
 import hmac
 import json
 import sys
@@ -16,12 +14,11 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.body import Bodies, Body, Message, Receive, too_large
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -30,8 +27,8 @@ OPEN = ("/healthz", "/readyz", "/", "/docs")
 
 PAGE = "/page/"
 
-BODY_SECONDS = 30.0
-"""How long a client may send nothing before its request is whole."""
+MOST_DIGITS = 20
+"""Of a Content-Length. Python refuses to read a number of more than 4,300."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -50,7 +47,8 @@ class Guard:
     """Around the whole application."""
 
     def __init__(self, app: App, access: Access, limits: Limits, metrics: Metrics, log: Callable[..., None]) -> None:
-        self._app, self._access, self._limits, self._metrics, self._log = app, access, limits, metrics, log
+        self._app, self._access, self._metrics, self._log = app, access, metrics, log
+        self._bodies = Bodies(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +81,7 @@ class Guard:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.lower(): value for name, value in scope["headers"]}
-        most = self._limits.body_of(scope["path"])
+        most = self._bodies.limits.body_of(scope["path"])
         try:
             self._require_own(headers)
             if not self._asks_first(scope["method"], headers):
@@ -93,20 +91,7 @@ class Guard:
             self._metrics.refusals.labels("guard").inc()
             await answer(error, send)
             return
-        received, begun, refused, whole = 0, False, False, False
-
-        async def counted() -> Message:
-            nonlocal received, refused, whole
-            try:
-                async with asyncio.timeout(None if whole else BODY_SECONDS):
-                    message = await receive()
-            except TimeoutError:
-                return await refuse(_too_slow())
-            received += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if received > most and not begun:
-                return await refuse(_too_large(most))
-            return message
+        begun, refused = False, False
 
         async def refuse(error: ApiError) -> Message:
             nonlocal refused
@@ -124,8 +109,12 @@ class Guard:
 
         from starlette.requests import ClientDisconnect
 
-        with suppress(ClientDisconnect):  # its body was cut off here, or by the client: nobody waits for an answer
-            await self._app(scope, counted, once)
+        body = Body(self._bodies, scope["path"], receive, refuse)
+        try:
+            with suppress(ClientDisconnect):  # its body was cut off here, or by the client: nobody waits for an answer
+                await self._app(scope, body.receive, once)
+        finally:
+            body.release()
 
     def _require_own(self, headers: dict[bytes, bytes]) -> None:
         """A page of another server must not use a browser to get here, nor a name that was made to point here."""
@@ -145,13 +134,13 @@ class Guard:
         key = self._access.key
         if key is None or path in OPEN or path.startswith(PAGE):
             return
-        kind, _, given = authorization.decode("latin-1").partition(" ")
-        if kind.lower() == "basic":  # as clients of A1111's webui send it
+        kind, _, given = authorization.partition(b" ")
+        if kind.lower() == b"basic":  # as clients of A1111's webui send it
             try:
-                given = base64.b64decode(given).decode("utf-8", "replace").partition(":")[2]
-            except binascii.Error:
-                given = ""
-        if not hmac.compare_digest(given.strip().encode("utf-8"), key.encode("utf-8")):
+                given = base64.b64decode(given).partition(b":")[2]
+            except ValueError:
+                given = b""
+        if not hmac.compare_digest(given.strip(), key.encode()):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
 
 
@@ -166,21 +155,13 @@ def _parts(url: str) -> SplitResult:
 def _require_body(length: bytes, most: int) -> None:
     if not length.isdigit():
         raise ApiError(400, "Content-Length is no number.")
-    if int(length) > most:
-        raise _too_large(most)
-
-
-def _too_slow() -> ApiError:
-    return ApiError(408, f"nothing of the request came for {BODY_SECONDS:g} s.", code="too_slow")
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request has more than {most} bytes.", code="body_too_large")
+    if len(length.lstrip(b"0")) > MOST_DIGITS or int(length) > most:
+        raise too_large(most)
 
 
 async def answer(error: ApiError, send: Send) -> None:
     """Send an error."""
-    content = json.dumps(error.body()).encode()
+    content = error.response()
     headers = {"content-type": "application/json", "content-length": str(len(content)), **error.headers()}
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})

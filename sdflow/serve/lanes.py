@@ -30,10 +30,10 @@ class _Lane:
 
 
 class Lanes:
-    """The engines of a process. tell: is told what happens, by one thread at a time."""
+    """The engines of a process. tell: is told what happens, by one thread at a time. share: as of `Waiting`."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.waiting = Waiting()
+    def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
+        self.waiting = Waiting(share)
         self._tell, self._telling = tell, threading.Lock()
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
@@ -43,6 +43,10 @@ class Lanes:
         """One more engine; only before they run."""
         self._drawing.append(0)
         self._lanes.append(_Lane(make(self.waiting, partial(self._told, len(self._lanes)))))
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [lane.engine for lane in self._lanes]
 
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sdflow.serve.api_error import ApiError
+
+MOST_SENT = 2048 * 2048
+"""Pixels of an image that is sent, where nobody says."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """images: of one request. pixels: of an image, drawn or uploaded. steps: of an image. prompt: characters. body: bytes of
-    a request. queue: images that are drawn or wait, of all requests. seconds: that a request may take, its waiting included.
-    previews: of an image. loras: of one request; lora_bytes: of one that is sent. beside: images for ControlNets, and for
-    IP-Adapters."""
+    """images: of one request. pixels: of an image that is drawn; None: as the worker measures. steps: of an image. prompt:
+    characters. body: bytes of a request. queue: images that are drawn or wait, of all requests. seconds: that a request may
+    take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; uploads,
+    upload_bytes: of all that were sent and are there. beside: images for ControlNets, and for IP-Adapters. connections: that
+    are open at a time."""
+
+    UPLOAD_PATH: ClassVar[str] = "/v1/loras"
+    """The path of what is received into files; all other bodies are in memory."""
 
     images: int = 10
-    pixels: int = 2048 * 2048
+    pixels: int | None = None
     steps: int = 150
     prompt: int = 4000
     body: int = 32 << 20
@@ -25,20 +33,34 @@ class Limits:
     previews: int = 10
     loras: int = 8
     lora_bytes: int = 1 << 30
+    uploads: int = 32
+    upload_bytes: int = 8 * 10**9
     beside: int = 8
+    connections: int = 512
 
     def body_of(self, path: str) -> int:
         """Bytes that a request to this path may have."""
-        return self.lora_bytes if path == "/v1/loras" else self.body
+        return self.lora_bytes if path == self.UPLOAD_PATH else self.body
 
-    def require_size(self, height: int, width: int, granularity: int) -> None:
-        """Raises ApiError for an image that is too large or that the model cannot draw."""
+    @property
+    def sent_pixels(self) -> int:
+        """Of an image that is sent."""
+        return MOST_SENT if self.pixels is None else self.pixels
+
+    @property
+    def bodies(self) -> int:
+        """Bytes of all requests together that are in memory."""
+        return 8 * self.body
+
+    def require_size(self, height: int, width: int, granularity: int, most: int | None) -> None:
+        """Raises ApiError for an image with more than `most` pixels, or that the model cannot draw."""
         if height < granularity or width < granularity or height % granularity or width % granularity:
             raise ApiError(
                 400, f"width and height must be multiples of {granularity}, not {width}x{height}.", param="size"
             )
-        if height * width > self.pixels:
-            raise ApiError(400, f"{width}x{height} are more than {self.pixels} pixels.", param="size")
+        if most is not None and height * width > most:
+            words = f"{width}x{height} has {height * width} pixels, and an image may have {most} here"
+            raise ApiError(400, f"{words} (max_pixels in /v1/models).", param="size")
 
     def require_at_most(self, param: str, value: float | None, most: float) -> None:
         """Raises ApiError for a value beyond `most`."""

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, VerificationError
 from sdflow.machine.device import cores
+from sdflow.manifest import read_manifest
 from sdflow.serve.jobs import Failed, Image, Job, Message
+from sdflow.serve.pulse import LEAST_SECONDS, TIMES, Patience
 from sdflow.serve.waiting import Waiting
+from sdflow.targets import find_target
 
 if TYPE_CHECKING:
     from sdflow.serve.served_pipeline import ServedPipeline
@@ -40,10 +43,12 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class LoadedLane:
-    """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it."""
+    """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it.
+    first: that loading all of it and drawing an image of each took."""
 
     pipelines: Mapping[str, ServedPipeline]
     seconds: Mapping[str, Mapping[int, float]]
+    first: float
 
     @property
     def places(self) -> int:
@@ -76,10 +81,26 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
 def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
     from sdflow.serve.served_pipeline import ServedPipeline
 
+    begun = time.perf_counter()
     pipelines = {
         name: ServedPipeline.load(folder, threads, options.checker) for name, folder in options.pipelines.items()
     }
-    return LoadedLane(pipelines, {name: warm(name, each, options) for name, each in pipelines.items()})
+    seconds = {name: warm(name, each, options) for name, each in pipelines.items()}
+    return LoadedLane(pipelines, seconds, time.perf_counter() - begun)
+
+
+def patience_of(lane: LoadedLane, options: WorkerOptions) -> Patience:
+    """How long a piece of work may take: as the options say, or as the first took. What compiles for every new size, as TensorRT
+    does, may take as long as a request."""
+    pixels = {name: each.base.latents.image_size**2 for name, each in lane.pipelines.items()}
+    if options.stall is not None:
+        return Patience(options.stall, options.stall, pixels)
+    targets = [
+        find_target(read_manifest(folder).origin.target, str(folder)).session for folder in options.pipelines.values()
+    ]
+    compiles = any(each.profiles or each.static_shapes for each in targets)
+    measured = options.deadline if compiles else TIMES * lane.first
+    return Patience(max(LEAST_SECONDS, min(measured, options.deadline)), max(LEAST_SECONDS, options.deadline), pixels)
 
 
 def _small(lane: LoadedLane, name: str, threads: int) -> bool:

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.limits import Limits
 from sdflow.serve.loras import Loras
 from sdflow.serve.openai_api import require_form
 
@@ -36,12 +37,13 @@ def lora_routes(loras: Loras) -> APIRouter:
     @routes.post("/loras", summary="Send one; it is there until the server ends", status_code=201, openapi_extra=body)
     async def sent(request: Request) -> dict[str, Any]:
         require_form(request)
-        async with request.form(max_files=1, max_fields=4) as form:
-            file, name = form.get("file"), form.get("name")
-            if not isinstance(file, UploadFile):
-                raise ApiError(400, "there is no file.", param="file", code="missing")
-            named = name if isinstance(name, str) else file.filename or ""
-            return await run_in_threadpool(loras.add, named, file.file)
+        with loras.receiving(_size(request, loras.limits)):
+            async with request.form(max_files=1, max_fields=4) as form:
+                file, name = form.get("file"), form.get("name")
+                if not isinstance(file, UploadFile):
+                    raise ApiError(400, "there is no file.", param="file", code="missing")
+                named = name if isinstance(name, str) else file.filename or ""
+                return await run_in_threadpool(loras.add, named, file.file)
 
     @routes.delete("/loras/{name}", summary="Offer it no more; a file of the server's folder stays on its disk")
     async def removed(name: str) -> dict[str, Any]:
@@ -49,3 +51,9 @@ def lora_routes(loras: Loras) -> APIRouter:
         return {"id": name, "object": "lora", "deleted": True}
 
     return routes
+
+
+def _size(request: Request, limits: Limits) -> int:
+    """Of a body that is still to come, at most."""
+    chunked = "transfer-encoding" in request.headers
+    return limits.lora_bytes if chunked else int(request.headers.get("content-length", "0"))

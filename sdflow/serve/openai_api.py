@@ -56,11 +56,14 @@ def openai_routes(served: Served) -> APIRouter:
 
     @routes.get("/models", tags=["OpenAI"], summary="The pipelines, and whether they are verified")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model.to_json() for model in served.models.values()]}
+        return {"object": "list", "data": [described(model) for model in served.models.values()]}
 
     @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline")
     async def model(name: str) -> dict[str, Any]:
-        return find_model(served.models, name).to_json()
+        return described(find_model(served.models, name))
+
+    def described(model: ServedModel) -> dict[str, Any]:
+        return model.to_json(served.drawing.most_pixels(model.name))
 
     @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text")
     async def generations(request: Request, fields: Generation) -> Response:
@@ -153,7 +156,7 @@ async def drawn(
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
     beside = await run_in_threadpool(read_beside, fields, model, served.limits)
-    jobs = jobs_of(fields, model, served.limits, image, mask, loras, beside)
+    jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras, beside)
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:

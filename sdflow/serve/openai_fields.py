@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from sdflow.families.schedulers import SchedulerName
 from sdflow.input_file import parse_json
+from sdflow.runtime.kept import MOST_BLUR
 
 
 def _characters(text: str) -> str:
@@ -87,7 +88,12 @@ class Fields(BaseModel):
     negative_prompt: Words | None = Field(None, description="What not to draw.")
     scheduler: SchedulerName | None = Field(None, description="Default: the pipeline's.")
     eta: float | None = Field(None, ge=0, le=1, description="How much noise DDIM and TCD add in a step.")
-    clip_skip: int | None = Field(None, ge=0, le=30, description="Last layers of the text encoders to leave out.")
+    clip_skip: int | None = Field(
+        None,
+        ge=0,
+        le=30,
+        description="Last layers of the text encoders to leave out for the prompt; the negative prompt is read with all.",
+    )
     prompt_syntax: Literal["plain", "a1111"] | None = "plain"
     prompt_2: Words | None = Field(None, description="SDXL: another prompt for the second text encoder.")
     negative_prompt_2: Words | None = Field(None, description="SDXL: the same for what not to draw.")
@@ -121,6 +127,15 @@ class Edit(Fields):
 
     strength: float | None = Field(
         None, gt=0, le=1, description="The part of the steps that the image goes through. Default: the model's."
+    )
+    mask_blur: float | None = Field(
+        None,
+        ge=0,
+        le=MOST_BLUR,
+        description="Pixels over which what is drawn fades into what the mask keeps. Default: 0, a hard edge.",
+    )
+    whole: bool | None = Field(
+        False, description="Leave what the mask keeps as it comes out of the VAE, a little changed, as diffusers does."
     )
     input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
 

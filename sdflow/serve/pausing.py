@@ -48,7 +48,8 @@ Ask = Callable[[Asked], Any]
 
 
 class StepsOfSizes:
-    """The shared steps of a pipeline's denoiser, by size: made when first wanted, the last ones kept. why_alone: why images of no
+    """The shared steps of a pipeline's denoiser, by size: made when first wanted, the last ones kept. room: rows times columns of
+    all that are kept, as each holds memory; None: any. why_alone: why images of no
     size are drawn together; None where they are."""
 
     KEPT = 4
@@ -62,6 +63,7 @@ class StepsOfSizes:
         self._tokens = pipeline.family.token_sizes(pipeline.configs)
         self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
         self._alone: set[tuple[tuple[str, int], ...]] = set()
+        self.room: int | None = None
         ports = self._model.part.model.ports(self._model.config).inputs
         common = [port.name for port in ports if port.axes[0] != "batch" and port.name != TIMESTEP]
         self.why_alone: str | None = None
@@ -98,11 +100,15 @@ class StepsOfSizes:
                     self.why_alone = str(error)
                 self._alone.add(key)
                 return None
-            while len(self._made) >= self.KEPT:
-                self._made.pop(next(iter(self._made)))
             self._made[key] = made
+            while len(self._made) > self.KEPT or (len(self._made) > 1 and not self._fits()):
+                self._made.pop(next(iter(self._made)))
         self._made[key] = self._made.pop(key)
         return self._made[key]
+
+    def _fits(self) -> bool:
+        sizes = [dict(key) for key in self._made]
+        return self.room is None or sum(each["latent_height"] * each["latent_width"] for each in sizes) <= self.room
 
 
 class HeldSteps:

@@ -32,12 +32,14 @@ def jobs_of(
     fields: Fields,
     model: ServedModel,
     limits: Limits,
+    most_pixels: int | None,
     image: Image | None,
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
     beside: Beside = NOTHING,
 ) -> list[Job]:
-    """The images of a request. image, mask: what it begins with. loras, beside: of the fields, found and read.
+    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, beside: of the fields, found and
+    read.
 
     Raises ApiError for what cannot be.
     """
@@ -55,11 +57,12 @@ def jobs_of(
             400, f"{model.name} cannot draw with {fields.scheduler}. Take one of {known}.", param="scheduler"
         )
     arguments: dict[str, Any] = {
-        **_size(fields, model, limits, image or next((each.image for each in beside.controls), None)),
+        **_size(fields, model, limits, most_pixels, image or next((each.image for each in beside.controls), None)),
         "num_inference_steps": fields.steps,
         "guidance_scale": fields.guidance_scale,
         "eta": fields.eta,
         "strength": fields.strength if isinstance(fields, Edit) else None,
+        **_kept(fields, mask),
         "clip_skip": fields.clip_skip,
         "prompt_syntax": fields.prompt_syntax or "plain",
         "prompt_2": fields.prompt_2,
@@ -89,6 +92,18 @@ def jobs_of(
     ]
 
 
+def _kept(fields: Fields, mask: Image | None) -> dict[str, Any]:
+    """What becomes of what the mask keeps, as the pipeline's call takes it."""
+    if not isinstance(fields, Edit):
+        return {}
+    for name, given in (("mask_blur", fields.mask_blur), ("whole", fields.whole)):
+        if given and mask is None:
+            raise ApiError(400, f"{name} says what becomes of what a mask keeps: send a mask too.", param=name)
+    if fields.mask_blur and fields.whole:
+        raise ApiError(400, "with whole nothing is kept, so that there is no edge to be soft.", param="mask_blur")
+    return {"mask_blur": fields.mask_blur, "whole": fields.whole or None}
+
+
 def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:
     if image is not None and not model.from_images:
         raise ApiError(400, f"{model.name} has no encoder, so it cannot start from an image.", param="image")
@@ -102,7 +117,7 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
         raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
 
 
-def _size(fields: Fields, model: ServedModel, limits: Limits, image: Image | None) -> dict[str, int]:
+def _size(fields: Fields, model: ServedModel, limits: Limits, most: int | None, image: Image | None) -> dict[str, int]:
     """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
     if wanted is None and image is None:
@@ -111,7 +126,7 @@ def _size(fields: Fields, model: ServedModel, limits: Limits, image: Image | Non
         assert image is not None
         width, height = (max(multiple, side - side % multiple) for side in image.size)
         wanted = height, width
-    limits.require_size(*wanted, multiple)
+    limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}
 
 

@@ -64,8 +64,8 @@ class ServedModel:
         types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
         return f"verified, {self.verified}" + (f"; {types} within the limits that its workflow states" if types else "")
 
-    def to_json(self) -> dict[str, Any]:
-        """As OpenAI lists a model, and under `sdflow` what it is."""
+    def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
+        """As OpenAI lists a model, and under `sdflow` what it is. most_pixels: of an image; None: not known yet."""
         origin, latents = self.manifest.origin, self.latents
         return {
             "id": self.name,
@@ -85,6 +85,7 @@ class ServedModel:
                 "image_prompts": self.adapters,
                 "size": f"{latents.image_size}x{latents.image_size}",
                 "multiple": latents.granularity,
+                "max_pixels": most_pixels,
                 "defaults": {task: asdict(each) for task, each in self.defaults.items()},
                 "schedulers": list(self.schedulers),
                 "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],

@@ -122,6 +122,12 @@ class ServedPipeline:
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 
+    def keep_sizes(self, pixels: int) -> None:
+        """What was made for several sizes stays as long as these have no more pixels than this together."""
+        for stage, steps in zip(self.stages, self._steps, strict=True):
+            if isinstance(steps, StepsOfSizes):
+                steps.room = pixels // stage.latents.scale**2
+
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
         """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.live_weights`)."""
         other = copy.copy(self)
@@ -202,7 +208,7 @@ class ServedPipeline:
         def show(preview: Preview) -> None:
             nonlocal number
             if preview.index in preview_steps(job.previews, preview.total):
-                (image,) = pausing.finish(preview.latents).images
+                (image,) = pausing.finish(preview.latents, kept=preview.kept).images
                 told.preview(number, pausing.host.compute(lambda: encoded(image, job)))
                 number += 1
 

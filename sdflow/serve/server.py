@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
-from sdflow.input_file import read_input
 from sdflow.serve.guard import LOOPBACK, Access
+from sdflow.serve.key_file import read_key
 
 if TYPE_CHECKING:
     from sdflow.serve.app import Settings
@@ -55,9 +55,12 @@ def serve(
         http=Connection,
         ws="none",
         h11_max_incomplete_event_size=64 << 10,
+        limit_concurrency=settings.limits.connections,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end
         signal.signal(number, lambda *_: None)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # its terminal is closed
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
     settings.log("serving", url=url, pipelines=list(settings.models), pid=os.getpid())
     started(url, found)
@@ -83,19 +86,6 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def read_key(path: Path) -> str:
-    """The key in a file: its first line. Raises UsageError."""
-    try:
-        key = read_input(path).decode("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot be read: {error}", where=str(path), remedy="A file with the key on its first line."
-        ) from error
-    if not key:
-        raise UsageError("there is no key in it", where=str(path), remedy="Write one on its first line.")
-    return key
-
-
 def access_of(host: str, key_file: Path | None, origins: Sequence[str], *, no_auth: bool) -> Access:
     """Who may ask. Raises UsageError for an address beyond this machine without a key, unless that is meant."""
     key = None if key_file is None else read_key(key_file)
@@ -107,16 +97,3 @@ def access_of(host: str, key_file: Path | None, origins: Sequence[str], *, no_au
             remedy="Give --api-key-file FILE, or say --no-auth.",
         )
     return Access(key, tuple(origin.rstrip("/") for origin in origins), LOOPBACK if own else None)
-
-
-def require_installed() -> None:
-    """Raises UsageError without the packages of the server."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import python_multipart  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"the server's packages are not installed: {error}", remedy="pip install 'sdflow[serve]'"
-        ) from error

@@ -26,9 +26,9 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             opened = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
-            if opened.width * opened.height > limits.pixels:
+            if opened.width * opened.height > limits.sent_pixels:
                 size = f"{opened.width}x{opened.height}"
-                raise ApiError(400, f"the image has {size} pixels, more than {limits.pixels} in all.", param=param)
+                raise ApiError(400, f"the image has {size} pixels, more than {limits.sent_pixels} in all.", param=param)
             turned = ImageOps.exif_transpose(opened)
             made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
             if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:

@@ -88,11 +88,12 @@ def webui_routes(served: Served) -> APIRouter:
                 "prompt_syntax": "a1111",
                 "loras": wanted,
                 "strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
+                "mask_blur": asked.mask_blur if isinstance(asked, FromImage) and mask is not None else None,
             }
         )
         names = [(lora.name, lora.scale) for lora in wanted]
         loras = await run_in_threadpool(served.loras.find, names) if names else ()
-        jobs = jobs_of(fields, model, served.limits, image, mask, loras)
+        jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras)
         note(request, served, model, jobs)
         found = await wanted_still(request, _watched(served, jobs, now))
         seeds = [job.seed for job in jobs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sdflow.runtime.kept import MOST_BLUR
 from sdflow.serve.openai_fields import Words
 
 ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
@@ -54,5 +55,6 @@ class FromImage(Text):
 
     init_images: list[str] = Field(min_length=1, max_length=1)
     mask: str | None = None
+    mask_blur: float = Field(4, ge=0, le=MOST_BLUR)
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
     denoising_strength: float = Field(0.75, gt=0, le=1)

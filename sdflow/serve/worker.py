@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
 from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
+from sdflow.serve.pulse import Pulse, Pulses
 from sdflow.serve.worker_options import WorkerOptions
 from sdflow.workers import deny_network
 
@@ -35,8 +36,9 @@ def work(connection: Connection, options: WorkerOptions) -> None:
         signal.signal(number, signal.SIG_IGN)
     deny_network()
     telling = Telling(connection)
+    pulses = Pulses(telling.tell)
     try:
-        _draw(connection, options, telling.tell)
+        _draw(connection, options, telling.tell, pulses)
     except SdflowError as error:
         telling.tell(Lost(type(error).__name__, error.what, error.where, error.remedy))
     telling.end()
@@ -50,11 +52,11 @@ class Telling:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[Message | Pulse | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._pass_on, name="to the server", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message | Pulse) -> None:
         """In the order in which it is called."""
         self._messages.put(message)
 
@@ -69,18 +71,20 @@ class Telling:
                 self._connection.send(message)
 
 
-def _draw(connection: Connection, options: WorkerOptions, tell: Tell) -> None:
+def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
     from sdflow.serve.lanes import Lanes
-    from sdflow.serve.loading import load_lanes
+    from sdflow.serve.loading import load_lanes, patience_of
     from sdflow.serve.ready_pipelines import ReadyPipelines
+    from sdflow.serve.room import Room
     from sdflow.serve.shared_values import SharedValues
 
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
     torch.set_num_threads(1)
     loaded = load_lanes(options)
-    lanes = Lanes(tell)
+    room = Room.measured(loaded)
+    lanes = Lanes(tell, room.share)
     values = {name: SharedValues() for name in options.pipelines}
     for lane in loaded:
         found = {
@@ -96,9 +100,15 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell) -> None:
         }
         lanes.add(partial(_engine, lane, found, options))
     told = {
-        name: {"batch_seconds": loaded[0].seconds[name], "alone": pipeline.why_alone, "lanes": len(loaded)}
+        name: {
+            "batch_seconds": loaded[0].seconds[name],
+            "alone": pipeline.why_alone,
+            "lanes": len(loaded),
+            "max_pixels": room.most[name],
+        }
         for name, pipeline in loaded[0].pipelines.items()
     }
+    pulses.watch(lanes, patience_of(loaded[0], options))
     tell(Ready(told))
     threading.Thread(target=_listen, args=(connection, lanes), name="from the server", daemon=True).start()
     lanes.run()

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
+from sdflow.serve.pulse import Pulse, Watchdog
 from sdflow.serve.worker import work
 from sdflow.serve.worker_options import WorkerOptions
 
@@ -60,30 +61,41 @@ class WorkerLine:
         while not self._ended.wait(WAITS[min(failures, len(WAITS) - 1)]):
             lost, was_ready = self._run()
             failures = 0 if was_ready else failures + 1
-            if not self._ended.is_set():
+            if lost is not None and not self._ended.is_set():
                 self._hear(lost)
 
-    def _run(self) -> tuple[Lost, bool]:
-        """One worker from its start to its end: why it ended, and whether it was ready before."""
+    def _run(self) -> tuple[Lost | None, bool]:
+        """One worker from its start to its end: why it ended, unless that was told, and whether it was ready before."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=work, args=(theirs, self._options), name="sdflow worker", daemon=True)
         process.start()
         theirs.close()
         self._process, self._messages = process, SimpleQueue()
         threading.Thread(target=_pass_on, args=(self._messages, ours), name="to the worker", daemon=True).start()
-        ready, said = False, None
+        ready, said, given_up = False, None, threading.Event()
+
+        def give_up(lost: Lost) -> None:
+            given_up.set()
+            process.kill()
+            self._hear(lost)  # now: what hangs in a driver ends only when that lets it
+
+        watchdog = Watchdog(give_up)
         try:
             while True:
-                message: Message = ours.recv()
+                message: Message | Pulse = ours.recv()
+                watchdog.hear(message if isinstance(message, Pulse) else None)
                 if isinstance(message, Lost):
                     said = message
-                    continue
-                ready = ready or isinstance(message, Ready)
-                self._hear(message)
+                elif not isinstance(message, Pulse) and not given_up.is_set():
+                    ready = ready or isinstance(message, Ready)
+                    self._hear(message)
         except (EOFError, OSError):
             pass
+        watchdog.end()
         self._messages.put(None)
         process.join()
+        if given_up.is_set():
+            return None, ready
         status = process.exitcode
         words = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return said or Lost("WorkerEnded", f"it ended with {words}"), ready

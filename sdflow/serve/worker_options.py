@@ -12,7 +12,8 @@ class WorkerOptions:
     """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
     the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
     of weights with LoRAs that are kept; loras: whether requests will name some. lanes: how many images are drawn side by side,
-    each by its part of the CPU's threads; None: as a measurement finds best."""
+    each by its part of the CPU's threads; None: as a measurement finds best. deadline: seconds of a request. stall: seconds after
+    which an image that does not go on is given up, and the process with it; None: as follows from a measurement."""
 
     pipelines: Mapping[str, Path]
     batch_sizes: tuple[int, ...] | None = None
@@ -22,3 +23,5 @@ class WorkerOptions:
     lora_memory: int = 4 << 30
     loras: bool = False
     lanes: int | None = None
+    deadline: float = 600.0
+    stall: float | None = None

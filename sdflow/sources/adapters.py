@@ -29,7 +29,6 @@ from sdflow.models.image_encoder import (
 from sdflow.sources.architectures import architecture_config, companion_folder
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
 from sdflow.sources.component_source import Found, Source, shapes_as_json
-from sdflow.sources.folder import read_config, refuse_pickle
 from sdflow.sources.hub import hub_file
 from sdflow.sources.reference import (
     PICKLE_SUFFIXES,
@@ -42,6 +41,7 @@ from sdflow.sources.reference import (
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.single_file import under
 from sdflow.sources.synthetic import GENERATOR_VERSION, synthetic_identity, synthetic_provenance
+from sdflow.sources.weight_files import read_config, refuse_pickle
 
 PREFIXES = ("image_proj.", "ip_adapter.")
 """How the tensors of an adapter's file begin: the projection's, and the denoiser's."""

@@ -29,7 +29,7 @@ from sdflow.sources.checkpoint import (
     SubmodelCheckpoint,
     side_by_side,
 )
-from sdflow.sources.folder import open_component, pinned, refuse_pickle
+from sdflow.sources.folder import open_component, pinned
 from sdflow.sources.halves import begins_of, config_of_half, files_of_halves
 from sdflow.sources.hub import component_files, open_snapshot
 from sdflow.sources.reference import (
@@ -43,6 +43,7 @@ from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import part_of_file, under
 from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
+from sdflow.sources.weight_files import refuse_pickle
 
 
 @dataclass(frozen=True)

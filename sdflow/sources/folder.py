@@ -13,12 +13,11 @@ from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.file_stamp import Stamp, file_stamp
-from sdflow.input_file import is_regular, read_json
+from sdflow.input_file import is_there
 from sdflow.models.base import Model, class_names
 from sdflow.sources.checkpoint import (
     Checkpoint,
     FileDigests,
-    MissingFile,
     SubmodelCheckpoint,
     config_digest,
     pipeline_facts,
@@ -29,24 +28,14 @@ from sdflow.sources.checkpoint import (
 from sdflow.sources.companion_entries import wrong_entry
 from sdflow.sources.companions import companion_files, require_inside
 from sdflow.sources.safetensors_file import read_header
-
-# Where the wanted file has no copy without a variant, the first of these that exists is taken.
-_VARIANTS = ("fp16", "bf16", "fp32", "non_ema")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The files that hold a component's weights; `variant` is "" for the plain ones."""
-
-    files: tuple[Path, ...]
-    variant: str
-    pickled: bool
+from sdflow.sources.weight_files import Weights, find_weights, read_config
 
 
 @dataclass(frozen=True)
 class ComponentFiles:
     """A component's folder as it was opened. stamps: of the weights. notes: choices that the user should hear of."""
 
+    folder: Path
     config: dict[str, Any]
     weights: Weights
     stamps: list[Stamp]
@@ -78,6 +67,7 @@ class ComponentFiles:
                 "kind": "files",
                 "family": family.name,
                 "config": config,
+                "folder": str(self.folder.absolute()),
                 "files": self.stamps,
                 "pickled": self.weights.pickled,
             },
@@ -149,7 +139,7 @@ def open_component(folder: Path, component: str, part: Part, family: Family, all
     """
     model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family)
-    weights = find_weights(folder, model, allow_pickle=allow_pickle)
+    weights = find_weights(folder, model, config, allow_pickle=allow_pickle)
     notes = []
     if weights.variant:
         notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
@@ -159,32 +149,14 @@ def open_component(folder: Path, component: str, part: Part, family: Family, all
         for file in weights.files:
             read_header(file)
     # Before the digests: a file that changes in between is then refused when it is loaded.
-    return ComponentFiles(config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
-
-
-def read_config(path: Path, *, finite: bool = True) -> dict[str, Any]:
-    """A JSON object from a file. finite: as of `read_json`; False for what lies beside the networks.
-
-    Raises CheckpointError when it is missing or something else.
-    """
-    try:
-        value = read_json(path, finite=finite)
-    except FileNotFoundError as error:
-        raise MissingFile(
-            "no such file", where=str(path), remedy="A checkpoint folder has the layout of diffusers' save_pretrained."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise CheckpointError(f"not valid JSON: {error}", where=str(path), remedy="Download it again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError("not a JSON object", where=str(path), remedy="Download it again.")
-    return value
+    return ComponentFiles(folder, config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
 
 
 def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of a pipeline's class, and model_index.json without components that are none."""
     path = folder / "model_index.json"
+    if not is_there(path):
+        _refuse_others(folder)
     index = read_config(path)
     family = family_of_index(index)
     if family is None:
@@ -199,6 +171,20 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
         if parts[0].optional and (not isinstance(index.get(component, []), list) or index.get(component) == []):
             index.pop(component, None)
     return family, index
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raises CheckpointError for a folder without a model_index.json that is known to be something else."""
+    if is_there(folder / "adapter_config.json") or is_there(folder / "pytorch_lora_weights.safetensors"):
+        raise CheckpointError("this is the folder of a LoRA", where=str(folder), remedy="Name it under `loras`.")
+    if is_there(folder / "config.json"):
+        named = ", ".join(class_names(read_config(folder / "config.json"))) or "no class that it names"
+        raise CheckpointError(
+            f"this is one component, of {named:.200}, not a pipeline",
+            where=str(folder),
+            remedy="Name the folder that holds model_index.json; a VAE, UNet or ControlNet goes under `components` or "
+            "`controlnets`.",
+        )
 
 
 def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:
@@ -234,65 +220,3 @@ def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dic
             raise CheckpointError(wrong, where=str(path), remedy="Download it again.")
         require_inside(folder / name, folder)
     return {name: folder / name for name in wanted}
-
-
-def choose_weights(names: Collection[str], model: Model) -> tuple[str, str] | None:
-    """The file (or index of shards) to take among the file names of a component's folder, and its variant.
-
-    Safetensors come before pickles, then weights without a variant before those with one.
-    diffusers writes `model.fp16.safetensors` and `model.safetensors.index.fp16.json`.
-    """
-    for suffix, stem in ((".safetensors", model.weights_stem), (".bin", model.weights_stem)):
-        stem = "pytorch_model" if (stem, suffix) == ("model", ".bin") else stem  # transformers names pickles so
-        for variant in ("", *_VARIANTS):
-            dotted = f".{variant}" if variant else ""
-            spellings = (f"{stem}{dotted}{suffix}", f"{stem}{suffix}.index{dotted}.json")
-            for name in (*spellings, f"{stem}{dotted}{suffix}.index.json"):
-                if name in names:
-                    return name, variant
-    return None
-
-
-def find_weights(folder: Path, model: Model, *, allow_pickle: bool) -> Weights:
-    """The component's weights as `choose_weights` chooses them; pickles only when they are allowed."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    chosen = choose_weights(names, model)
-    if chosen is None:
-        raise MissingFile(
-            f"no weights: {model.weights_stem}.safetensors is not there",
-            where=str(folder),
-            remedy="Download the checkpoint again, or write it with save_pretrained(..., safe_serialization=True).",
-        )
-    name, variant = chosen
-    pickled = ".bin" in name
-    if pickled:
-        refuse_pickle(folder / name, allow_pickle)
-    files = _shards(folder / name) if name.endswith(".json") else (folder / name,)
-    return Weights(files, variant, pickled)
-
-
-def refuse_pickle(path: Path, allow_pickle: bool) -> None:
-    """Raise CheckpointError for a pickled file unless the workflow allows pickles."""
-    if not allow_pickle:
-        raise CheckpointError(
-            "pickled weights can run any code when they are loaded",
-            where=str(path),
-            remedy="Convert them: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors'); "
-            "or, if you trust the file, write allow_pickle: true in the workflow (it is then loaded with "
-            "weights_only=True).",
-        )
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    weight_map = read_config(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("an index without a weight_map", where=str(index), remedy="Download it again.")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"the shard {name[:60]!r} is not a file name", where=str(index))
-        if not is_regular(index.parent / name):
-            raise MissingFile(
-                f"the shard {name[:60]} is not there", where=str(index), remedy="Download the missing file."
-            )
-    return tuple(index.parent / name for name in names)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.models.base import Model
-from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile
-from sdflow.sources.folder import choose_weights, open_folder
-from sdflow.sources.reference import HubReference
+from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile, listing
+from sdflow.sources.folder import open_folder
+from sdflow.sources.peft_metadata import BESIDE
+from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
+from sdflow.sources.weight_files import choose_weights, is_shard
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
@@ -79,13 +81,16 @@ def open_snapshot(
 
 
 def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> Path:
-    """One .safetensors file of a repository: the named one, or the only one at its top.
+    """One .safetensors file of a repository: the named one, or the only one at its top. PEFT's configuration beside it comes
+    along.
 
     Raises as `open_hub` does, and when there are several files to choose from.
     """
 
     def wanted(names: Collection[str]) -> list[str]:
-        return [choose_file(names, weight_name, f"hf:{hub.repository}")]
+        file = choose_file(names, weight_name, f"hf:{hub.repository}")
+        config = PurePosixPath(file).with_name(BESIDE).as_posix()
+        return [file, config] if config in names else [file]
 
     if not download or _offline() or _COMMIT.fullmatch(hub.revision):
         local = _local_snapshot(hub)
@@ -124,6 +129,20 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
         return found[0]
     if found:
         raise CheckpointError(f"holds several LoRAs: {', '.join(found)}", where=where, remedy=remedy)
+    below = sorted(name for name in names if name.lower().endswith(".safetensors"))
+    if below:  # several adapters that PEFT saved together, or one for each part of a model
+        folders = sorted({name.rpartition("/")[0] for name in below})
+        raise CheckpointError(
+            f"holds LoRAs in {len(folders)} of its folders: {listing(folders)}",
+            where=where,
+            remedy=f"Name one by its file: {below[0]}, as `weight_name` in a workflow or after # in `--lora`.",
+        )
+    if pickles := sorted(name for name in names if name.lower().endswith(PICKLE_SUFFIXES) and "/" not in name):
+        raise CheckpointError(
+            f"holds no .safetensors file, but {pickles[0]}: pickled LoRAs are not read",
+            where=where,
+            remedy="Save it again as .safetensors.",
+        )
     raise CheckpointError("holds no .safetensors file", where=where, remedy=remedy)
 
 
@@ -146,15 +165,8 @@ def component_files(names: Collection[str], folder: str, model: Model) -> list[s
     if chosen is not None:
         wanted.append(inside[chosen[0]])
         if chosen[0].endswith(".json"):
-            wanted += [name for short, name in inside.items() if _is_shard(short, *chosen)]
+            wanted += [name for short, name in inside.items() if is_shard(short, *chosen)]
     return wanted
-
-
-def _is_shard(name: str, index: str, variant: str) -> bool:
-    """`model-00001-of-00002.safetensors`, with the variant before or after the numbers."""
-    stem, suffix = index.split(".")[0], ".bin" if ".bin" in index else ".safetensors"
-    dotted = re.escape(f".{variant}") if variant else ""
-    return re.fullmatch(rf"{stem}({dotted}-\d+-of-\d+|-\d+-of-\d+{dotted}){re.escape(suffix)}", name) is not None
 
 
 def _offline() -> bool:

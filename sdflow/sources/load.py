@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,29 @@ def submodel_config(load: Mapping[str, Any]) -> dict[str, Any]:
     return dict(load["config"])
 
 
-def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
+Load = Mapping[str, Any]
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+def loaded(part: Part, load: Load, expected: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """The parameters of these names and shapes, in float32. Raises CheckpointError."""
+    import torch
+
+    if load["kind"] == "synthetic":
+        arrays = tensors_for(part.model, expected, load["seed"])
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    check_stamps(load["files"])
+    tensors = _fitted(part, load, expected, load["files"][0]["path"])
+    check_stamps(load["files"])
+    return tensors
+
+
+def load_module(
+    submodel: str, load: Load, read: Callable[[Part, Load, Mapping[str, tuple[int, ...]]], Tensors] = loaded
+) -> torch.nn.Module:
     """The submodel's module in float32 and eval mode on the CPU, no gradients; of the halves of a VAE: the whole VAE.
 
+    read: what gives the parameters that a part, or an adapter beside it, has of its own.
     Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape.
     """
     part = part_of(load, submodel)
@@ -51,22 +71,9 @@ def load_module(submodel: str, load: Mapping[str, Any]) -> torch.nn.Module:
         tensors = _hollow_tensors(module)
     else:
         for each, how, shapes in apart(part, load, expected):
-            tensors |= _loaded(each, how, shapes)
+            tensors |= read(each, how, shapes)
     module.load_state_dict(tensors, strict=True, assign=True)
     return module.eval().requires_grad_(False)
-
-
-def _loaded(part: Part, load: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Parameters of these names and shapes."""
-    import torch
-
-    if load["kind"] == "synthetic":
-        arrays = tensors_for(part.model, expected, load["seed"])
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    check_stamps(load["files"])
-    tensors = _fitted(part, load, expected, load["files"][0]["path"])
-    check_stamps(load["files"])
-    return tensors
 
 
 def parameter_shapes(submodel: str, load: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -122,7 +129,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     library = importlib.import_module(companion.library)
     name = companion.class_name
     what = f"its {folder.name} cannot be loaded"
-    with _rejections(where, what):
+    with rejections(where, what):
         config = dict(read_json(folder / companion.file, finite=False)) if is_there(folder / companion.file) else {}
         if wrong := wrong_entry(config):
             raise CheckpointError(f"{what}: {wrong}", where=where)
@@ -132,7 +139,8 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
 
 @contextmanager
-def _rejections(where: str, what: str, remedy: str | None = None) -> Iterator[None]:
+def rejections(where: str, what: str, remedy: str | None = None) -> Iterator[None]:
+    """Raises CheckpointError for what a library raises of a configuration or a file that it cannot make sense of."""
     from huggingface_hub.errors import StrictDataclassError  # of transformers' configurations
 
     try:
@@ -154,9 +162,9 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
     """The module with its parameters on the meta device: no memory, no random initialisation."""
     from accelerate import init_empty_weights
 
-    _require_size(config, where)
+    require_size(config, where)
     with (
-        _rejections(where, f"its configuration does not make a {model.class_name}"),
+        rejections(where, f"its configuration does not make a {model.class_name}"),
         init_empty_weights(include_buffers=False),
     ):
         return model.empty(config)
@@ -288,16 +296,16 @@ MOST_LAYERS = 512
 """Layers that an entry of a config may ask for. The largest of these networks have 48."""
 
 
-def _require_size(config: Any, where: str, key: str = "") -> None:
-    """Refuse, before anything is made, what would take for ever to make."""
+def require_size(config: Any, where: str, key: str = "") -> None:
+    """Raises CheckpointError, before anything is made, for what would take for ever to make."""
     if isinstance(config, Mapping):
         for name, value in config.items():
-            _require_size(value, where, str(name))
+            require_size(value, where, str(name))
     elif isinstance(config, list | tuple):
         if len(config) > MOST_LAYERS and key.endswith(("_types", "_channels", "_block", "_dim", "_heads")):
             raise CheckpointError(f"{key} has {len(config)} entries", where=where, remedy="Download the config again.")
         for value in config:
-            _require_size(value, where, key)
+            require_size(value, where, key)
     elif isinstance(config, int) and "layers" in key and config > MOST_LAYERS:
         raise CheckpointError(
             f"{key} is {config}, more than {MOST_LAYERS}", where=where, remedy="Download the config again."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ from sdflow.input_file import is_regular, is_there, no_file
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.lora_family import made_for, misfit
-from sdflow.sources.lora_names import PEFT_PREFIX, LoraName, Role, other_kind, parse_name, peft_module, spellings
-from sdflow.sources.peft_metadata import METADATA_KEY, peft_config_file, read_peft_configs
+from sdflow.sources.lora_header import read_lora_header
+from sdflow.sources.lora_names import Role, peft_module, spellings
+from sdflow.sources.peft_metadata import METADATA_KEY, peft_config_file
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
-from sdflow.sources.safetensors_file import read_float_tensors, read_header, read_metadata
+from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,23 +83,16 @@ def lora_submodels(path: Path) -> tuple[str, ...]:
 
     Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
     """
-    names = _parse(path)
-    read_peft_configs(path, WITH_LORAS, _alone(names))
-    return tuple(name for name in WITH_LORAS if any(parsed.submodel == name for parsed in names.values()))
+    submodels = {parsed.submodel for parsed in read_lora_header(path).names.values()}
+    return tuple(name for name in WITH_LORAS if name in submodels)
 
 
 def lora_digest(path: Path, digests: FileDigests) -> str:
     """What identifies the content of a LoRA: of its file, and of PEFT's configuration where that lies beside it."""
     whole = digests.digest(path)
-    if _alone(_parse(path)) is None or METADATA_KEY in read_metadata(path):
+    if not read_lora_header(path).beside:
         return whole
     return digest_json({"file": whole, "config": digests.digest(peft_config_file(path))})
-
-
-def _alone(names: Mapping[str, LoraName]) -> str | None:
-    """The submodel that a file of PEFT's save_pretrained is for; None for a file of others, which say it in their names."""
-    submodels = {parsed.submodel for parsed in names.values()}
-    return submodels.pop() if len(submodels) == 1 and all(name.startswith(PEFT_PREFIX) for name in names) else None
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
@@ -105,7 +100,8 @@ def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
 
     What the header leaves open, `read_lora` finds: it sees every shape.
     """
-    names, header = _parse(path), read_header(path)
+    found = read_lora_header(path)
+    names, header = found.names, found.entries
     configs = {name: source.load["config"] for name, source in checkpoint.submodels.items()}
     why = misfit(checkpoint.family, configs, names, header)
     if why is None:
@@ -130,7 +126,8 @@ def read_lora(
     Raises CheckpointError for tensors that have no place, lack their partner, or are of a wrong shape, naming the first
     and what the LoRA was made for; and for DoRA, LoHa, LoKr and other adapters that are no plain LoRA.
     """
-    names = _parse(path)
+    header = read_lora_header(path)
+    names, configs = header.names, header.configs
     models = {name: FAMILIES[family].part(name).model for name in shapes}
     tables = {name: spellings(models[name], keys) for name, keys in shapes.items()}
     groups: dict[tuple[str, str], dict[Role, str]] = {}
@@ -145,8 +142,16 @@ def read_lora(
             problems.append(f"{name}: the {parsed.submodel} has no such module")
         elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
             problems.append(f"{name}: {other} is for the same weight")
-    tensors = read_float_tensors(path, [name for group in groups.values() for name in group.values()])
-    configs = read_peft_configs(path, WITH_LORAS, _alone(names))
+    factors = [name for group in groups.values() for role, name in group.items() if role != "alpha"]
+    tensors = read_float_tensors(path, factors)
+    alphas = read_numbers(
+        path,
+        [
+            group["alpha"]
+            for group in groups.values()
+            if "alpha" in group and prod(header.entries[group["alpha"]].shape) == 1
+        ],
+    )
     for submodel, said in configs.items():
         known = [(key, group) for (of, key), group in groups.items() if of == submodel and "down" in group]
         said.require_quick(
@@ -155,8 +160,9 @@ def read_lora(
     ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
     for (submodel, key), group in groups.items():
-        found = {role: tensors[name] for role, name in group.items()}
-        problem = _problem(group, found, shapes[submodel][key])
+        found: dict[Role, Floats] = {role: tensors[name] for role, name in group.items() if role != "alpha"}
+        alpha = alphas.get(group.get("alpha", ""))
+        problem = _problem(group, found, alpha, shapes[submodel][key])
         if problem:
             problems.append(problem)
             continue
@@ -165,14 +171,13 @@ def read_lora(
         module = peft_module(models[submodel], key, names[group["down"]])
         if config is not None and config.rank(module) != rank:
             ranks.append(f"{group['down']}: {rank}, not {config.rank(module)}")
-        if "alpha" in found:
-            scale = float(found["alpha"].reshape(())) / rank
-        else:  # without either, alpha is the rank
-            scale = 1.0 if config is None else config.scale(module, rank)
+        # Without either, alpha is the rank.
+        default = 1.0 if config is None else config.scale(module, rank)
+        scale = default if alpha is None else alpha / rank
         up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
         layers[submodel][key] = LoraLayer(up, down, scale)
     if problems:
-        others = " or ".join(made_for(names, read_header(path)))
+        others = " or ".join(made_for(names, header.entries))
         raise CheckpointError(
             f"{len(problems)} of its parts do not fit the model: {listing(problems)}",
             where=str(path),
@@ -251,28 +256,9 @@ def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     return high, np.rint((scaled - high) * 2.0**bits), unit
 
 
-def _parse(path: Path) -> dict[str, LoraName]:
-    header = read_header(path)
-    for name in header:
-        kind = other_kind(name)
-        if kind:
-            raise CheckpointError(
-                f"{kind} is not supported (tensor {name})",
-                where=str(path),
-                remedy="Use a plain LoRA, or merge this one into the checkpoint with the program that made it.",
-            )
-    parsed = {name: parse_name(name) for name in header}
-    strange = [name for name, parts in parsed.items() if parts is None]
-    if strange or not parsed:
-        raise CheckpointError(
-            f"tensors that belong to no LoRA: {listing(strange)}" if strange else "holds no tensors",
-            where=str(path),
-            remedy="Supported are LoRAs in diffusers' (peft) and kohya's key styles.",
-        )
-    return {name: parts for name, parts in parsed.items() if parts is not None}
-
-
-def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tuple[int, ...]) -> str | None:
+def _problem(
+    group: Mapping[Role, str], found: Mapping[Role, Floats], alpha: float | None, shape: tuple[int, ...]
+) -> str | None:
     """What is wrong with the tensors for a weight of this shape, naming one of them."""
     import numpy as np
 
@@ -282,15 +268,15 @@ def _problem(group: Mapping[Role, str], found: Mapping[Role, Floats], shape: tup
     for role, tensor in found.items():
         if not np.isfinite(tensor).all():
             return f"{group[role]}: not all of its values are finite"
-    if "alpha" in found and found["alpha"].size != 1:
-        return f"{group['alpha']}: {list(found['alpha'].shape)} where one number belongs"
+    if "alpha" in group and (alpha is None or not np.isfinite(alpha)):
+        return f"{group['alpha']}: {'several values' if alpha is None else alpha}, where a number belongs"
     rank = found["down"].shape[0] if found["down"].ndim else 0
     kernel = shape[2:]
     one = (1,) * len(kernel)
-    # Linear layers and 1x1 convolutions are one thing: files of the one serve the other.
-    flat = all(side == 1 for side in kernel)
     for role, wanted in (("down", (rank, shape[1], *kernel)), ("up", (shape[0], rank, *one))):
         tensor = found[role]
+        # Linear layers and 1x1 convolutions are one thing: files of the one serve the other. DyLoRA's up is always linear.
+        flat = all(side == 1 for side in wanted[2:])
         plain = tensor.shape[:2] if flat and all(side == 1 for side in tensor.shape[2:]) else tensor.shape
         if rank == 0 or plain != (wanted[:2] if flat else wanted):
             return f"{group[role]}: {list(tensor.shape)} where {list(wanted)} belongs"

@@ -7,7 +7,6 @@ three that came before it) and of kohya's sd-scripts, the latter over diffusers'
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -38,24 +37,13 @@ PEFT_PREFIX = "base_model.model."
 _OLDER = "text_model."
 """What transformers before 5 had in front of a text encoder's modules: a part of the module's name, though it tells the
 submodel too."""
+_KEPT = (_OLDER, "encoder.layers.")
+"""Ends of prefixes that belong to the module's name as well."""
 _PREFIXES = sorted(
     {(prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora},
     key=lambda entry: -len(entry[0]),
 )
 """How a name begins -> the submodel; the longest first, as some are the beginning of others."""
-
-# Other kinds of adapters, by what only their tensors' names contain.
-_OTHER_KINDS = (
-    (re.compile(r"\.dora_scale$|lora_magnitude_vector"), "DoRA"),
-    (re.compile(r"\.hada_"), "LoHa"),
-    (re.compile(r"\.lokr_"), "LoKr"),
-    (re.compile(r"\.lora_mid\."), "LoCon with a Tucker decomposition"),
-    (re.compile(r"\.oft_|\.oft\."), "OFT"),
-    (re.compile(r"\.boft_"), "BOFT"),
-    (re.compile(r"\.(diff|diff_b|w_norm|b_norm)$"), "LyCORIS full difference"),
-    (re.compile(r"\.on_input$|\.ia3_l"), "(IA)3"),
-    (re.compile(r"lora_embedding_[AB]"), "embedding LoRA"),
-)
 
 
 @dataclass(frozen=True)
@@ -67,11 +55,6 @@ class LoraName:
     role: Role
 
 
-def other_kind(name: str) -> str | None:
-    """The kind of adapter, if the name belongs to one that is not a plain LoRA for this architecture."""
-    return next((kind for pattern, kind in _OTHER_KINDS if pattern.search(name)), None)
-
-
 def parse_name(name: str) -> LoraName | None:
     """The parts of a LoRA tensor's name; None when it is not one."""
     for suffix, role in _ROLES:
@@ -79,7 +62,8 @@ def parse_name(name: str) -> LoraName | None:
             stem = name[: -len(suffix)]
             for prefix, submodel in _PREFIXES:
                 if stem.startswith(prefix):
-                    module = _OLDER * prefix.endswith(_OLDER) + stem[len(prefix) :]
+                    kept = next((each for each in _KEPT if prefix.endswith(each)), "")
+                    module = kept + stem[len(prefix) :]
                     return LoraName(submodel, module.replace(".processor.", "."), role)
     return None
 

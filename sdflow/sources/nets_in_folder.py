@@ -9,7 +9,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import NET, family_of_index
-from sdflow.sources.folder import read_config
+from sdflow.sources.weight_files import read_config
 
 _SEVERAL = "Multi"
 """How the class of several begins, in model_index.json."""

@@ -11,6 +11,7 @@ from sdflow.sources.adapters import with_adapters
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.component import with_component
 from sdflow.sources.folder import open_folder
+from sdflow.sources.headers import require_loadable
 from sdflow.sources.hub import open_hub
 from sdflow.sources.nets import with_nets
 from sdflow.sources.nets_in_folder import has_nets
@@ -57,6 +58,7 @@ def open_checkpoint(
         checkpoint = with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
     if adapters:
         checkpoint = with_adapters(checkpoint, adapters, digests=digests, download=download, allow_pickle=allow_pickle)
+    require_loadable(checkpoint.submodels)
     return checkpoint
 
 

@@ -15,11 +15,12 @@ Decision = Literal["honoured", "refused", "without effect"]
 @dataclass(frozen=True)
 class Field:
     """A field of LoraConfig. plain: of one that is refused, the values besides null that make of the tensors nothing else than
-    scale * up @ down."""
+    scale * up @ down. merges: of one that is refused, whether PEFT can merge such an adapter into the weights."""
 
     decision: Decision
     why: str
     plain: tuple[Any, ...] = ()
+    merges: bool = True
 
 
 def _honoured(why: str) -> Field:
@@ -28,6 +29,10 @@ def _honoured(why: str) -> Field:
 
 def _refused(why: str, *plain: Any) -> Field:
     return Field("refused", why, plain)
+
+
+def _unmergeable(why: str) -> Field:
+    return Field("refused", why, merges=False)
 
 
 def _no_effect(why: str) -> Field:
@@ -57,8 +62,8 @@ LORA_CONFIG: Mapping[str, Field] = {
     "layer_replication": _refused("The model then has more layers than the checkpoint.", []),
     "trainable_token_indices": _refused("The file then holds rows of the embedding.", [], {}),
     "target_parameters": _refused("Factors of parameters that are no module's weight.", []),
-    "alora_invocation_tokens": _refused("The LoRA then counts from some tokens of a text on: nothing to merge."),
-    "arrow_config": _refused("The LoRA is then chosen anew for each token: nothing to merge."),
+    "alora_invocation_tokens": _unmergeable("The LoRA then counts from some tokens of a text on: nothing to merge."),
+    "arrow_config": _unmergeable("The LoRA is then chosen anew for each token: nothing to merge."),
     "kasa_config": _refused("A singular value decomposition of the weights takes part."),
     "monteclora_config": _refused("The factors are then samples of a distribution."),
     "velora_config": _refused("The file then holds tensors of the training beside the factors."),
@@ -81,7 +86,7 @@ LORA_CONFIG: Mapping[str, Field] = {
     "runtime_config": _no_effect("It says where PEFT computes."),
     "ensure_weight_tying": _no_effect("It is about tied embeddings, whose factors are refused."),
     "task_type": _no_effect("It says which of PEFT's wrappers the model was trained in."),
-    "auto_mapping": _no_effect(_ORIGIN),
+    "auto_mapping": _honoured("It names the class of the model: which text encoder a file is for."),
     "peft_version": _no_effect(_ORIGIN),
     "base_model_name_or_path": _no_effect(_ORIGIN),
     "revision": _no_effect(_ORIGIN),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.input_file import read_input, require_shallow
+from sdflow.sources.adapter_kinds import MERGE_ELSEWHERE, MERGE_WITH_PEFT, PEFT_TYPES, USE_A_LORA, kind_of_config
 from sdflow.sources.peft_fields import LORA_CONFIG
 from sdflow.sources.peft_patterns import PLAIN, SECONDS, end_soon
 from sdflow.sources.safetensors_file import read_metadata
@@ -61,17 +62,25 @@ class PeftConfig:
         return self.alpha(module) / (sqrt(rank) if self.rslora else rank)
 
 
-def read_peft_configs(path: Path, submodels: tuple[str, ...], alone: str | None = None) -> dict[str, PeftConfig]:
-    """The configurations of a file, for those of the submodels that have one: in its header, or beside it.
+def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str] = ()) -> dict[str, PeftConfig]:
+    """The configurations in a file's header, for those of the submodels that have one; none where it has no header of PEFT's.
 
-    alone: the submodel that the file is for, where its names are those of PEFT's save_pretrained, which writes the configuration
-        beside the tensors.
+    own: the submodels that the file's tensors are for. diffusers' save_lora_adapter, of one model, writes no submodel in front
+        of the fields: they are then those of the only one.
     Raises CheckpointError for what is no configuration, and for an adapter that is no plain LoRA.
     """
     text = read_metadata(path).get(METADATA_KEY)
     if text is None:
-        return {} if alone is None else {alone: _beside(path)}
+        return {}
     metadata = _parsed(text, METADATA_KEY, str(path))
+    if metadata and not any(key.startswith(f"{submodel}.") for key in metadata for submodel in submodels):
+        if len(own) != 1 or any("." in key for key in metadata):
+            raise CheckpointError(
+                f"its {METADATA_KEY} does not say which submodel it is for: {', '.join(sorted(metadata)[:3])}",
+                where=str(path),
+                remedy=f"Write {' or '.join(submodels)} in front of each field, as in {submodels[0]}.r.",
+            )
+        return {next(iter(own)): _config(metadata, _Where(METADATA_KEY, "", str(path)))}
     configs = {}
     for submodel in submodels:
         prefix = f"{submodel}."
@@ -86,19 +95,28 @@ def peft_config_file(path: Path) -> Path:
     return path.with_name(BESIDE)
 
 
-def _beside(path: Path) -> PeftConfig:
+def read_fields_beside(path: Path) -> dict[str, Any] | None:
+    """The fields of the configuration beside a file; None where there is none. Raises CheckpointError for what is none."""
     file = peft_config_file(path)
     try:
         text = read_input(file).decode("utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"PEFT wrote it, and there is no {BESIDE} beside it, which says its alpha",
-            where=str(path),
-            remedy="Put that file beside it, and name the folder or the file on disk.",
-        ) from error
+    except FileNotFoundError:
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
-    return _config(_parsed(text, BESIDE, str(path)), _Where(BESIDE, "", str(path)))
+    return _parsed(text, BESIDE, str(path))
+
+
+def config_beside(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
+    """What these fields, from beside a file, say. Raises CheckpointError for an adapter that is no plain LoRA."""
+    return _config(fields, _Where(BESIDE, "", str(path)))
+
+
+def model_class(fields: Mapping[str, Any]) -> str | None:
+    """The class of the model that PEFT wrapped, if its configuration says it."""
+    mapping = fields.get("auto_mapping")
+    name = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
@@ -120,6 +138,11 @@ class _Where:
     prefix: str
     where: str
 
+    @property
+    def merge(self) -> str:
+        """How else to have such an adapter merged: PEFT reads what it wrote itself."""
+        return MERGE_WITH_PEFT if self.name == BESIDE else MERGE_ELSEWHERE
+
     def bad(self, field: str, what: str) -> CheckpointError:
         return CheckpointError(
             f"its {self.name} has a {self.prefix}{field} that is {what}",
@@ -129,6 +152,7 @@ class _Where:
 
 
 def _config(fields: Mapping[str, Any], at: _Where) -> PeftConfig:
+    _require_lora(fields.get("peft_type"), at)
     for field, value in fields.items():
         _require_plain(field, value, at)
     rslora = fields.get("use_rslora", False)
@@ -143,6 +167,19 @@ def _config(fields: Mapping[str, Any], at: _Where) -> PeftConfig:
     )
 
 
+def _require_lora(peft_type: Any, at: _Where) -> None:
+    """Raises CheckpointError for another kind of adapter: first of all, as its fields are others."""
+    kind = kind_of_config(peft_type)
+    if kind is None:
+        return
+    unknown = "" if peft_type in PEFT_TYPES else ", a kind that this version of sdflow does not know,"
+    raise CheckpointError(
+        f"{kind.title}{unknown} is not supported ({at.prefix}peft_type in its {at.name})",
+        where=at.where,
+        remedy=at.merge if kind.merges else USE_A_LORA,
+    )
+
+
 def _require_plain(field: str, value: Any, at: _Where) -> None:
     """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set."""
     known = LORA_CONFIG.get(field)
@@ -154,7 +191,9 @@ def _require_plain(field: str, value: Any, at: _Where) -> None:
         kind = "DoRA" if field == "use_dora" else f"{at.prefix}{field} = {json.dumps(value)[:100]}"
         why = "a field that this version of sdflow does not know" if known is None else known.why
         raise CheckpointError(
-            f"{kind} is not supported (in its {at.name}): {why}", where=at.where, remedy="Use a plain LoRA."
+            f"{kind} is not supported (in its {at.name}): {why}",
+            where=at.where,
+            remedy=at.merge if known is None or known.merges else USE_A_LORA,
         )
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
+from sdflow.families import ARCHITECTURES, FAMILIES, MARKED_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.few_steps import of_this_name
 from sdflow.families.part import Layout
+from sdflow.sources.adapter_kinds import kind_of_tensor
 from sdflow.sources.architectures import architecture_config, prediction_of
+from sdflow.sources.lora_names import parse_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 Fingerprint = Mapping[str, tuple[int, ...] | None]
@@ -40,56 +42,68 @@ _CHANNELS = {8: "a UNet of InstructPix2Pix", 5: "a depth-to-image UNet"}
 _SPECIFIED = "modelspec.prediction_type"
 _SPECIFIED_ARCHITECTURE = "modelspec.architecture"
 _PREDICTION_OF = {"stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction"}
-# Tensors without a use but to say how the model predicts, as ComfyUI's supported_models.py reads them.
-_MARKS = {"v_pred": "v_prediction", "edm_mean": "edm", "edm_vpred.sigma_max": "edm"}
+# Tensors without a use but to say how the model predicts, in the order in which ComfyUI's supported_models.py looks for them.
+_MARKS = {"edm_mean": "edm", "edm_vpred.sigma_max": "edm", "v_pred": "v_prediction"}
+_ZERO_SNR = "ztsnr"
+"""The tensor that says, beside `v_pred`, that the last step of training is noise alone."""
+_WITH_ZERO_SNR = " with zero terminal SNR"
 # Steps of training of 2.0 base and of 2.1, by which diffusers' convert_from_ckpt.py knows them. Others say nothing.
 _STEPS = {875000: "epsilon", 110000: "v_prediction"}
 
 
-def what_it_says(names: Iterable[str], metadata: Mapping[str, str]) -> Said | None:
-    """What a file's metadata, or a tensor that is there for that alone, say of how the denoiser predicts."""
+def what_it_says(names: Iterable[str], metadata: Mapping[str, str]) -> list[Said]:
+    """What a file's metadata, and tensors that are there for that alone, say of how the denoiser predicts: each statement."""
+    found: list[Said] = []
     if (written := metadata.get(_SPECIFIED)) is not None:
         prediction = "v_prediction" if written in ("v", "v-prediction") else written
-        return prediction, f"its {_SPECIFIED} is {written}"
+        found.append((prediction, f"its {_SPECIFIED} is {written}"))
     if (written := metadata.get(_SPECIFIED_ARCHITECTURE, "")) in _PREDICTION_OF:
-        return _PREDICTION_OF[written], f"its {_SPECIFIED_ARCHITECTURE} is {written}"
+        found.append((_PREDICTION_OF[written], f"its {_SPECIFIED_ARCHITECTURE} is {written}"))
     names = frozenset(names)
-    return next(((_MARKS[mark], f"it has a tensor {mark}") for mark in _MARKS if mark in names), None)
+    if (mark := next((mark for mark in _MARKS if mark in names), None)) is not None:
+        both = mark == "v_pred" and _ZERO_SNR in names
+        why = f"it has tensors {mark} and {_ZERO_SNR}" if both else f"it has a tensor {mark}"
+        found.append((_MARKS[mark] + (_WITH_ZERO_SNR if both else ""), why))
+    return found
 
 
-def what_the_step_says(step: int | None) -> Said | None:
+def what_the_step_says(step: int | None) -> list[Said]:
     """What the number of steps that a model of 2.x was trained for says. Of no use for other families."""
-    return (_STEPS[step], f"its global_step is {step}") if step in _STEPS else None
+    return [(_STEPS[step], f"its global_step is {step}")] if step in _STEPS else []
 
 
-def choose(path: Path, fitting: Sequence[str], said: Said | None, wanted: str | None) -> tuple[str, tuple[str, ...]]:
+def choose(path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None) -> tuple[str, tuple[str, ...]]:
     """One of the architectures that a file's shapes fit, and what the user should hear of the choice.
 
-    said: None where the file does not say how it predicts; then the first is taken. wanted: what the user wrote.
-    Raises CheckpointError where it is none of them, and where the file says that it predicts in another way.
+    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote.
+    Raises CheckpointError where it is none of them, and where the file says that it predicts in another way, or contradicts
+    itself.
     """
-    predicts = {name: prediction_of(name) for name in fitting}
+    predicts = {name: _prediction(name) for name in fitting}
     if wanted is not None and wanted not in fitting:
         raise CheckpointError(
-            f"has the shapes of {' and of '.join(fitting)}, not of {wanted}",
+            f"has the shapes of {' and of '.join(_unmarked(fitting))}, not of {wanted}",
             where=str(path),
             remedy=f"Write {' or '.join(f'{path.name}#{name}' for name in fitting)}.",
         )
     if wanted is not None:
-        odd = said is not None and said[0] != predicts[wanted]
-        return wanted, (f"{path.name} is taken for {wanted}, although {said[1]}.",) if said and odd else ()
-    fitting = of_this_name(fitting, path.name)
-    if said is not None:
-        prediction, why = said
-        agreed = [name for name in fitting if predicts[name] == prediction]
+        odd = " and ".join(why for prediction, why in said if not _agree(prediction, predicts[wanted]))
+        return wanted, (f"{path.name} is taken for {wanted}, although {odd}.",) if odd else ()
+    named = of_this_name(fitting, path.name)
+    if said:
+        _require_one_word(path, named, said)
+        prediction, why = max(said, key=lambda each: each[0].endswith(_WITH_ZERO_SNR))
+        agreed = [name for name in named if predicts[name] == prediction]
         if not agreed:
             raise CheckpointError(
-                f"{why}, and {fitting[0]}, whose shapes it has, predicts {predicts[fitting[0]]}",
+                f"{why}, and {named[0]}, whose shapes it has, predicts {predicts[named[0]]}",
                 where=str(path),
                 remedy="Take it as a diffusers folder, whose scheduler says how it predicts. "
-                f"{path.name}#{fitting[0]} takes it as it is.",
+                f"{path.name}#{named[0]} takes it as it is.",
             )
-        return agreed[0], (f"{path.name} is taken for {agreed[0]}: {why}.",) if len(fitting) > 1 else ()
+        plain = len(_unmarked(named)) == 1 and agreed[0] not in MARKED_ARCHITECTURES
+        return agreed[0], () if plain else (f"{path.name} is taken for {agreed[0]}: {why}.",)
+    fitting = _unmarked(named)
     if len(fitting) == 1:
         return fitting[0], ()
     first, *others = fitting
@@ -99,6 +113,33 @@ def choose(path: Path, fitting: Sequence[str], said: Said | None, wanted: str | 
         f"{predicts[first]}). Else write {instead}."
     )
     return first, (note,)
+
+
+def _prediction(architecture: str) -> str:
+    """What the denoiser of an architecture predicts."""
+    scheduler = architecture_config(architecture, "scheduler")
+    return prediction_of(architecture) + (_WITH_ZERO_SNR if scheduler.get("rescale_betas_zero_snr") else "")
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether both predict the same. Metadata have no word for zero terminal SNR."""
+    return one.removesuffix(_WITH_ZERO_SNR) == other.removesuffix(_WITH_ZERO_SNR)
+
+
+def _require_one_word(path: Path, fitting: Sequence[str], said: Sequence[Said]) -> None:
+    """Raises CheckpointError where one part of a file contradicts another: programs differ in which one they believe."""
+    if all(_agree(prediction, said[0][0]) for prediction, _ in said):
+        return
+    ways = [f"{path.name}#{name} ({_prediction(name)})" for name in fitting]
+    raise CheckpointError(
+        f"contradicts itself: {', and '.join(why for _, why in said)}",
+        where=str(path),
+        remedy=f"Say in `model` which is right: {' or '.join(ways)}. ComfyUI goes by the tensor.",
+    )
+
+
+def _unmarked(architectures: Iterable[str]) -> list[str]:
+    return [name for name in architectures if name not in MARKED_ARCHITECTURES]
 
 
 def _size(architecture: str) -> int:
@@ -161,6 +202,11 @@ def current_shapes(shapes: Shapes) -> Shapes:
 
 def _description(shapes: Shapes, nearest: str, wanted: Fingerprint) -> str:
     denoiser = next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
+    if (
+        sum(parse_name(name) is not None or kind_of_tensor(name, shape) is not None for name, shape in shapes.items())
+        > len(shapes) / 2
+    ):
+        return "this is a LoRA or a relative of one: name it under `loras`"
     for begin, what in _OTHERS:
         if any(name.removeprefix(denoiser).startswith(begin) for name in shapes):
             return f"this is {what}"

@@ -27,7 +27,12 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_WHOLE = {
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
+}  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types that weights are read from."""
 _MAX_HEADER = 16 << 20
 """Bytes. The format allows 100 MB, which take gigabytes once they are read; a header of Stable Diffusion XL has 0.3 MB, and what
 training programs write down a few."""
@@ -130,6 +135,41 @@ def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
     return digest.hexdigest()
 
 
+def require_floats(path: Path, entries: Mapping[str, TensorEntry]) -> None:
+    """Raises CheckpointError for a tensor that is not of F64, F32, F16 or BF16, from the header: integers and float8 are
+    quantized, and their scales are elsewhere."""
+    for name, entry in entries.items():
+        if entry.dtype != "BF16" and entry.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"tensor {name} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
+            )
+
+
+def read_numbers(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """Tensors of a file that hold one number each, whole numbers among them: `torch.tensor(4)` is an alpha of I64.
+
+    Raises CheckpointError for other dtypes, and for tensors of several numbers."""
+    import numpy as np
+
+    entries, found = read_header(path), {}
+    with path.open("rb") as stream:
+        for name in names:
+            entry = entries[name]
+            if prod(entry.shape) != 1:
+                raise CheckpointError(f"{name}: {list(entry.shape)} where one number belongs", where=str(path))
+            stream.seek(entry.begin)
+            raw = stream.read(entry.end - entry.begin)
+            whole = _WHOLE.get(entry.dtype)
+            values = np.frombuffer(raw, whole) if whole else _decode(path, name, entry, raw)
+            found[name] = float(values.reshape(()))
+    return found
+
+
+def require_numbers(path: Path, entries: Mapping[str, TensorEntry]) -> None:
+    """Raises CheckpointError for a dtype that `read_numbers` does not read, from the header."""
+    require_floats(path, {name: entry for name, entry in entries.items() if entry.dtype not in _WHOLE})
+
+
 def read_float_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[np.float32]]:
     """Tensors of a file as float32 arrays (all of them by default). Raises CheckpointError for other dtypes."""
     entries = read_header(path)
@@ -150,8 +190,5 @@ def _decode(path: Path, name: str, entry: TensorEntry, raw: bytes) -> NDArray[np
     if entry.dtype == "BF16":  # the upper half of a float32
         wide = np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)
         return wide.view(np.float32).reshape(entry.shape)
-    if entry.dtype not in _NUMPY:
-        raise CheckpointError(
-            f"tensor {name} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
-        )
-    return np.frombuffer(raw, _NUMPY[entry.dtype]).astype(np.float32).reshape(entry.shape)
+    require_floats(path, {name: entry})
+    return np.frombuffer(raw, _FLOATS[entry.dtype]).astype(np.float32).reshape(entry.shape)

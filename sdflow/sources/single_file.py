@@ -6,7 +6,7 @@ Such a file holds no configuration. The architecture is the shipped one whose te
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -28,7 +28,6 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
-from sdflow.sources.folder import refuse_pickle
 from sdflow.sources.recognition import (
     Said,
     choose,
@@ -41,10 +40,11 @@ from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import (
     TensorEntry,
     digest_tensors,
-    read_float_tensors,
     read_header,
     read_metadata,
+    read_numbers,
 )
+from sdflow.sources.weight_files import refuse_pickle
 
 
 class _Description(NamedTuple):
@@ -52,7 +52,7 @@ class _Description(NamedTuple):
     tensors; of a pickle, their prefixes alone."""
 
     fitting: list[str]
-    said: Said | None
+    said: Sequence[Said]
     names: list[str]
 
 
@@ -69,7 +69,7 @@ def open_single_file(
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
         refuse_pickle(path, allow_pickle)
-        known = _Description(*json.loads(digests.value(path, "single-file-architecture-4", _describe_pickle)))
+        known = _Description(*json.loads(digests.value(path, "single-file-architecture-5", _describe_pickle)))
     elif path.suffix.lower() == ".safetensors":
         known, header = _describe(path), read_header(path)
     else:
@@ -172,8 +172,8 @@ def _describe(path: Path) -> _Description:
     shapes = {name: entry.shape for name, entry in header.items()}
     fitting = fitting_architectures(path, shapes)
     said = what_it_says(header, read_metadata(path))
-    if said is None and len(fitting) > 1 and prod(shapes.get("global_step", (0,))) == 1:
-        said = what_the_step_says(int(read_float_tensors(path, ["global_step"])["global_step"].item()))
+    if not said and len(fitting) > 1 and prod(shapes.get("global_step", (0,))) == 1:
+        said += what_the_step_says(int(read_numbers(path, ["global_step"])["global_step"]))
     return _Description(fitting, said, list(header))
 
 
@@ -184,7 +184,7 @@ def _describe_pickle(path: Path) -> str:
     shapes, step = pickled_shapes(path)
     fitting = fitting_architectures(path, shapes)
     said = what_it_says(shapes, {})
-    if said is None and len(fitting) > 1:
-        said = what_the_step_says(step)
+    if not said and len(fitting) > 1:
+        said += what_the_step_says(step)
     prefixes = [layout.prefix for layout in layouts_of(family_of_architecture(fitting[0]), shapes).values()]
     return json.dumps([fitting, said, prefixes])

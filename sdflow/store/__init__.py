@@ -3,8 +3,19 @@
 from sdflow.store.cache import Cache, CorruptArtifactError
 from sdflow.store.explanation import explain
 from sdflow.store.gc import Entry, GcReport
+from sdflow.store.notes import Failure
 from sdflow.store.publish import Staging
 from sdflow.store.stat_cache import StatCache
 from sdflow.store.verify import VerifyReport
 
-__all__ = ["Cache", "CorruptArtifactError", "Entry", "GcReport", "Staging", "StatCache", "VerifyReport", "explain"]
+__all__ = [
+    "Cache",
+    "CorruptArtifactError",
+    "Entry",
+    "Failure",
+    "GcReport",
+    "Staging",
+    "StatCache",
+    "VerifyReport",
+    "explain",
+]

@@ -21,7 +21,7 @@ from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, readi
 from sdflow.store.locks import file_lock, held
 from sdflow.store.notes import Notes, note
 from sdflow.store.objects import AbsentObject, BadTree, check, find
-from sdflow.store.pins import Pin, note_output_folder, write_pin
+from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
@@ -255,14 +255,22 @@ class Cache:
         finally:
             lease.close()
 
-    def pin(self, name: str, digests: Iterable[str], folder: Path | None = None, described: Path | None = None) -> bool:
+    def pin(
+        self,
+        name: str,
+        digests: Iterable[str],
+        folder: Path | None = None,
+        described: Path | None = None,
+        files: Iterable[str] = (),
+    ) -> bool:
         """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists.
 
-        described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`.
+        described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`. files: all
+        that is put into `folder`.
         Returns False if the cache is read-only and has no such pin. Raises CacheError if an object is not there, or the disk
         is full.
         """
-        pin = Pin(name, folder.absolute() if folder else None, tuple(digests))
+        pin = Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
 
         def write() -> None:
             self._layout.ensure()
@@ -275,6 +283,11 @@ class Cache:
                 write_pin(self._layout, pin, described if described is not None else pin.folder)
 
         return note(self._layout, write, f"the pin of {name}", without=READ_ONLY)
+
+    def files_put(self, folder: Path) -> frozenset[str] | None:
+        """What sdflow put into a pipeline folder without a readable sdflow.json; None where no pin proves that it did."""
+        with reading(self.root):
+            return files_put(self._layout, folder.absolute())
 
     def note_output_folder(self, folder: Path) -> None:
         """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""

@@ -190,11 +190,11 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
     yield from layout.trash.glob("*")
     for path in (*layout.quarantine.glob("*"), *layout.incoming.glob("*")):
         with suppress(FileNotFoundError):  # it came whole meanwhile, and was published
-            if path.stat().st_mtime < now - KEEP_SECONDS:
+            if path.lstat().st_mtime < now - KEEP_SECONDS:
                 yield path
     for path in layout.staging.glob("*"):
         try:
-            age = now - path.stat().st_mtime
+            age = now - path.lstat().st_mtime
         except FileNotFoundError:
             continue
         if path.name.endswith("-failed"):

@@ -3,7 +3,7 @@
 CACHEDIR.TAG  .gitignore
 v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-only
    actions/ab/<action digest>.json                     the commit point: this action gave that object
-   steps/<digest of step id>.json                      the last action of a step, for `explain`
+   steps/<digest of step id>{,-failed}.json            the last action of a step, and its failure since, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
    incoming/<tree digest>/                             what is coming from a remote cache
    imported/<digest of an action without versions>.json   the versions that structures from elsewhere were made with
@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from typing import Any
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import CacheError
+from sdflow.input_file import is_regular, read_input
 from sdflow.replace_folder import sync_directory
 
 log = logging.getLogger("sdflow.store")
@@ -69,10 +71,14 @@ class Layout:
     def is_ours(self) -> bool:
         """Whether the root carries the tag that `ensure` writes."""
         try:
-            text = self.tag.read_text(errors="replace")
+            text = read_input(self.tag)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return text.startswith(SIGNATURE) and "sdflow" in text
+        except OSError:
+            if is_regular(self.tag):
+                raise
+            return False  # a pipe, a folder: no tag
+        return text.startswith(SIGNATURE.encode()) and b"sdflow" in text
 
     def ensure(self) -> None:
         """Make the directories, the tag first. Raises CacheError when the root is a foreign directory or read-only."""
@@ -92,12 +98,15 @@ class Layout:
                 self.imported,
                 self.outputs,
             ):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
 
     def foreign(self) -> list[str]:
         """What lies in the root that is neither ours nor a dot file."""
         names = (entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
-        return sorted(name for name in names if name not in (self.own.name, "lost+found"))
+        own = {self.own.name, "lost+found"}
+        if not self.tag.is_dir() and not is_regular(self.tag):
+            own.add(self.tag.name)  # a pipe, or a link that leads nowhere: no program's tag
+        return sorted(name for name in names if name not in own)
 
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -179,6 +188,17 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder of the cache, also in the place of a file, a pipe or a link that leads nowhere. Raises OSError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        for each in (path.parent, path):
+            if not each.is_dir():
+                each.unlink(missing_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = False) -> None:
     """Give `path` new content at once: readers see the old or the new, whatever is killed when. durable: wait until the
     disk has it. A directory in its place goes to the trash."""
@@ -192,7 +212,7 @@ def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = Fal
 def move(source: Path, destination: Path) -> None:
     """Rename; a sealed directory must be writable for the moment, or an ordinary user cannot change its parent."""
     if source.is_dir():
-        source.chmod(0o755)
+        source.chmod(stat.S_IMODE(source.stat().st_mode) | 0o700)
     source.replace(destination)
 
 

@@ -8,12 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.input_file import read_input
 from sdflow.store.layout import READ_ONLY, Layout
 from sdflow.store.locks import held, try_lock
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+MOST_OF_A_LIST = 64 << 20
+"""Bytes of the list of a lease, at most: a million objects."""
 GUARD = "guard"
 """The lock under which leases grow and under which garbage collection decides and moves: it sees every lease."""
 
@@ -71,12 +74,16 @@ def leased(layout: Layout, *, tidy: bool = True) -> dict[str, int]:
             lock.release()
             continue
         with suppress(FileNotFoundError):  # it ended just now
-            users.update(dict.fromkeys(listed.read_text().split(), _process(path)))
+            users.update(
+                dict.fromkeys(read_input(listed, MOST_OF_A_LIST).decode(errors="replace").split(), _process(path))
+            )
     return users
 
 
 def _process(path: Path) -> int:
-    return int(path.name.split("-")[0])
+    """0 for a name that no lease has."""
+    number = path.name.split("-")[0]
+    return int(number) if number.isdecimal() and len(number) < 20 else 0
 
 
 def live_leases(layout: Layout) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.store.layout import READ_ONLY
+from sdflow.store.layout import READ_ONLY, remove_tree
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -19,7 +20,18 @@ def file_lock(path: Path) -> BaseFileLock:
     """A lock that the operating system drops when its process dies. Waiters look every 5 ms."""
     from filelock import FileLock
 
+    _clear(path)
     return FileLock(path, thread_local=False, poll_interval=0.005)
+
+
+def _clear(path: Path) -> None:
+    """Remove what is no file in the place of a lock: a folder, a link or a socket could never be locked."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        remove_tree(path)
 
 
 def try_lock(path: Path) -> BaseFileLock | None:

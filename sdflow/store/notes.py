@@ -1,8 +1,11 @@
-"""What helps later runs but no result needs: the last action of a step, and what was done elsewhere and imported."""
+"""What helps later runs but no result needs: the last action of a step, how it failed last, and what was done elsewhere and
+imported."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,19 @@ from sdflow.digest import digest_json
 from sdflow.errors import CacheError
 from sdflow.store.imported import note_architectures, note_imported, noted, noted_architectures
 from sdflow.store.layout import FULL, READ_ONLY, Layout, log, reading, replace_file, writing
-from sdflow.store.records import BadRecord, dump, load
+from sdflow.store.records import BadRecord, dump, load, read_record
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A step that failed: what was to be done, when (UTC, ISO 8601), and what the error said, at most MOST_SAID characters."""
+
+    action: Action
+    at: str
+    error: str
+
+
+MOST_SAID = 4000
 
 
 class Notes:
@@ -21,7 +36,10 @@ class Notes:
         self._layout = layout
 
     def remember_step(self, step_id: str, action: Action) -> None:
-        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`. Skipped on a read-only cache."""
+        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`, and forget its failure. Skipped on a read-only
+        cache."""
+        if self._failure(step_id).exists():
+            note(self._layout, lambda: self._failure(step_id).unlink(missing_ok=True), "the end of a failure")
         if self.last_action(step_id) == action:
             return
 
@@ -35,14 +53,37 @@ class Notes:
     def last_action(self, step_id: str) -> Action | None:
         """The action that the step had when it was last run; None if that is not known."""
         try:
-            body = load(self._step(step_id).read_bytes())
+            body = load(read_record(self._step(step_id)))
             return Action(body["action"]) if body["step"] == step_id else None
         except (OSError, BadRecord, KeyError) as error:
             log.debug("no last action of %s: %s", step_id, error)
             return None
 
+    def remember_failure(self, step_id: str, action: Action, error: str) -> None:
+        """Note that a step failed, for `explain`: no result, and part of no key. Skipped on a read-only cache."""
+
+        def write() -> None:
+            self._layout.ensure()
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            body = {"format": 1, "step": step_id, "action": action.content, "at": at, "error": error[:MOST_SAID]}
+            replace_file(self._layout, self._failure(step_id), dump(body))
+
+        note(self._layout, write, "the failure of a step")
+
+    def last_failure(self, step_id: str) -> Failure | None:
+        """How a step failed since it was last built; None if it did not, or that is not known."""
+        try:
+            body = load(read_record(self._failure(step_id)))
+            return Failure(Action(body["action"]), body["at"], body["error"]) if body["step"] == step_id else None
+        except (OSError, BadRecord, KeyError) as error:
+            log.debug("no failure of %s: %s", step_id, error)
+            return None
+
     def _step(self, step_id: str) -> Path:
         return self._layout.steps / f"{digest_json(step_id)}.json"
+
+    def _failure(self, step_id: str) -> Path:
+        return self._layout.steps / f"{digest_json(step_id)}-failed.json"
 
     def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
         """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. Raises

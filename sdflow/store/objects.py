@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -14,10 +15,15 @@ from sdflow.atomic_write import sync_file
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
 from sdflow.replace_folder import sync_directory
 from sdflow.store.layout import Layout, write_file
+from sdflow.store.records import BadRecord, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
+READERS, FILE = 0o555, 0o444
+"""Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
 MANIFEST = "manifest.json"
 FILES = "files"
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What reading gives where a file or folder of an object is missing, is of another kind, or is a link to itself."""
 
 
 class BadTree(Exception):
@@ -52,17 +58,21 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
 def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
     """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 
+    Who may read it follows from the folder that `files` lies in, and so from the umask: a pass may have made a file private by
+    accident (`tempfile`), and one that was copied has the mode of its source.
+
     Returns the entries, and (path, identity, SHA-256) of each for the stat cache. Raises BadTree when there is
     nothing, or something that is no plain file. Empty directories go: they have no digest.
     """
     names = [name for name, _ in scan(files)]
     if not names:
         raise BadTree("no file was written")
+    readers = stat.S_IMODE(files.parent.stat().st_mode) & READERS
     entries, stats = [], []
     for name in names:
         path = files / name
         sync_file(path)
-        path.chmod(0o444)
+        path.chmod(readers & FILE)
         sha256 = digests.get(name) or digest_file(path)
         after = path.stat()
         entries.append(FileEntry(name, after.st_size, sha256))
@@ -72,7 +82,7 @@ def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...]
             os.rmdir(directory)  # noqa: PTH106
             continue
         sync_directory(Path(directory))
-        os.chmod(directory, 0o555)  # noqa: PTH101
+        os.chmod(directory, readers)  # noqa: PTH101
     return tuple(sorted(entries)), stats
 
 
@@ -81,7 +91,7 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
     files = [[entry.path, entry.size, entry.sha256] for entry in entries]
     path = directory / MANIFEST
     write_file(path, canonical_json({"format": 1, "digest": digest_tree(entries), "files": files}))
-    path.chmod(0o444)
+    path.chmod(stat.S_IMODE(directory.stat().st_mode) & READERS & FILE)
     sync_directory(directory)
 
 
@@ -89,9 +99,9 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
     with _being_there(directory):
         try:
-            data = (directory / MANIFEST).read_bytes()
-        except IsADirectoryError as error:
-            raise BadTree("the manifest is a directory") from error
+            data = read_record(directory / MANIFEST)
+        except BadRecord as error:
+            raise BadTree(f"the manifest cannot be read: {error}") from error
     try:
         entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
     except (ValueError, KeyError, TypeError) as error:
@@ -149,15 +159,21 @@ def _being_there(directory: Path) -> Iterator[None]:
     """Tell damage from an object that another process removes, or puts back, while we look."""
     try:
         before = directory.stat().st_ino
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno == errno.ELOOP or directory.is_symlink():
+            raise BadTree("in its place is a link that leads nowhere") from error
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise
         raise AbsentObject(f"no object {directory.name}") from error
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, BadTree) as error:
+    except (OSError, BadTree) as error:
+        if isinstance(error, OSError) and error.errno not in _DAMAGED:
+            raise
         if not directory.exists() or directory.stat().st_ino != before:
             raise AbsentObject(f"object {directory.name} was removed") from error
         if isinstance(error, OSError):
-            raise BadTree(f"{Path(error.filename).name} is missing") from error
+            raise BadTree(f"{Path(error.filename).name} is missing, or not what it should be") from error
         raise
 
 

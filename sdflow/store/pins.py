@@ -5,6 +5,9 @@ the pipeline is there, known by its sdflow.json: at its place, at the same place
 moved), or anywhere on the file system (it was moved or renamed: the file's second name lies beside the pin, and as long
 as it has two names, the pipeline has one of them). So no pin is taken away from a pipeline by another. Collection does
 not rest on pins alone: it looks into the folders, and into those beside them, and takes what they really link to.
+
+A pipeline whose sdflow.json is damaged or gone is known by its model_index.json or by its links. Its pin says which files
+were put there: the folder is built anew, and nobody's own file is lost.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdflow.artifact import INDEX_FILE
 from sdflow.digest import digest_json
+from sdflow.errors import UsageError
+from sdflow.input_file import read_input
 from sdflow.locked_folder import remove_abandoned
-from sdflow.manifest import MANIFEST_FILE
+from sdflow.manifest import MANIFEST_FILE, NewerManifest, read_manifest
 from sdflow.store.layout import Layout, log, replace_file
-from sdflow.store.records import BadRecord, dump, load
+from sdflow.store.records import BadRecord, dump, load, read_record
 
 STAGING = ".*.sdflow-staging"
 _SECOND_NAME = ".manifest"
@@ -30,11 +36,13 @@ _SECOND_NAME = ".manifest"
 
 @dataclass(frozen=True)
 class Pin:
-    """What one assembled pipeline uses. `folder` is where it lies; None counts for ever."""
+    """What one assembled pipeline uses. `folder` is where it lies; None counts for ever. files: all that was put there, as POSIX
+    paths."""
 
     name: str
     folder: Path | None
     objects: tuple[str, ...]
+    files: tuple[str, ...] = ()
 
 
 def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
@@ -51,6 +59,8 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
             "name": pin.name,
             "objects": sorted(set(pin.objects)),
             "manifest": manifest,
+            "files": sorted(pin.files),
+            "index": None if described is None else _digest(described / INDEX_FILE),
             **_place(layout, pin.folder),
         }
     )
@@ -65,7 +75,7 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
 
 def _content(path: Path) -> bytes | None:
     with suppress(OSError):
-        return path.read_bytes()
+        return read_input(path)
     return None
 
 
@@ -84,15 +94,40 @@ def _link(link: Path, source: Path) -> None:
         log.debug("no second name for %s: %s", source, error)
 
 
-def _counts(path: Path, body: Mapping[str, Any], places: Sequence[Path]) -> bool:
+def _counts(layout: Layout, path: Path, body: Mapping[str, Any], places: Sequence[Path]) -> bool:
     """Whether what a pin stands for is still there: at one of its places, or elsewhere on the file system."""
     with suppress(OSError):
         if path.with_suffix(_SECOND_NAME).stat().st_nlink > 1:
             return True
     manifest = body.get("manifest")
     return not places or any(
-        place.exists() and (manifest is None or _digest(place / MANIFEST_FILE) == manifest) for place in places
+        place.exists()
+        and (manifest is None or _digest(place / MANIFEST_FILE) == manifest or _is_left(layout, place, body))
+        for place in places
     )
+
+
+def _is_left(layout: Layout, place: Path, body: Mapping[str, Any]) -> bool:
+    """Whether a folder that has no sdflow.json, or a damaged one, is what a pin stands for."""
+    try:
+        read_manifest(place)
+    except NewerManifest:
+        return False
+    except UsageError:
+        index = body.get("index")
+        same = index is not None and _digest(place / INDEX_FILE) == index
+        return same or not linked_objects(layout, place).isdisjoint(body["objects"])
+    return False
+
+
+def files_put(layout: Layout, folder: Path) -> frozenset[str] | None:
+    """What sdflow put into a folder that has lost its sdflow.json, as POSIX paths; None where no pin proves that it did."""
+    found = [
+        body
+        for _, body in _records(layout, sorted(layout.pins.glob("*.json")))
+        if folder in _places(layout, body) and _is_left(layout, folder, body)
+    ]
+    return frozenset(name for body in found for name in body.get("files", ())) if found else None
 
 
 def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
@@ -120,7 +155,7 @@ def pins(layout: Layout) -> list[Pin]:
     for path, body in _records(layout, sorted(layout.pins.glob("*.json"))):
         places = _places(layout, body)
         parents += [place.parent for place in places]
-        if _counts(path, body, places):
+        if _counts(layout, path, body, places):
             folder = next((place for place in places if place.exists()), places[0] if places else None)
             found.append(Pin(body["name"], folder, tuple(body["objects"])))
     pinned = {(pin.folder, digest) for pin in found for digest in pin.objects}
@@ -133,7 +168,7 @@ def pins(layout: Layout) -> list[Pin]:
 def _records(layout: Layout, paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in paths:
         try:
-            yield path, load(path.read_bytes())
+            yield path, load(read_record(path))
         except FileNotFoundError:
             continue
         except (BadRecord, OSError) as error:
@@ -181,7 +216,7 @@ def remove_abandoned_staging(layout: Layout) -> int:
 def tidy(layout: Layout) -> None:
     """Forget the pins that no longer count, and folders that are gone."""
     for path, body in _records(layout, list(layout.pins.glob("*.json"))):
-        if not _counts(path, body, _places(layout, body)):
+        if not _counts(layout, path, body, _places(layout, body)):
             for each in (path, path.with_suffix(_SECOND_NAME)):
                 each.unlink(missing_ok=True)
     for path, body in _records(layout, list(layout.outputs.glob("*.json"))):

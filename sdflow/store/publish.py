@@ -7,6 +7,7 @@ action file with one link, and the action file is made only when the object is o
 from __future__ import annotations
 
 import errno
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,9 @@ from sdflow.atomic_write import unfinished
 from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.errors import PassError
 from sdflow.replace_folder import sync_directory
-from sdflow.store.layout import Layout, discard, log, move, write_file, writing
+from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
 from sdflow.store.leases import Lease
-from sdflow.store.objects import FILES, MANIFEST, AbsentObject, BadTree, check, seal, write_manifest
+from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, check, seal, write_manifest
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.stat_cache import SHA256, Known, StatCache
@@ -130,14 +131,14 @@ class Staging:
                 pass
             except BadTree as error:
                 put_aside(self._layout, [target], str(error))
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             try:
                 self.path.rename(target)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was first: look at its copy
                     continue
                 raise
-            target.chmod(0o555)
+            target.chmod(stat.S_IMODE(target.stat().st_mode) & READERS)
             sync_directory(target.parent)
             sync_directory(self._layout.objects)
             artifact = Artifact(digest, target / FILES, entries)
@@ -152,7 +153,7 @@ class Staging:
     def _commit(self, data: bytes) -> bool:
         """Write the action file unless there is one; the first of several processes wins."""
         path = self._layout.action(self.action.digest)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         temporary = unfinished(self._layout.staging)
         try:
             write_file(temporary, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,12 @@ from typing import Any
 
 from sdflow.artifact import Action
 from sdflow.digest import canonical_json, digest_json
+from sdflow.input_file import read_input
+
+LARGEST = 64 << 20
+"""Bytes of a record at most: manifests of hundreds of thousands of files have fewer."""
+_NO_RECORD = (errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENXIO)
+"""What opening a directory, a pipe or a device, a giant, links in a circle, and a socket gives."""
 
 
 class BadRecord(Exception):
@@ -22,11 +29,13 @@ def dump(body: Mapping[str, Any]) -> bytes:
 
 
 def read_record(path: Path) -> bytes:
-    """The bytes of a record's file. Raises OSError, and BadRecord for a directory in its place."""
+    """The bytes of a record's file. Raises OSError, and BadRecord for what is no file, such as a pipe, which would never end."""
     try:
-        return path.read_bytes()
-    except IsADirectoryError as error:
-        raise BadRecord("it is a directory") from error
+        return read_input(path, LARGEST)
+    except OSError as error:
+        if error.errno in _NO_RECORD:
+            raise BadRecord(f"it is no record ({error.strerror})") from error
+        raise
 
 
 def load(data: bytes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, TypedDict, Unpack
 from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
-from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError
+from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError, telling
 from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
@@ -139,9 +139,11 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     present = [name for name in built if submodels is None or name in submodels]
     chains = {name: manifest.origin.chains.get(name) for name in present}
     made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
+    with telling("cannot be read", subject.folder, "Run its workflow again.", of_many=True):  # a link to what is gone
+        digests = {name: tree_digest(subject.folder / name, cache) for name in present}
     return Built(
         present,
-        digests={name: tree_digest(subject.folder / name, cache) for name in present},
+        digests=digests,
         structures={name: path for name, path in made_by.items() if path is not None},
         unproved={name: GONE if is_bound(chains[name]) else CARRIED for name, path in made_by.items() if path is None},
         quantized={name: chain.quantized for name, chain in chains.items() if chain is not None and chain.quantized},

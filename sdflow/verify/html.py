@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sdflow.atomic_write import write_whole
 from sdflow.errors import telling
-from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_LIMIT
+from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_AT_MOST, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
 from sdflow.verify.finding import LEVELS
@@ -60,7 +60,8 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
         f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
         f"<p>Level {escape(result.level)}, {result.seconds:g} s. Each output's distance (relative L2) to the fp32 PyTorch "
         f"model, against that of plain fp16 PyTorch; ratio: root mean square of the cases' own: at most {FLOAT16_RATIO} "
-        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones. Unrounded: a float16 artifact in float32, with "
+        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones, {FLOAT32_AT_MOST:.0e} in "
+        f"a case where fp16 PyTorch loses much. Unrounded: a float16 artifact in float32, with "
         f"its weights before they were rounded, at the case where it is worst; at most {EXACT_LIMIT:.0e}, "
         f"and {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>",
         _problems(result),

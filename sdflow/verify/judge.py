@@ -37,7 +37,7 @@ from sdflow.verify.unsupported_nodes import fits
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 10
+VERSION = 11
 """Raise it whenever another verdict may come out: it is part of the key."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime", "peft", "torch", "transformers")
 Progress = Callable[[str], None]

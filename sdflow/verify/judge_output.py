@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, inf, log, sqrt
-from statistics import stdev
+from statistics import median, stdev
 
 from sdflow.distance import root_mean_square
-from sdflow.tolerances import AT_MOST_UNCERTAIN, FLOAT16_RATIO, FLOAT32_LIMIT, ONE_CASE_RATIO, WITHOUT_YARDSTICK
+from sdflow.tolerances import (
+    AT_MOST_UNCERTAIN,
+    FLOAT16_RATIO,
+    FLOAT32_AT_MOST,
+    FLOAT32_LIMIT,
+    FLOAT32_SHARE,
+    ONE_CASE_RATIO,
+    WITHOUT_YARDSTICK,
+)
 from sdflow.verify.result import PLAIN, CaseDistance, OutputVerdict
 
 
 def judge_output(
-    name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None
+    name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> OutputVerdict:
     """A float16 artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
-    they leave uncertain, and each by itself to a wider margin. Of a float32 artifact each case is held to the limit.
+    they leave uncertain, and each by itself to a wider margin. Of a float32 artifact the median is held to FLOAT32_LIMIT, and
+    each case to that or to a share of its yardstick. on_device: by a provider's own kernels.
 
     In units of its own, as one case may be fifty times as far as the others, for PyTorch too (`sdflow.verify.roundings`): it
     would decide alone, and the others would be held to nothing.
@@ -33,9 +42,10 @@ def judge_output(
     distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
     yardstick = root_mean_square(case.yardstick for case in measured)
     if precision == "float32":
-        each = all(case.distance <= FLOAT32_LIMIT for case in cases)
         ratio = distance / yardstick if yardstick else 0.0
-        return OutputVerdict(name, distance, yardstick, ratio, FLOAT32_LIMIT, each)
+        share = _of_float32_limits(cases, on_device)
+        limit = distance / share if 0 < share < inf else FLOAT32_AT_MOST if on_device else FLOAT32_LIMIT
+        return OutputVerdict(name, distance, yardstick, ratio, limit, share <= 1)
     if not measured:
         distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
         return OutputVerdict(name, distance, yardstick, 0.0, limit, distance <= limit)
@@ -45,6 +55,19 @@ def judge_output(
     each = all(times_as_far(case) <= ONE_CASE_RATIO for case in measured)
     each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
     return OutputVerdict(name, distance, yardstick, ratio, limit, ratio <= allowed and each)
+
+
+def _of_float32_limits(cases: Sequence[CaseDistance], on_device: bool) -> float:
+    """Of a float32 artifact: what comes nearest to its limit, or goes farthest beyond, as a part of that."""
+    if on_device:
+        return max(case.distance for case in cases) / FLOAT32_AT_MOST
+    shares = [case.distance / float32_limit(case) for case in cases]
+    return max(median(case.distance for case in cases) / FLOAT32_LIMIT, *shares)
+
+
+def float32_limit(case: CaseDistance) -> float:
+    """What holds for one case of a float32 artifact."""
+    return min(FLOAT32_AT_MOST, max(FLOAT32_LIMIT, FLOAT32_SHARE * case.yardstick))
 
 
 def times_as_far(case: CaseDistance) -> float:
@@ -66,20 +89,21 @@ def _uncertainty(cases: Sequence[CaseDistance]) -> float:
 
 
 def judge_outputs(
-    precision: str, cases: Sequence[CaseDistance], stated: float | None = None
+    precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
     """A verdict on each output, and why those that fail do. stated: the workflow's limit of one that is quantized."""
     verdicts, problems = [], []
     for name in dict.fromkeys(each.output for each in cases):
         of_output = [each for each in cases if each.output == name]
-        verdicts.append(judge_output(name, precision, of_output, stated))
+        verdicts.append(judge_output(name, precision, of_output, stated, on_device=on_device))
         if not verdicts[-1].passed:
             problems.append(_problem(verdicts[-1], precision, of_output))
     return verdicts, problems
 
 
 def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
-    worst = max(cases, key=times_as_far if precision == "float16" else lambda case: case.distance)
+    by_limit = precision == "float32"
+    worst = max(cases, key=lambda case: case.distance / float32_limit(case) if by_limit else times_as_far(case))
     if any(case.distance == inf for case in cases):
         first = next(case for case in cases if case.distance == inf)
         return (
@@ -93,7 +117,7 @@ def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistanc
     remedy += "help, take passes and fusions out one by one (--set) until it passes."
     if precision == "float32":
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
-        return f"{what}{FLOAT32_LIMIT:.0e} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+        return f"{what}{verdict.limit:.2g} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
     if all(case.yardstick == inf for case in cases):
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
         return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where plain fp16 PyTorch gives no finite numbers", remedy

@@ -9,7 +9,7 @@ some layers the alpha of others (docs/baking.md). Nothing is dropped: a tensor w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ ORIGINAL = "diffusion_model."
 """How ComfyUI begins the names of the original UNet's modules."""
 OLDER = "text_model."
 """What transformers before 5 had in front of the names of a text encoder's modules."""
+TEXT_LAYERS = "encoder.layers."
+"""How they begin since."""
 ADAPTER = "verified"
 
 _FACTORS = (
@@ -60,7 +62,7 @@ def merge_lora(
     with safe_open(path, "pt") as stream:
         said = (stream.metadata() or {}).get(METADATA)
     tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
-    metadata = None if said is None else json.loads(said)
+    metadata = None if said is None else _for_components(json.loads(said), tensors, family)
     if all(name.startswith(PEFT_PREFIX) for name in tensors):
         tensors, beside = _from_peft(tensors, path, family)
         metadata = beside if metadata is None else metadata
@@ -116,12 +118,29 @@ def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, d
     """A file of PEFT's save_pretrained, which holds one module, under the names that diffusers gives it; and its configuration
     from beside it."""
     named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-    text = all(name.startswith(OLDER) for name in named)
-    component = family.part(family.text[0] if text else family.denoiser).component
     config = path.with_name(PEFT_CONFIG)
     said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
+    component = _component((said or {}).get("auto_mapping") or {}, named, family)
     metadata = None if said is None else {f"{component}.{field}": value for field, value in said.items()}
     return {f"{component}.{name}": tensor for name, tensor in named.items()}, metadata
+
+
+def _component(mapping: Mapping[str, Any], names: Collection[str], family: Family) -> str:
+    """What PEFT wrapped: a model of the class that its configuration names, else what has modules of such names."""
+    named = mapping.get("base_model_class")
+    parts = [family.part(name) for name in (family.denoiser, *family.text)]
+    if (found := next((part for part in parts if part.model.class_name == named), None)) is not None:
+        return found.component
+    text = all(name.startswith((OLDER, TEXT_LAYERS)) for name in names)
+    return family.part(family.text[0] if text else family.denoiser).component
+
+
+def _for_components(metadata: dict[str, Any], names: Collection[str], family: Family) -> dict[str, Any]:
+    """PEFT's configuration from a header, with the component in front of every field: diffusers' save_lora_adapter leaves it
+    out, as it saves one model, the denoiser."""
+    if any(name.startswith(tuple(f"{component}." for component in family.components)) for name in (*metadata, *names)):
+        return metadata
+    return {f"{family.part(family.denoiser).component}.{field}": value for field, value in metadata.items()}
 
 
 def _without_alphas(tensors: Tensors, path: Path) -> tuple[Tensors, int]:

@@ -71,7 +71,7 @@ def run_on_device(
                     found.append(
                         CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
                     )
-        judged, problems = judge_outputs(verdict.precision, found, stated)
+        judged, problems = judge_outputs(verdict.precision, found, stated, on_device=True)
         far = too_far(found, judged) if verdict.precision == "float16" else []
         distances = roundings.distances(roundings.indices(far), run) if roundings is not None else {}
         submodel.unload()
@@ -80,6 +80,6 @@ def run_on_device(
         remedy = (error.remedy if isinstance(error, SdflowError) else None) or "The provider cannot run this graph."
         return DeviceVerdict(target, (), ((f"on {target} it fails at {at}: {' '.join(what.split())}", remedy),))
     if distances and roundings is not None:
-        judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances))
+        judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances), on_device=True)
     told = tuple((f"on {target}, {what}", remedy) for what, remedy in problems)
     return DeviceVerdict(target, tuple(judged), told, "" if tuning == UNTUNED else str(tuning))

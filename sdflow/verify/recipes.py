@@ -20,7 +20,7 @@ from sdflow.manifest import Chain
 from sdflow.onnx_model.reading import load_graph
 from sdflow.passes.bind_weights import BindWeights
 from sdflow.store.layout import Layout
-from sdflow.store.records import BadRecord, load_action
+from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.verify.finding import Finding, Level
 from sdflow.verify.stored import BoundModel, stored_weights
 from sdflow.weights.lora import LoraInput
@@ -71,7 +71,7 @@ def structure_of(chain: Chain | None, cache: Path) -> Path | None:
         return None
     layout = Layout(cache)
     try:
-        stored = load_action(layout.action(chain.steps[-2].action).read_bytes())
+        stored = load_action(read_record(layout.action(chain.steps[-2].action)))
     except (OSError, BadRecord):
         return None
     files = layout.object(stored.object) / "files"

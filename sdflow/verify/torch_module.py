@@ -12,6 +12,7 @@ from sdflow.models.base import Ports
 from sdflow.sources import load_module
 from sdflow.verify.forwards import Network
 from sdflow.verify.merged_loras import merge_lora
+from sdflow.verify.pretrained import read_by_library
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class TorchModule:
 
     def module(self, merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None) -> Any:
         """The module in fp32. merged: is told how many layers of each LoRA."""
-        module, family, denoiser = load_module(self.submodel, self.load), FAMILIES[self.load["family"]], self.denoiser
+        module = load_module(self.submodel, self.load, read_by_library)
+        family, denoiser = FAMILIES[self.load["family"]], self.denoiser
         if not denoiser:  # its names are then another's business, and any numbers of blocks keep them apart
             denoiser = self.load["config"] if self.submodel == family.denoiser else {"layers_per_block": 2}
         if self.submodel in family.with_loras:

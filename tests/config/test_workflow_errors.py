@@ -16,7 +16,7 @@ CHAINS = """
 submodels:
   text_encoder: {passes: [{pass: OnnxConversion}, {pass: LoraMerge}]}
   unet: {passes: [{pass: OnnxConversion}, {pass: LoraMerge}, {pass: OnnxFloatToFloat16}]}
-  vae_decoder: {passes: [{pass: OnnxConversion}]}
+  vae_decoder: {passes: [{pass: OnnxConversion}, {pass: OrtTransformersOptimization, model_type: vae}]}
 """
 HEAD = "{model: synthetic:sd15, target: cpu, evaluate: null, submodels: {unet: {passes: "
 
@@ -343,7 +343,7 @@ TOP = {
         "without",
     ),
     "a second document": ("model: synthetic:sd15\n---\ntarget: cpu", 2, 1, "a second YAML document", "one workflow"),
-    "a list": ("- model: a", 1, 1, "a workflow must be a map", None),
+    "a list": ("- model: a", 1, 1, "this is not a workflow", None),
 }
 
 
@@ -510,11 +510,54 @@ def test_an_error_in_a_file_that_is_extended_is_reported_in_that_file(tmp_path: 
 
 
 def test_syntax_errors_in_several_files_come_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("a: [")
+    (tmp_path / "a.yaml").write_text("model: [")
     (tmp_path / "b.yaml").write_bytes(b"ok: 1\nname: caf\xe9")
     (tmp_path / "w.yaml").write_text("extends: [a.yaml, b.yaml, cc.yaml]")
     found = [(Path(problem.file).name, problem.line, problem.column) for problem in problems_of(tmp_path / "w.yaml")]
-    assert found == [("a.yaml", 1, 5), ("b.yaml", 2, 10), ("w.yaml", 1, 27)]
+    assert found == [("a.yaml", 1, 9), ("b.yaml", 2, 10), ("w.yaml", 1, 27)]
+
+
+FOREIGN = {
+    "lines of text": b"root:x:0:0:hunter2:/root:/bin/bash\ndaemon:x:1:1:hunter2:/usr/sbin\n",
+    "one word": b"hunter2",
+    "a number": b"0123456",
+    "settings": b"user: hunter2\npassword: hunter2\n",
+    "settings that are no YAML": b"[client]\npassword=hunter2\nuser: [hunter2\n",
+    "a list": b"- hunter2\n",
+    "an alias": b"token: *hunter2\n",
+    "a tag": b"token: !hunter2 x\n",
+    "JSON": b'{"token": "hunter2"}',
+    "an image": b"\x89PNG\r\n\x1a\nhunter2\xff",
+    "UTF-16": "hunter2".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("text", ["extends: theirs\n", "refiner: {extends: theirs}\nextends: base.yaml\n"])
+def test_a_file_to_extend_that_is_no_workflow_is_said_to_be_none_and_not_quoted(
+    tmp_path: Path, kind: str, text: str
+) -> None:
+    (tmp_path / "theirs").write_bytes(FOREIGN[kind])
+    (tmp_path / "base.yaml").write_text(CHAINS + "model: synthetic:sd15\ntarget: cpu\nevaluate: null\n")
+    problem = only_problem(tmp_path, text)
+    assert (problem.line, problem.column) == (1, text.index("theirs") + 1)
+    assert "theirs' is not a workflow" in problem.message
+    assert problem.remedy and "keys like model, target" in problem.remedy
+    assert not any(part in str(problem) for part in ("hunter2", "password", "token", "0123456", "0x"))
+
+
+def test_the_workflow_itself_is_not_quoted_where_it_is_none(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, "root:x:0:0:hunter2\nmore hunter2\n")
+    assert (problem.line, problem.column, problem.message) == (1, 1, "this is not a workflow")
+    assert "hunter2" not in str(problem)
+
+
+def test_a_mistake_in_what_reads_like_a_workflow_is_still_told_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_bytes("submodels: {}\nname: caf\xe9".encode("utf-16"))
+    (tmp_path / "c.yaml").write_text("'target': [cpu")
+    (tmp_path / "w.yaml").write_text("extends: [b.yaml, c.yaml]")
+    found = [(Path(each.file).name, each.message.split(" ")[0]) for each in problems_of(tmp_path / "w.yaml")]
+    assert found == [("b.yaml", "byte"), ("c.yaml", "not")]
 
 
 def test_files_that_extend_each_other_in_a_circle_are_named(tmp_path: Path) -> None:

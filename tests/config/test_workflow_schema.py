@@ -63,7 +63,7 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
         assert list(pipeline.submodels) == [each for each in SUBMODELS if each not in lacks] + nets
 
 
-UPON_OTHERS = ("workflows/base/taesd.yaml",)
+UPON_OTHERS = ("workflows/base/few_channels.yaml", "workflows/base/taesd.yaml")
 """Those that are no workflow by themselves: they lie upon a model's."""
 
 
@@ -170,6 +170,17 @@ BAD: dict[str, dict[str, Any]] = {
     "unknown fusion": {
         "targets": {"cpu": {"passes": {"OrtTransformersOptimization": {"optimization_options": {"nhwc": True}}}}}
     },
+    "inserted before a number": {"submodels": {"unet": {"passes": {"OnnxFloatToFloat16": {"insert_before": 3}}}}},
+    "inserted after an unknown pass": {"targets": {"cpu": {"passes": {"SubpixelConv": {"insert_after": "Onnx"}}}}},
+    "inserted at two places": {
+        "targets": {
+            "cpu": {"passes": {"SubpixelConv": {"insert_after": "OnnxConversion", "insert_before": "LoraMerge"}}}
+        }
+    },
+    "own pass at two places": {
+        "submodels": {"unet": {"passes": {"a.py:A": {"insert_after": "LoraMerge", "insert_before": "LoraMerge"}}}}
+    },
+    "a place in a list": {"submodels": {"unet": {"passes": [{"pass": "OnnxConversion", "insert_after": "LoraMerge"}]}}},
     "LoRA without file": {"loras": [{"scale": 1}]},
     "unknown axis": {"matrix": {"models": []}},
     "no count of runs": {"evaluate": {"latency": {"runs": 0}}},
@@ -177,6 +188,16 @@ BAD: dict[str, dict[str, Any]] = {
 GOOD: dict[str, dict[str, Any]] = {
     "own pass": {"submodels": {"unet": {"passes": [{"pass": "user_scripts/a.py:Mine", "any": 1}]}}},
     "own pass changed": {"targets": {"cpu": {"passes": {"user_scripts/a.py:Mine": {"any": 1}}}}},
+    "step inserted": {
+        "submodels": {"unet": {"passes": {"SubpixelConv": {"insert_after": "OnnxConversion", "expect": {"Resize": 0}}}}}
+    },
+    "own pass inserted for a target": {
+        "targets": {"cpu": {"submodels": {"unet": {"passes": {"a.py:A": {"insert_before": "LoraMerge", "any": 1}}}}}}
+    },
+    "beside an own pass": {"targets": {"cpu": {"passes": {"SubpixelConv": {"insert_after": "a.py:A"}}}}},
+    "the place of an insertion taken back": {
+        "submodels": {"unet": {"passes": {"SubpixelConv": {"insert_after": "LoraMerge", "insert_before": None}}}}
+    },
     "submodel off": {"submodels": {"safety_checker": False, "vae_encoder": None}},
     "step removed": {"submodels": {"unet": {"passes": {"OnnxFloatToFloat16": None}}}},
     "matrix": {"matrix": {"model": {"a": "x"}, "loras": [[], [{"file": "f"}]], "target": ["cpu", "cuda"]}},

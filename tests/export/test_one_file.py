@@ -233,6 +233,73 @@ def test_a_size_that_the_model_cannot_draw_is_told(tiny_pipeline: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def changed(pipeline: Path, folder: Path, file: str, **entries: Any) -> Path:
+    """The pipeline with other entries in one of its JSON files."""
+    folder.mkdir()
+    inside = Path(file).parent
+    for path in pipeline.iterdir():
+        if path.name != inside.name:
+            (folder / path.name).symlink_to(path)
+    (folder / inside).mkdir()
+    for path in (pipeline / inside).iterdir():
+        if path.name != Path(file).name:
+            (folder / inside / path.name).symlink_to(path)
+    content = {**json.loads((pipeline / file).read_bytes()), **entries}
+    (folder / file).write_text(json.dumps({name: each for name, each in content.items() if each != "absent"}))
+    return folder
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_tokenizers_of_unequal_length_are_refused(sized: bool, converted: Converted, tmp_path: Path) -> None:
+    """The denoiser reads what both make of a text as one; so nothing can be drawn with them either."""
+    whole = build("sdxl-tiny", tmp_path, converted)
+    folder = changed(whole, tmp_path / "unequal", "tokenizer_2/tokenizer_config.json", model_max_length=64)
+    more = one_size(Pipeline.load(whole, "cpu", threads=1)) if sized else {}
+    with pytest.raises(UsageError, match="different numbers of tokens .* tokenizer 77, tokenizer_2 64"):
+        exported(folder, tmp_path / "out/one.onnx", **more)
+    with pytest.raises(UsageError, match="tokenizer 77, tokenizer_2 64"):
+        Pipeline.load(folder, "cpu")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "entry", "value", "message"),
+    [
+        ("unet/config.json", "block_out_channels", "absent", "has no entry 'block_out_channels'"),
+        ("unet/config.json", "block_out_channels", 5, "its block_out_channels is 5"),
+        ("vae_decoder/config.json", "block_out_channels", "absent", "has no entry 'block_out_channels'"),
+        ("vae_decoder/config.json", "scaling_factor", "x", "its scaling_factor is 'x'"),
+        ("vae_decoder/config.json", "scaling_factor", None, "its scaling_factor is None"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_told(
+    tiny_pipeline: Path, tmp_path: Path, file: str, entry: str, value: Any, message: str
+) -> None:
+    folder = changed(tiny_pipeline, tmp_path / "changed", file, **{entry: value})
+    with pytest.raises(UsageError, match=message) as caught:
+        exported(folder, tmp_path / "out/one.onnx")
+    assert caught.value.where == str(folder / file)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where"),
+    [
+        ({"images": 10**30}, "--images"),
+        ({"images": -1}, "--images"),
+        ({"guidance_scale": float("nan")}, "--guidance-scale"),
+        ({"guidance_scale": float("inf")}, "--guidance-scale"),
+    ],
+)
+def test_numbers_that_no_graph_can_have_are_refused(
+    tiny_pipeline: Path, tmp_path: Path, wanted: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        exported(tiny_pipeline, tmp_path / "out/one.onnx", **wanted)
+    assert caught.value.where == where
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("architecture", ["sd21-tiny", "sdxl-tiny", pytest.param("lcm-tiny", marks=pytest.mark.slow)])
 def test_every_family_is_one_graph(architecture: str, converted: Converted, tmp_path: Path) -> None:
     folder = build(architecture, tmp_path, converted)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers import AutoencoderTiny, ControlNetModel, UNet2DConditionModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ip_adapter_files import tensors
@@ -32,9 +32,11 @@ from sdflow.inspection import Description, inspect
 from sdflow.inspection.lines import configs_of, title_of
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
+from sdflow.plan import Plan, make_plan
 from sdflow.report.inspect import print_inspection
 from sdflow.serve.served_model import read_served
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[2]
 FULL = [name for name in ARCHITECTURES if "tiny" not in name]
@@ -164,6 +166,45 @@ def test_a_vae_or_a_unet_comes_with_lines_that_take_it(saved: tuple[str, Path, A
         found = only(path)
         assert found.workflow is not None
         assert yaml.safe_load(found.workflow)["components"] == {"unet": str(path)}
+
+
+def test_a_refiner_of_diffusers_is_no_xl_that_lacks_a_text_encoder(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint("synthetic:sdxl-refiner-tiny", digests=PlainDigests(), download=False)
+    load_pipeline(checkpoint).save_pretrained(tmp_path / "refiner")
+    index = json.loads((tmp_path / "refiner/model_index.json").read_text())
+    assert index["text_encoder"] == [None, None]
+    found = only(tmp_path / "refiner")
+    assert (found.architecture, found.missing, found.notes) == ("sdxl-refiner-tiny", (), ())
+    assert found.of == ("the refiner of Stable Diffusion XL",) and found.workflow is not None
+    (pipeline,) = plan_of(found.workflow, tmp_path).pipelines
+    assert {chain.submodel for chain in pipeline.chains} == set(checkpoint.submodels)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"encoder_block_out_channels": (16,) * 4, "decoder_block_out_channels": (16,) * 4}]
+)
+def test_a_folder_with_autoencoder_tiny_is_known(sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Alone, and in a pipeline: there it comes with its own chains."""
+    AutoencoderTiny(**sizes).save_pretrained(tmp_path / "tiny")
+    alone = only(tmp_path / "tiny")
+    assert (alone.kind, alone.architecture) == ("vae", None if sizes else "taesd")
+    checkpoint = open_checkpoint(
+        "synthetic:sd15-tiny", digests=PlainDigests(), download=False, components={"vae": str(tmp_path / "tiny")}
+    )
+    load_pipeline(checkpoint).save_pretrained(tmp_path / "model")
+    found = only(tmp_path / "model")
+    assert (found.kind, found.architecture, found.missing) == ("pipeline folder", "sd15-tiny", ())
+    assert found.details["vae"] == "AutoencoderTiny" and found.workflow is not None
+    bases = ["base/stable_diffusion_1.yaml", "base/taesd.yaml"]
+    assert yaml.safe_load(found.workflow)["extends"] == (bases[0] if sizes else bases)
+    assert found.notes == (("Its vae is an AutoencoderTiny of other sizes than shipped.",) if sizes else ())
+    (pipeline,) = plan_of(found.workflow, tmp_path).pipelines
+    assert {chain.submodel for chain in pipeline.chains} == set(checkpoint.submodels)
+
+
+def plan_of(lines: str, folder: Path) -> Plan:
+    (folder / "workflow.yaml").write_text(lines)
+    return make_plan(load_workflow(folder / "workflow.yaml", catalog=catalog()), Cache(folder / "cache"))
 
 
 def test_what_a_folder_lacks_is_told(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
@@ -333,6 +374,21 @@ def test_an_embedding_is_named_with_the_command_that_takes_it(shapes: Shapes, ti
     found = only(write_header(tmp_path / "bad-hands.safetensors", shapes))
     assert (found.kind, found.of) == ("embedding", (title,))
     assert found.command is not None and "--embedding" in found.command
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind"),
+    [
+        ({"x": (2, 2)}, "unknown"),
+        ({"layer.weight": (64, 320)}, "unknown"),
+        ({"*": (1, 768)}, "embedding"),
+        ({"emb_params": (2, 2)}, "embedding"),
+    ],
+)
+def test_a_matrix_is_an_embedding_only_by_its_name_or_where_a_text_encoder_reads_its_width(
+    shapes: Shapes, kind: str, tmp_path: Path
+) -> None:
+    assert only(write_header(tmp_path / "x.safetensors", shapes)).kind == kind
 
 
 def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_into_a_mask_with_nets_equals_diffusers(built: Built, strength: float) -
             PROMPT,
             pattern(4),
             white,
+            whole=True,
             control=control,
             control_scale=dict(zip(nets, scales, strict=True)),
             generator=generator(),

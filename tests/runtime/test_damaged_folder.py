@@ -194,7 +194,7 @@ def test_what_a_scheduler_refuses_when_it_steps_is_told(folder: Path, entries: d
 
 
 def test_nobody_draws_a_billion_steps(folder: Path) -> None:
-    """Their tables would take gigabytes."""
+    """Their table would take exabytes."""
     scheduler = load_companions(folder)["scheduler"]
-    with pytest.raises(UsageError, match="an image of 1,000,000,000 steps\n.*At most 10,000"):
+    with pytest.raises(UsageError, match="an image of 1,000,000,000 steps: their table would take"):
         trace(scheduler, 10**9)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, of_diffusers, put_together
+import transformers
+from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, differ, generator, of_diffusers, put_together
 from converted import Converted
 from original_layout import vae_tensors
 from PIL import Image
@@ -92,6 +93,19 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
+@pytest.mark.parametrize("words", WORDS)
+def test_clip_skip_leaves_layers_out_of_the_prompt_alone_as_diffusers_does(
+    built: Built, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # diffusers 0.42 still looks for the part that transformers 5 made the whole.
+    monkeypatch.setattr(transformers.CLIPTextModel, "text_model", property(lambda self: self), raising=False)
+    settings = {**SETTINGS, **WORDS[words], "height": SIZE, "width": SIZE, "num_inference_steps": 2}
+    latents = torch.randn(built.ours.latents_shape(1, SIZE, SIZE), generator=generator())
+    expected = built.theirs(0)(PROMPT, latents=latents, clip_skip=1, **settings).images
+    assert_equal(built.ours(PROMPT, latents=latents, clip_skip=1, **settings).images, expected)
+    assert differ(built.ours(PROMPT, latents=latents, **settings).images, expected)
+
+
 def test_with_another_vae_the_image_equals_diffusers_with_that_vae(
     built: Built, converted: Converted, tmp_path: Path
 ) -> None:
@@ -146,7 +160,7 @@ def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Ima
     latents = latents_of(built, image)
     given = {"image": latents, "masked_image_latents": latents, "mask_image": mask}
     expected = built.theirs(2)(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal(built.ours(PROMPT, image, mask, generator=generator(), **settings).images, expected)
+    assert_equal(built.ours(PROMPT, image, mask, whole=True, generator=generator(), **settings).images, expected)
 
 
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:

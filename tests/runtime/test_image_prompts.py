@@ -144,7 +144,7 @@ def test_inpainting_equals_diffusers(built: Built) -> None:
         expected = theirs(
             PROMPT, image=pattern(4), mask_image=mask, latents=noise, height=SIZE, width=SIZE, **given
         ).images
-    drawn = built.ours(PROMPT, pattern(4), mask, latents=noise, ip_adapter_scale=[0.6, 0.4], **given).images
+    drawn = built.ours(PROMPT, pattern(4), mask, whole=True, latents=noise, ip_adapter_scale=[0.6, 0.4], **given).images
     assert_equal(drawn, expected)
 
 

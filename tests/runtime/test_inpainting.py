@@ -90,9 +90,9 @@ def mask(begin: int = SIZE // 2) -> Image.Image:
 def test_inpainting_equals_diffusers(built: Built, strength: float) -> None:
     given = {"image": image(), "mask_image": mask(), "strength": strength}
     expected = built.theirs(PROMPT, **given, generator=generator(), **SETTINGS).images
-    drawn = built.ours(PROMPT, **given, generator=generator(), **SETTINGS).images
+    drawn = built.ours(PROMPT, **given, whole=True, generator=generator(), **SETTINGS).images
     assert_equal(drawn, expected)
-    other = built.ours(PROMPT, **{**given, "mask_image": mask(8)}, generator=generator(), **SETTINGS).images
+    other = built.ours(PROMPT, **{**given, "mask_image": mask(8)}, whole=True, generator=generator(), **SETTINGS).images
     assert np.abs(other - drawn).max() > 10 * TOLERANCE, "the mask changes nothing"
 
 
@@ -101,13 +101,13 @@ def test_several_images_with_masks_of_their_own_equal_diffusers(built: Built) ->
     prompts = [PROMPT, "a red house"]
     settings = {**SETTINGS, "num_inference_steps": 2}
     expected = built.theirs(prompts, **given, generator=generator(), **settings).images
-    assert_equal(built.ours(prompts, **given, generator=generator(), **settings).images, expected)
+    assert_equal(built.ours(prompts, **given, whole=True, generator=generator(), **settings).images, expected)
 
 
 def test_several_images_of_one_image_equal_diffusers(one: Built) -> None:
     given = {"image": image(), "mask_image": mask(), "strength": 0.6, "num_images_per_prompt": 2}
     expected = one.theirs(PROMPT, **given, generator=generator(), **SETTINGS).images
-    assert_equal(one.ours(PROMPT, **given, generator=generator(), **SETTINGS).images, expected)
+    assert_equal(one.ours(PROMPT, **given, whole=True, generator=generator(), **SETTINGS).images, expected)
 
 
 def test_the_folder_says_that_it_is_for_inpainting(built: Built) -> None:

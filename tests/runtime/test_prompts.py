@@ -353,7 +353,9 @@ def test_images_equal_diffusers_with_the_same_embeddings(
     file = tmp_path / "my-style.safetensors"
     ours = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, embeddings=[file])
     prompt, negative = f"a (horse:1.4) {LONG} my-style", "my-style, [blurry]"
-    encoded = sd15.hidden(prompt, negative, clip_skip=1, words=[read_embedding(file)])
+    words = [read_embedding(file)]
+    whole, skipped = (sd15.hidden(prompt, negative, clip_skip=skip, words=words) for skip in (0, 1))
+    encoded = torch.cat([whole[:1], skipped[1:]])  # diffusers reads the negative prompt with all layers
     common = {"num_inference_steps": 3, "height": SIZE, "width": SIZE, "output_type": "np"}
     latents = torch.randn(ours.latents_shape(1, SIZE, SIZE), generator=torch.Generator().manual_seed(2))
     theirs = diffusers.StableDiffusionPipeline(**{**tiny_torch.components, "safety_checker": None})

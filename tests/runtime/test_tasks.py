@@ -118,7 +118,7 @@ def test_inpainting_with_each_scheduler(
     settings = {**SETTINGS, "strength": strength, "height": SIZE, "width": SIZE}
     given = {"image": image_latents, "masked_image_latents": image_latents, "mask_image": mask}
     expected = theirs(PROMPT, **given, generator=generator(), **settings).images
-    assert_equal_images(pipeline(PROMPT, image, mask, generator=generator(), **settings).images, expected)
+    assert_equal_images(pipeline(PROMPT, image, mask, whole=True, generator=generator(), **settings).images, expected)
 
 
 def test_several_images_of_one_image_each_with_its_own_generator(pipeline: Pipeline, image: Image.Image) -> None:

@@ -60,7 +60,7 @@ def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows
     able = replace(model, nets=("edges",), adapters=2)
     shown = [{"image": image, "scale": 0.5}, {"image": image, "scale": 0.6}]
     fields = Generation(prompt="a", control=[{"name": "edges", "image": image}], image_prompts=shown)
-    (job,) = jobs_of(fields, able, Limits(), None, None, (), read_beside(fields, able, Limits()))
+    (job,) = jobs_of(fields, able, Limits(), None, None, None, (), read_beside(fields, able, Limits()))
     assert (job.arguments["height"], job.arguments["width"]) == (64, 64)
     assert [(each.adapter, each.scale) for each in job.beside.prompts] == [(0, 0.5), (1, 0.6)]
     assert job.beside.controls[0].image.size == (64, 64)

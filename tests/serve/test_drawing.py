@@ -63,7 +63,7 @@ def test_who_reads_slowly_is_not_ended_by_the_deadline_where_it_stands() -> None
 
 
 def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there() -> None:
-    error, _, drawing = asked(Limits(), DRAWN, Lost("WorkerEnded", "it ended with signal 9"))
+    error, _, drawing = asked(Limits(), DRAWN, Begun("one", 1), Lost("WorkerEnded", "it ended with signal 9"))
     assert (error.status, error.code) == (503, "worker_lost")
     assert "signal 9" in error.message
     with pytest.raises(ApiError) as refused:
@@ -71,6 +71,31 @@ def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there(
     assert (refused.value.status, refused.value.code) == (503, "not_ready")
     drawing.hear(Ready({"tiny": {}}))
     drawing.require_place(1)
+
+
+def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_that() -> None:
+    """Only what is not finished; the next one may end for the same reason, and not one after the other."""
+    lost, ready = Lost("WorkerEnded", "it ended with signal 9"), Ready({"tiny": {}})
+    sent: list[Any] = []
+    drawing = Drawing(Limits(), Metrics(), sent.append)
+    drawing.hear(ready)
+
+    async def draw(*said: Message) -> list[Message]:
+        sent.clear()
+        told = drawing.draw(JOBS)
+        first = asyncio.ensure_future(anext(told))
+        await asyncio.sleep(0)
+        for each in (Begun("one", 0), DRAWN, lost, ready, *said):
+            drawing.hear(each)
+        return [await first, *[message async for message in told]]
+
+    last = Drawn("one", 1, b"", (64, 64), None, {})
+    assert asyncio.run(draw(Begun("one", 1), last)) == [Begun("one", 0), DRAWN, Begun("one", 1), last]
+    assert sent == [*JOBS, JOBS[1]]
+    with pytest.raises(ApiError) as error:
+        asyncio.run(draw(lost))
+    assert (error.value.status, error.value.code) == (503, "worker_lost")
+    assert sent == [*JOBS, JOBS[1], Cancel("one")] and drawing.images == 0
 
 
 @pytest.mark.parametrize(

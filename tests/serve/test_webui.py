@@ -72,7 +72,7 @@ def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
     again = client.img2img(images=[drawn.image], mask_image=mask, **small, denoising_strength=0.8)
     fields = {"prompt": small["prompt"], "seed": 5, "steps": 2, "guidance_scale": 7, "scheduler": "dpm++_2m"}
     files = {"image": ("image.png", png(drawn.image)), "mask": ("mask.png", png(mask))}
-    data = {**fields, "strength": 0.8, "prompt_syntax": "a1111"}
+    data = {**fields, "strength": 0.8, "prompt_syntax": "a1111", "mask_blur": 4}
     edited = httpx.post(f"{server.url}/v1/images/edits", data=data, files=files, timeout=PATIENCE).json()
     np.testing.assert_allclose(np.asarray(again.image, np.int16), pixels(edited["data"][0]["b64_json"]), atol=1)
     client.interrupt()

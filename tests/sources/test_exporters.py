@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
+from sdflow.inspection import inspect
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_delta, lora_submodels, read_lora
 from sdflow.verify.merged_loras import merge_lora
@@ -38,6 +39,7 @@ text_encoder_target_module = []
 text_encoder_target_name = ["encoder.layers.0.self_attn.q_proj", "encoder.layers.0.mlp.fc1"]
 """
 """Of LyCORIS: a few layers of each kind."""
+PRESET_WITH_NORM = PRESET.replace('proj_in"]', 'proj_in", "mid_block.attentions.0.norm"]')
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,53 @@ def by_peft(tiny: Checkpoint, folder: Path) -> Made:
     return Made(folder / "adapter_model.safetensors", {"unet": merged, "text_encoder": states(found)["text_encoder"]})
 
 
+def by_unet_alone(tiny: Checkpoint, folder: Path) -> Made:
+    """diffusers' save_lora_adapter, of one model: neither names nor fields of the configuration have it in front."""
+    from peft import LoraConfig
+
+    unet = modules(tiny)["unet"]
+    unet.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=UNET.pattern, init_lora_weights=False))
+    unet.save_lora_adapter(folder)
+    (path,) = folder.glob("*.safetensors")
+    fresh = modules(tiny)
+    fresh["unet"].load_lora_adapter(str(folder), prefix=None, weight_name=path.name)
+    fresh["unet"].fuse_lora()
+    fresh["unet"].unload_lora()
+    return Made(path, states(fresh))
+
+
+def by_peft_of_text(tiny: Checkpoint, folder: Path) -> Made:
+    from peft import LoraConfig, get_peft_model
+
+    found = modules(tiny)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    wrapped = get_peft_model(found["text_encoder"], config)
+    wrapped.save_pretrained(folder)
+    merged = wrapped.merge_and_unload(safe_merge=True).state_dict()
+    return Made(folder / "adapter_model.safetensors", {"unet": states(found)["unet"], "text_encoder": merged})
+
+
+def written_by_lycoris(tiny: Checkpoint, folder: Path, preset: str = PRESET, **options: Any) -> Path:
+    from lycoris.kohya import create_network
+
+    (folder / "preset.toml").write_text(preset)
+    found = modules(tiny)
+    parts = found["text_encoder"], found["unet"]
+    torch.manual_seed(0)
+    network = create_network(1.0, 4, 2.0, None, *parts, preset=str(folder / "preset.toml"), **options)
+    network.apply_to(*parts, True, True)
+    for parameter in network.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    path = folder / "lycoris.safetensors"
+    network.save_weights(str(path), torch.float32, {"ss_network_module": "lycoris.kohya"})
+    return path
+
+
 def by_lycoris(**options: Any) -> Callable[[Checkpoint, Path], Made]:
     def make(tiny: Checkpoint, folder: Path) -> Made:
-        from lycoris.kohya import create_network, create_network_from_weights
+        from lycoris.kohya import create_network_from_weights
 
-        (folder / "preset.toml").write_text(PRESET)
-        found = modules(tiny)
-        parts = found["text_encoder"], found["unet"]
-        torch.manual_seed(0)
-        network = create_network(1.0, 4, 2.0, None, *parts, preset=str(folder / "preset.toml"), **options)
-        network.apply_to(*parts, True, True)
-        for parameter in network.parameters():
-            parameter.data = torch.randn_like(parameter) * 0.1
-        path = folder / "lycoris.safetensors"
-        network.save_weights(str(path), torch.float32, {"ss_network_module": "lycoris.kohya"})
+        path = written_by_lycoris(tiny, folder, **options)
         fresh = modules(tiny)
         parts = fresh["text_encoder"], fresh["unet"]
         network, tensors = create_network_from_weights(1.0, str(path), None, *parts)
@@ -126,6 +161,11 @@ def by_lycoris(**options: Any) -> Callable[[Checkpoint, Path], Made]:
         return Made(path, states(fresh))
 
     return make
+
+
+def by_lycoris_as_dylora(tiny: Checkpoint, folder: Path) -> Made:
+    """LyCORIS merges a random rank of it, and no convolution; in the file all ranks lie in one pair of factors."""
+    return Made(written_by_lycoris(tiny, folder, algo="dylora", block_size=2, conv_dim=4))
 
 
 # After their sources
@@ -182,9 +222,13 @@ def of_comfyui(tiny: Checkpoint, folder: Path) -> Made:
 
 EXPORTERS: dict[str, tuple[Callable[[Checkpoint, Path], Made], bool]] = {
     "diffusers": (by_diffusers, True),
+    "diffusers, the UNet alone": (by_unet_alone, True),
     "PEFT": (by_peft, True),
+    "PEFT, a text encoder": (by_peft_of_text, True),
     "LyCORIS, LoRA with convolutions": (by_lycoris(algo="lora", conv_dim=3, conv_alpha=1.0), True),
     "LyCORIS, rank-stabilized": (by_lycoris(algo="lora", rs_lora=True), True),
+    "LyCORIS, with a scalar": (by_lycoris(algo="lora", use_scalar=True), True),
+    "LyCORIS, DyLoRA": (by_lycoris_as_dylora, False),
     "kohya": (of_kohya, False),
     "civitai": (of_civitai, False),
     "OneTrainer": (of_onetrainer, False),
@@ -224,21 +268,32 @@ def test_a_file_merges_as_its_exporter_merges_it(name: str, tiny: Checkpoint, tm
         ({"algo": "lokr"}, "LoKr"),
         ({"algo": "lora", "use_tucker": True, "conv_dim": 3}, "Tucker"),
         ({"algo": "full"}, "full difference"),
+        ({"algo": "glora"}, "GLoRA"),
+        ({"algo": "tlora"}, "T-LoRA"),
+        ({"algo": "boft"}, "BOFT"),
+        ({"algo": "diag-oft", "rescaled": True}, r"\bOFT"),
+        ({"algo": "ia3"}, "IA"),
+        ({"algo": "lora", "train_norm": True, "preset": PRESET_WITH_NORM}, "trained norms"),
     ],
 )
 def test_what_lycoris_makes_besides_is_refused_by_name(
     options: dict[str, Any], kind: str, tiny: Checkpoint, tmp_path: Path
 ) -> None:
-    made = by_lycoris(**options)(tiny, tmp_path)
-    with pytest.raises(CheckpointError, match=kind):
-        lora_submodels(made.path)
+    path = written_by_lycoris(tiny, tmp_path, **options)
+    with pytest.raises(CheckpointError, match=f"{kind}.* is not supported .*") as caught:
+        lora_submodels(path)
+    assert "use the result as `model`" in str(caught.value.remedy)
+    (found,) = inspect(path)
+    assert re.search(kind, found.details["algorithm"])
+    assert f"sdflow does not merge it: {caught.value.what}." in found.notes
+    assert found.workflow is None
 
 
 @pytest.mark.parametrize(
     ("more", "kind"),
     [
         ("diffusion_model.middle_block.0.in_layers.2.diff_b", "full difference"),  # ComfyUI's bias_diff, on by default
-        ("bundle_emb.ink.string_to_param.*", r"belong to no LoRA: bundle_emb\.ink"),  # OneTrainer's bundled embeddings
+        ("bundle_emb.ink.string_to_param.*", "bundled embeddings"),  # OneTrainer's bundled embeddings
         ("lora_unet_conv_in.oft_blocks", "OFT"),
     ],
 )

@@ -15,6 +15,7 @@ from original_layout import stable_diffusion_2, stable_diffusion_xl
 from safetensors.torch import save_file
 
 from sdflow.errors import CheckpointError
+from sdflow.inspection import inspect
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 from sdflow.sources.load import parameter_shapes
 from sdflow.weights.tensors import open_tensors
@@ -172,20 +173,76 @@ def test_a_file_for_inpainting_is_known_by_the_channels_of_its_unet(written: Wri
     assert same == checkpoint.submodels.keys() - {"unet"}
 
 
-@pytest.mark.parametrize("mark", ["v_pred", "edm_mean"])
-def test_a_file_of_xl_that_predicts_in_another_way_is_refused_unless_it_is_asked_for(
-    written: Written, mark: str, tmp_path: Path
+def test_a_file_that_predicts_in_a_way_that_nothing_here_does_is_refused_unless_it_is_asked_for(
+    written: Written, tmp_path: Path
 ) -> None:
-    path, (fitting,) = tmp_path / "model.safetensors", [opened(written.file).provenance["architecture"]]
-    save_file(written.original | {mark: torch.zeros(4)}, path)
-    if fitting == "sd21-tiny" and mark == "v_pred":
-        assert opened(path).provenance["architecture"] == fitting, "it does predict the velocity"
-        return
-    with pytest.raises(CheckpointError, match=f"has a tensor {mark}, and {fitting}") as caught:
+    path, fitting = tmp_path / "model.safetensors", opened(written.file).provenance["architecture"]
+    save_file(written.original | {"edm_mean": torch.zeros(4)}, path)
+    with pytest.raises(CheckpointError, match=f"has a tensor edm_mean, and {fitting}") as caught:
         opened(path)
     assert f"model.safetensors#{fitting}" in str(caught.value.remedy)
     asked = opened(f"{path}#{fitting}")
-    assert asked.provenance["architecture"] == fitting and f"although it has a tensor {mark}" in asked.notes[-1]
+    assert asked.provenance["architecture"] == fitting and "although it has a tensor edm_mean" in asked.notes[-1]
+
+
+V_PRED, ZERO_SNR = {"v_pred": torch.zeros(1)}, {"ztsnr": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("marks", "metadata", "wanted", "zero_snr"),
+    [
+        (V_PRED, {}, "sdxl-v-tiny", False),
+        (V_PRED | ZERO_SNR, {}, "sdxl-v-zsnr-tiny", True),
+        (V_PRED | ZERO_SNR, {"modelspec.prediction_type": "v"}, "sdxl-v-zsnr-tiny", True),
+        ({}, {"modelspec.prediction_type": "v"}, "sdxl-v-tiny", False),
+        ({}, {"modelspec.prediction_type": "epsilon"}, "sdxl-tiny", None),
+        (ZERO_SNR, {}, "sdxl-tiny", None),
+        ({}, {}, "sdxl-tiny", None),
+    ],
+)
+def test_a_file_of_xl_predicts_what_its_marks_say(
+    marks: dict[str, torch.Tensor], metadata: dict[str, str], wanted: str, zero_snr: bool | None, tmp_path: Path
+) -> None:
+    checkpoint = opened(xl_file(tmp_path, marks, metadata))
+    assert checkpoint.provenance["architecture"] == wanted
+    config = json.loads((checkpoint.companions["scheduler"] / "scheduler_config.json").read_text())
+    predicted = "epsilon" if zero_snr is None else "v_prediction"
+    assert (config["prediction_type"], config.get("rescale_betas_zero_snr", False)) == (predicted, bool(zero_snr))
+    told = [note for note in checkpoint.notes if "is taken for" in note]
+    assert bool(told) == (zero_snr is not None), "only what is not usual is told"
+
+
+def test_marks_that_contradict_each_other_are_refused_until_the_user_decides(tmp_path: Path) -> None:
+    path = xl_file(tmp_path, V_PRED | ZERO_SNR, {"modelspec.prediction_type": "epsilon"})
+    with pytest.raises(CheckpointError) as caught:
+        opened(path)
+    assert caught.value.what == (
+        "contradicts itself: its modelspec.prediction_type is epsilon, and it has tensors v_pred and ztsnr"
+    )
+    for name in ("sdxl-tiny (epsilon)", "sdxl-v-tiny (v_prediction)", "sdxl-v-zsnr-tiny (v_prediction with zero"):
+        assert f"model.safetensors#{name}" in str(caught.value.remedy)
+    as_it_says, as_it_is = opened(f"{path}#sdxl-tiny"), opened(f"{path}#sdxl-v-zsnr-tiny")
+    assert "although it has tensors v_pred and ztsnr" in as_it_says.notes[-1]
+    assert "although its modelspec.prediction_type is epsilon" in as_it_is.notes[-1]
+    assert as_it_is.provenance["architecture"] == "sdxl-v-zsnr-tiny"
+    assert identities(as_it_says) == identities(as_it_is), "the graphs are the same"
+
+
+def test_a_contradiction_is_told_by_inspect_too(tmp_path: Path) -> None:
+    path = xl_file(tmp_path, V_PRED, {"modelspec.prediction_type": "epsilon"})
+    (found,) = inspect(path)
+    assert "contradicts itself" in found.notes[0] and "sdxl-v-tiny" in found.notes[1]
+
+
+def xl_file(folder: Path, marks: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    pipeline = load_pipeline(opened("synthetic:sdxl-tiny?seed=3"))
+    parts = (pipeline.unet, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2)
+    save_file(stable_diffusion_xl(*parts) | marks, folder / "model.safetensors", metadata or None)
+    return folder / "model.safetensors"
+
+
+def identities(checkpoint: Checkpoint) -> dict[str, object]:
+    return {name: dict(submodel.identity) for name, submodel in checkpoint.submodels.items()}
 
 
 def test_an_architecture_that_the_file_does_not_have_is_refused(written: Written, tmp_path: Path) -> None:

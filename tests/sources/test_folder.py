@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
+from sdflow.verify.torch_module import TorchModule
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -156,6 +157,10 @@ def test_old_names_of_the_vae_attention_and_prefixes_of_clip_load(tiny: Checkpoi
     rewrite(folder / "safety_checker/model.safetensors", old_safety)
     assert any("proj_attn" in name for name in load_file(folder / VAE))
     assert_same_modules(tiny, opened(folder))
+    for name, submodel in opened(folder).submodels.items():
+        proved, made = TorchModule(name, submodel.load).module(), load_module(name, tiny.submodels[name].load)
+        theirs = proved.state_dict()
+        assert all(torch.equal(theirs[key], value) for key, value in made.state_dict().items()), name
 
 
 def test_a_checkpoint_without_a_safety_checker(folder: Path) -> None:

@@ -273,6 +273,8 @@ def test_needed_files_take_the_shards_of_the_chosen_weights_only() -> None:
         "tokenizer_3/merges.txt",
     ]
     assert needed_files(names) == sorted([*names[:5], "text_encoder/pytorch_model.bin", "tokenizer/merges.txt"])
-    without = [name for name in names if "index.json" not in name]
+    pickled = [name for name in names if "index.json" not in name]
+    assert "unet/diffusion_pytorch_model.bin" in needed_files(pickled), "diffusers reads it before any variant"
+    without = [name for name in pickled if not name.startswith("unet/") or not name.endswith(".bin")]
     assert "unet/diffusion_pytorch_model.fp16-00001-of-00001.safetensors" in needed_files(without)
     assert "unet/diffusion_pytorch_model-00001-of-00002.safetensors" not in needed_files(without)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
@@ -21,7 +21,9 @@ from sdflow.sources import (
     lora_delta,
     lora_digest,
     lora_submodels,
+    open_checkpoint,
     read_lora,
+    require_made_for,
 )
 from sdflow.sources.peft_fields import LORA_CONFIG
 from sdflow.sources.peft_metadata import METADATA_KEY
@@ -64,7 +66,6 @@ NO_EFFECT: dict[str, Any] = {
     "runtime_config": {"ephemeral_gpu_offload": False},
     "ensure_weight_tying": False,
     "task_type": "FEATURE_EXTRACTION",
-    "auto_mapping": {"base_model_class": "UNet"},
     "peft_version": "0.1",
     "base_model_name_or_path": "somebody/something",
     "revision": "main",
@@ -75,6 +76,7 @@ HONOURED: dict[str, Any] = {
     "rank_pattern": {"to_q": 2, r".*conv1": 5},
     "alpha_pattern": {"to_k": 7, r"mid_block\.resnets\.1.*": 3},
     "use_rslora": True,
+    "auto_mapping": {"base_model_class": "UNet2DConditionModel"},
 }
 
 
@@ -198,8 +200,10 @@ def test_what_is_refused_is_named(
     field: str, value: Any, plain: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     path = change(copied(plain, tmp_path), **{field: value})
-    named = "DoRA" if field == "use_dora" else field
-    with pytest.raises(CheckpointError, match=rf"{named}.* is not supported \(in its adapter_config\.json\)"):
+    named = {"use_dora": "DoRA", "peft_type": "LoKr"}.get(field, field)
+    with pytest.raises(
+        CheckpointError, match=rf"{named}.* is not supported \((peft_type )?in its adapter_config\.json\)"
+    ):
         lora_submodels(path)
 
 
@@ -261,3 +265,54 @@ def test_a_configuration_in_the_header_goes_before_one_beside_the_file(
     path = change(copied(plain, tmp_path), lora_alpha="no number")
     save_file(load_file(path), path, {METADATA_KEY: json.dumps({"unet.r": 4, "unet.lora_alpha": 12})})
     assert lora_submodels(path) == ("unet",)
+
+
+@pytest.mark.parametrize("submodel", ["text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("says_its_class", [True, False])
+def test_a_text_encoder_of_xl_is_told_by_its_class(submodel: str, says_its_class: bool, tmp_path: Path) -> None:
+    """PEFT's names do not tell one from the other. Without the class it is taken for the first."""
+    xl = open_checkpoint("synthetic:sdxl-tiny", digests=PlainDigests(), download=False)
+    module = load_module(submodel, xl.submodels[submodel].load)
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    wrapped = get_peft_model(
+        module, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    )
+    wrapped.save_pretrained(tmp_path)
+    merged = wrapped.merge_and_unload(safe_merge=True).state_dict()
+    path = tmp_path / "adapter_model.safetensors"
+    if not says_its_class:
+        change(tmp_path, auto_mapping=None)
+        assert lora_submodels(path) == ("text_encoder",)
+        if submodel == "text_encoder_2":
+            with pytest.raises(CheckpointError, match="wide"):
+                require_made_for(path, xl)
+            return
+    assert lora_submodels(path) == (submodel,)
+    require_made_for(path, xl)
+    found = dict(before)
+    shapes = {key: tuple(tensor.shape) for key, tensor in before.items()}
+    for key, layer in read_lora(path, {submodel: shapes}, xl.family.name)[submodel].items():
+        found[key] = before[key] + torch.from_numpy(lora_delta(layer, shapes[key], 1.0))
+    assert_equal(found, merged)
+    proved = load_module(submodel, xl.submodels[submodel].load)
+    assert merge_lora(proved, submodel, xl.family, xl.submodels["unet"].load["config"], path, 1.0) >= 4
+    assert_equal(proved.state_dict(), merged)
+
+
+def test_peft_merges_what_is_refused_into_a_model_that_is_then_read(tiny: Checkpoint, tmp_path: Path) -> None:
+    """As the message says: merge_and_unload, save_pretrained, `components`."""
+    module = load_module("unet", tiny.submodels["unet"].load)
+    config = LoraConfig(r=4, target_modules=TARGETS, use_dora=True, init_lora_weights=False)
+    wrapped = get_peft_model(module, config)
+    wrapped.save_pretrained(tmp_path / "lora")
+    with pytest.raises(CheckpointError, match="DoRA is not supported") as caught:
+        lora_submodels(tmp_path / "lora" / "adapter_model.safetensors")
+    assert "merge_and_unload" in str(caught.value.remedy) and "`components`" in str(caught.value.remedy)
+    merged = PeftModel.from_pretrained(load_module("unet", tiny.submodels["unet"].load), str(tmp_path / "lora"))
+    merged.merge_and_unload().save_pretrained(tmp_path / "unet")
+    opened = open_checkpoint(
+        tiny.reference, digests=PlainDigests(), download=False, components={"unet": str(tmp_path / "unet")}
+    )
+    assert_equal(
+        load_module("unet", opened.submodels["unet"].load).state_dict(), wrapped.merge_and_unload().state_dict()
+    )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
 from sdflow.sources import Checkpoint, load_module, load_pipeline
@@ -237,3 +238,38 @@ def test_a_rank_that_the_tensors_do_not_have_is_refused(
         read_lora(file, shapes)
     with pytest.raises(RuntimeError, match="size mismatch"):
         load_pipeline(tiny).load_lora_weights(str(tmp_path), weight_name=FILE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "OFT"}, r"OFT is not supported \(peft_type in its lora_adapter_metadata\)"),
+        ({"use_qalora": True}, "use_qalora = true is not supported"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
+        ({"modules_to_save": ["conv_out"]}, "modules_to_save"),
+        ({"lora_alpha": "x"}, "a lora_alpha that is no number"),
+        ({"r": 5}, "4, not 5"),
+    ],
+)
+def test_the_header_of_save_lora_adapter_has_no_submodel_in_front(
+    fields: Fields, message: str, tiny: Checkpoint, shapes: Shapes, tmp_path: Path
+) -> None:
+    from peft import LoraConfig
+
+    unet = load_module("unet", tiny.submodels["unet"].load)
+    unet.add_adapter(LoraConfig(r=4, lora_alpha=12, target_modules=[TO_K], init_lora_weights=False))
+    unet.save_lora_adapter(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert scales(file, shapes) == [3.0]
+    with safe_open(file, "pt") as opened:
+        said = json.loads(opened.metadata()[METADATA_KEY])
+    save_file(load_file(file), file, {METADATA_KEY: json.dumps(said | fields)})
+    with pytest.raises(CheckpointError, match=message):
+        read_lora(file, shapes)
+
+
+def test_a_header_that_does_not_say_its_submodel_is_refused(shapes: Shapes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: lora_alpha, r"):
+        read_lora(a_file(tmp_path, {"r": 4, "lora_alpha": 2}), shapes)
+    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: transformer\.r"):
+        read_lora(a_file(tmp_path, {"transformer.r": 4}), shapes)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.machine.packages import how_to_install
 from sdflow.on_ray.cluster import connect
 from sdflow.serve.guard import LOOPBACK
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
@@ -71,9 +72,7 @@ def _ray_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise UsageError(
-            f"Ray Serve is not installed: {error}", where="--on", remedy="pip install 'sdflow[ray,serve]'"
-        ) from error
+        raise UsageError(f"Ray Serve is not installed: {error}", where="--on", remedy=how_to_install("ray")) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return serve
 

@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.claims import FOLDER as CLAIMS
 from sdflow.store.remote.claims import named as claimed
-from sdflow.store.remote.entry import LIMIT, RemoteEntry, RemoteObject, read_entry, read_object
+from sdflow.store.remote.entry import (
+    MOST_OF_ENTRY,
+    MOST_OF_MANIFEST,
+    RemoteEntry,
+    RemoteObject,
+    read_entry,
+    read_object,
+)
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.share import LISTING, UNFINISHED, Absent, Found, Share
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -53,7 +60,7 @@ def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[L
 
     def read(file: Found) -> tuple[Found, RemoteEntry] | None:
         with suppress(Absent, BadRecord):
-            return file, read_entry(share.read(file.path, LIMIT), _digest(file))
+            return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
         return None
 
     timeout = share.spec.timeout
@@ -95,7 +102,7 @@ def sweep(
 
     def read(file: Found) -> str | None:
         with suppress(Absent, BadRecord):
-            return read_entry(share.read(file.path, LIMIT), _digest(file)).object
+            return read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file)).object
         return None
 
     for_each(
@@ -145,7 +152,7 @@ def _list(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Foun
 
 def _all(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
     """A long list takes its time."""
-    return one(lambda: list(share.list(folder)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
+    return one(lambda: list(share.list(folder)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
 
 
 def _in_place(file: Found) -> bool:
@@ -161,7 +168,7 @@ def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) 
 
     def read(digest: str) -> tuple[str, RemoteObject] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", LIMIT), digest)
+            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", MOST_OF_MANIFEST), digest)
         return None
 
     for_each(

@@ -7,7 +7,6 @@ They are signed as entries are, and shown. Nothing rests on them: what counts he
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import defaultdict
@@ -18,15 +17,16 @@ from dataclasses import dataclass
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.store.records import BadRecord, dump, load
-from sdflow.store.remote.entry import LIMIT
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.share import Absent, Found, Share
-from sdflow.store.remote.trust import SIGNATURES, Signer, Untrusted, require_signed
+from sdflow.store.remote.share import LISTING, Absent, Found, Share
+from sdflow.store.remote.trust import Signer, Untrusted, require_signed, signatures
 
 FOLDER = "verified"
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json")
 _MOST = 64
 """Claims of one object that are read, and versions of one claim."""
+MOST_OF_CLAIM = 64 << 10
+"""Bytes of a claim's file at most."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def claims(
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
     wanted, found = set(objects), defaultdict(list)
-    files = one(lambda: list(share.list(FOLDER)), timeout=20 * share.spec.timeout, meanwhile=meanwhile)
+    files = one(lambda: list(share.list(FOLDER)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
 
     def read(file: Found) -> tuple[str, Claim] | None:
         object_digest = named(file)
         with suppress(Absent, BadRecord, Untrusted):
-            return str(object_digest), read_claim(share.read(file.path, LIMIT), str(object_digest), trust)
+            return str(object_digest), read_claim(share.read(file.path, MOST_OF_CLAIM), str(object_digest), trust)
         return None
 
     counts: dict[str | None, int] = defaultdict(int)
@@ -114,10 +114,9 @@ def read_claim(data: bytes, object_digest: str, trust: Sequence[str]) -> Claim:
     texts = [level, target, *versions, *versions.values()]
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
-    given = json.loads(data).get(SIGNATURES)
-    if not given:
+    keys = {key for key, _ in signatures(data)}
+    if not keys:
         return Claim(str(level), str(target), versions)
-    keys = [each["key"] for each in given if isinstance(each, dict) and isinstance(each.get("key"), str)]
     for key in sorted(keys, key=lambda key: key not in trust):
         with suppress(Untrusted, UsageError):  # without the package nobody's signature can be told
             require_signed(data, [key])

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdflow import stop
+from sdflow.input_file import open_input
 from sdflow.store.remote.entry import RemoteObject
 from sdflow.store.remote.parallel import for_each
 from sdflow.store.remote.pieces import Piece
+from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
 
@@ -64,9 +66,12 @@ def bring(
     begun, left = time.monotonic(), size
 
     def fetch(each: _Wanted) -> int:
-        data = read(each.piece.path, each.piece.size)
-        if not _is(data, each.piece):
-            data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
+        try:
+            data = read(each.piece.path, each.piece.size)
+            if not _is(data, each.piece):
+                data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
+        except TooLong as error:
+            raise WrongBytes(each.piece.path, b"", str(error)) from error
         if not _is(data, each.piece):
             raise WrongBytes(each.piece.path, data, f"{len(data):,} bytes that do not have this digest")
         for path, offset in each.places:
@@ -117,17 +122,18 @@ def _take(source: Path, path: Path, lacking: list[tuple[Piece, int]]) -> list[tu
     """Copy what a file has of these pieces; returns the others. The file itself, half done, has what is in place."""
     left: defaultdict[bool, list[tuple[Piece, int]]] = defaultdict(list)
     try:
-        with source.open("rb") as stream:
-            for piece, offset in lacking:
-                stop.check()
-                stream.seek(offset)
-                data = stream.read(piece.size)
-                found = _is(data, piece)
-                if found and source != path:
-                    _write(path, offset, data)
-                left[found].append((piece, offset))
-    except FileNotFoundError:  # collected just now
+        stream = open_input(source)
+    except OSError:  # collected just now, or a pipe in its place
         return lacking
+    with stream:
+        for piece, offset in lacking:
+            stop.check()
+            stream.seek(offset)
+            data = stream.read(piece.size)
+            found = _is(data, piece)
+            if found and source != path:
+                _write(path, offset, data)
+            left[found].append((piece, offset))
     return left[False]
 
 

@@ -11,8 +11,10 @@ from sdflow.digest import FileEntry, digest_tree, inside
 from sdflow.store.records import BadRecord, dump, load, load_action
 from sdflow.store.remote.pieces import MOST, Piece
 
-LIMIT = 32 << 20
-"""Bytes of an action's or a manifest's file at most."""
+MOST_OF_ENTRY = 2 << 20
+"""Bytes of an action's file at most, signatures included. Those of real builds have some thousands."""
+MOST_OF_MANIFEST = 8 << 20
+"""Bytes of a manifest at most: 100,000 pieces, which is 100 GB and more."""
 _HEX = frozenset("0123456789abcdef")
 
 

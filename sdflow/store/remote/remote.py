@@ -21,7 +21,15 @@ from sdflow.store.quarantine import keep_bytes
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.claims import Claim, claim, claims
 from sdflow.store.remote.down import WrongBytes, bring
-from sdflow.store.remote.entry import LIMIT, RemoteEntry, action_path, object_path, read_entry, read_object
+from sdflow.store.remote.entry import (
+    MOST_OF_ENTRY,
+    MOST_OF_MANIFEST,
+    RemoteEntry,
+    action_path,
+    object_path,
+    read_entry,
+    read_object,
+)
 from sdflow.store.remote.parallel import one
 from sdflow.store.remote.pieces import Cuts, no_cuts
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
@@ -50,6 +58,9 @@ class Remote:
         self.share = Share(spec)
         self.tell: Callable[[str], None] = log.warning
         self.unusable: str | None = None  # why it is not asked any more
+        self.distrusted: str | None = (
+            None  # what it gave that was wrong: nothing is read any more, what is built is pushed
+        )
         self.closed: str | None = None  # why nothing is pushed any more; it may still be read
         self.pushed = Sent()
         self._layout = layout
@@ -71,13 +82,13 @@ class Remote:
 
     def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> RemoteEntry | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
-        if self.unusable is not None or action.digest in self._mend:
+        if not self._read_from or action.digest in self._mend:
             return None
         if action.digest not in self._known:
             path = action_path(action.digest)
             data = b""
             try:
-                data = self._read(path, meanwhile)
+                data = self._read(path, MOST_OF_ENTRY, meanwhile)
                 entry = read_entry(data, action.digest)
                 if self.spec.trust:
                     require_signed(data, self.spec.trust)
@@ -107,12 +118,12 @@ class Remote:
 
         False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
         """
-        if self.unusable is not None:
+        if not self._read_from:
             return False
         path = object_path(entry.object)
         data = b""
         try:
-            data = self._read(path, meanwhile)
+            data = self._read(path, MOST_OF_MANIFEST, meanwhile)
             content = read_object(data, entry.object)
             missing = content.bytes - min(content.bytes, _written(folder))
             if missing > free_bytes(self._layout.root):
@@ -146,8 +157,9 @@ class Remote:
         """The files of an entry are, all in all, not those that it names."""
         self._wrong(entry.action.digest, object_path(entry.object), b"", "its pieces do not make up its files")
 
-    def _read(self, path: str, meanwhile: Callable[[], None]) -> bytes:
-        return one(lambda: self._tried_read(path, LIMIT), timeout=TRIES * self.spec.timeout, meanwhile=meanwhile)
+    def _read(self, path: str, limit: int, meanwhile: Callable[[], None]) -> bytes:
+        """An action or a manifest: all tries together take no longer than the timeout."""
+        return one(lambda: self._tried_read(path, limit), timeout=self.spec.timeout, meanwhile=meanwhile)
 
     def _tried_read(self, path: str, size: int) -> bytes:
         """Read a file; a line that breaks is tried again."""
@@ -155,11 +167,15 @@ class Remote:
             try:
                 return self.share.read(path, size)
             except Unusable as error:
-                if attempt == TRIES or error.final or self._abandoned.is_set():
+                if attempt == TRIES or error.final or self._abandoned.is_set() or not self._read_from:
                     raise
                 log.debug("%s: %s; trying again", path, error)
                 time.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError("the last try returns or raises")
+
+    @property
+    def _read_from(self) -> bool:
+        return self.unusable is None and self.distrusted is None
 
     def _like(self, path: str, size: int) -> Sequence[Path]:
         """Files of the cache that may have pieces in common with one of this name and size, newest first."""
@@ -249,7 +265,7 @@ class Remote:
 
     def claims(self, objects: Iterable[str]) -> Mapping[str, Sequence[Claim]]:
         """Who says to have verified these; empty where the remote cannot be listed."""
-        if self.unusable is None:
+        if self._read_from:
             with contextlib.suppress(Unusable):
                 return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
@@ -296,12 +312,19 @@ class Remote:
         return self.closed is not None or self.unusable is not None
 
     def _wrong(self, action: str, path: str, data: bytes, reason: str) -> None:
-        """Put aside what the remote gave, and build the action here."""
+        """Put aside what the remote gave, and believe nothing more of it in this run."""
         self._mend.add(action)
         self._wrongs.add(action)
+        with self._lock:
+            if self.distrusted is not None:  # by another thread, and told
+                return
+            self.distrusted = f"{path}: {reason}"
         place = keep_bytes(self._layout, path, data, f"{self.spec.shown}: {path}: {reason}")
         kept = f"; what it gave is in {place}" if place else ""
-        self._say(f"{self.spec.shown} is wrong: {path}: {reason}{kept}; building here")
+        self._say(
+            f"{self.spec.shown} is wrong: {path}: {reason}{kept}; nothing more is fetched from it in this run, and the rest "
+            "is built here"
+        )
 
     def _say(self, text: str) -> None:
         with self._lock:
@@ -323,6 +346,8 @@ def _written(folder: Path) -> int:
 def incoming(layout: Layout, entry: RemoteEntry) -> Path:
     """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
     folder = layout.incoming / entry.object
+    if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
+        remove_tree(folder)  # it is not what `bring` left: a pipe, a link to somewhere else
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)  # `gc` removes what nobody went on with for long
     return folder

@@ -14,15 +14,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sdflow.store.remote.spec import RemoteSpec, is_url, without_secrets
+from sdflow.machine.packages import how_to_install, missing
+from sdflow.store.remote.reading import (
+    HTTP,
+    LOCAL,
+    S3,
+    Misled,
+    TooLong,
+    listing,
+    open_limits,
+    read_http,
+    read_local,
+    read_other,
+    read_s3,
+)
+from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_secrets
 
 FOLDER = "sdflow-v1"
+LISTING = 20
+"""How many times the timeout a listing may take: a long one comes in many pages."""
 UNFINISHED = ".part"
 """Ends the name of a file that is being written, or was when its writer died."""
 _IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
 """Stores that show a file while it is being written: there it is written under another name and renamed."""
-_TELLS_403 = ("s3", "s3a")
-"""Stores that answer 403 for what is not there, where listing is not allowed."""
 _URLS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)]+")
 _SECRETS = re.compile(r"(?i)((?:key|token|secret|signature|password|credential|sig)[\w-]*\s*[=:]\s*)[^\s,;&)'\"]+")
 
@@ -61,20 +75,31 @@ class Share:
         self._root = ""
         self._opening = threading.Lock()
 
-    def read(self, path: str, limit: int) -> bytes:
-        """The content of a file. Of one that is longer than `limit`, so much that it shows. Raises Absent, Unusable."""
+    def read(self, path: str, limit: int, seconds: float | None = None) -> bytes:
+        """The content of a file of at most `limit` bytes; within so many seconds, by default the remote's timeout.
+
+        Raises Absent, Unusable, and TooLong, which is a BadRecord.
+        """
         files, whole = self._open(), f"{self._root}/{path}"
+        within = self.spec.timeout if seconds is None else seconds
         try:
             with _usable():
-                return bytes(files.cat_file(whole, start=0, end=limit + 1) if self._ranges else files.cat_file(whole))
+                return self._read(files, whole, limit, within)
         except FileNotFoundError as error:
             raise Absent(path) from error
         except Unusable as error:
-            if getattr(error.__cause__, "status", None) == 416:  # a range of nothing: the file is empty
-                return b""
             if self._may_be_absent(error.__cause__):
                 raise Refused(path) from error
             raise
+
+    def _read(self, files: Any, whole: str, limit: int, seconds: float) -> bytes:
+        if self._protocol in LOCAL:
+            return read_local(whole, limit)
+        if self._protocol in HTTP:
+            return read_http(files, whole, limit, seconds)
+        if self._protocol in S3:
+            return read_s3(files, whole, limit, seconds)
+        return read_other(files, whole, limit)
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none. Raises Unusable."""
@@ -104,10 +129,12 @@ class Share:
     def list(self, folder: str) -> Iterator[Found]:
         """Every file under a folder. A store may not list yet what was written a moment ago. Raises Unusable."""
         files, root = self._open(), f"{self._root}/{folder}"
+        if self._protocol in HTTP:
+            raise Unusable("nothing can be listed over HTTP", final=True)
         try:
             with _usable():
                 files.invalidate_cache()
-                found = files.find(root, detail=True)
+                found = listing(files, self._protocol, root, LISTING * self.spec.timeout)
         except FileNotFoundError:
             return
         begins = len(files._strip_protocol(self._root)) + 1
@@ -131,9 +158,9 @@ class Share:
             raise Absent(path) from error
 
     def _may_be_absent(self, error: BaseException | None) -> bool:
-        """Whether the store may mean that there is no such file: who may not list a bucket is told 403 of what it lacks. What is
+        """Whether the store may mean that there is no such file: S3 answers 403 to who may not list a bucket. What is
         wrong with the credentials themselves has names of its own."""
-        if not isinstance(error, PermissionError) or self._protocol not in _TELLS_403:
+        if not isinstance(error, PermissionError) or self._protocol not in S3:
             return False
         said: Any = getattr(error.__cause__, "response", None)
         return not isinstance(said, dict) or said.get("Error", {}).get("Code") in ("AccessDenied", "403")
@@ -147,11 +174,6 @@ class Share:
     def _whole_at_once(self) -> bool:
         return self._protocol not in _IN_PLACE
 
-    @property
-    def _ranges(self) -> bool:
-        """Whether a reader asks for no more than it expects: over HTTP anything may answer."""
-        return self._protocol in ("http", "https")
-
     def _open(self) -> Any:
         with self._opening:
             return self._files if self._files is not None else self._opened()
@@ -161,37 +183,24 @@ class Share:
             from fsspec.core import url_to_fs
 
             url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
+            if "::" in url.partition("://")[0]:
+                raise Unusable(
+                    "a layer over a store (simplecache::) keeps no limits; name the store itself", final=True
+                )
+            scheme = url.partition("://")[0].lower()
             with _usable(also=FileNotFoundError):
-                files, root = url_to_fs(url, **self._options(url))
+                files, root = url_to_fs(url, **open_limits(scheme, self.spec.timeout))
         except ImportError as error:
-            remedy = "an extra of sdflow brings it: pip install 'sdflow[remote,s3]', or gs, or az"
-            raise Unusable(f"{error}; {remedy}", final=True) from error
+            wanted = packages_of(self.spec.url)
+            raise Unusable(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}", final=True) from error
         self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
         return self._files
-
-    def _options(self, url: str) -> dict[str, Any]:
-        """Limits of time in each store's own words; nothing listed is kept, since others write there too."""
-        scheme = re.split("::|://", url, maxsplit=1)[0].lower()
-        seconds = self.spec.timeout
-        if scheme in ("s3", "s3a"):
-            retries = {"max_attempts": 2, "mode": "standard"}
-            return {
-                "use_listings_cache": False,
-                "skip_instance_cache": True,
-                "config_kwargs": {"connect_timeout": seconds, "read_timeout": seconds, "retries": retries},
-            }
-        if scheme in ("http", "https"):
-            from aiohttp import ClientTimeout
-
-            limit = ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
-            return {"use_listings_cache": False, "skip_instance_cache": True, "client_kwargs": {"timeout": limit}}
-        return {}
 
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
-    """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure,
-    and that a package is not installed.
+    """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure;
+    that it is too long; and that a package is not installed.
 
     Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
     which cannot be named without it, and none may fail a build.
@@ -199,7 +208,9 @@ def _usable(also: type[Exception] | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError | ImportError) and not (also and isinstance(error, also)):
+        if isinstance(error, FileNotFoundError | ImportError | TooLong | Unusable) and not (
+            also and isinstance(error, also)
+        ):
             raise
         raise _unusable(error) from error
 
@@ -224,6 +235,8 @@ def _changed(info: dict[str, Any]) -> float | None:
 def _unusable(error: BaseException) -> Unusable:
     if isinstance(error, TimeoutError):
         return Unusable("no answer in time")
+    if isinstance(error, Misled):
+        return Unusable(str(error), final=True)
     text = " ".join(str(error).split()) or "no reason given"
     text = _URLS.sub(lambda match: without_secrets(match[0]), text)
     text = _SECRETS.sub(r"\1…", text)

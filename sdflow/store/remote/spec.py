@@ -10,11 +10,16 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from sdflow.errors import UsageError
+from sdflow.machine.packages import EXTRAS, lacks, missing
 
 URL_VARIABLE = "SDFLOW_REMOTE_CACHE"
 PUSH_VARIABLE = "SDFLOW_REMOTE_CACHE_PUSH"
 TIMEOUT = 30.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
+_STORES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+}  # fmt: skip
+"""Scheme -> the distribution that knows it, each in an extra of sdflow's own."""
 _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 
@@ -82,13 +87,24 @@ def at(url: str, said: str) -> str:
     return url if is_url(url) else str(Path(url).expanduser().absolute())
 
 
+def scheme_of(url: str) -> str:
+    return re.split("::|://", url, maxsplit=1)[0].lower()
+
+
+def packages_of(url: str) -> tuple[str, ...]:
+    """The distributions that a remote at this URL or in this folder needs, as far as sdflow has an extra for them."""
+    store = _STORES.get(scheme_of(url)) if is_url(url) else None
+    return (*EXTRAS["remote"], *([store] if store else []))
+
+
 def unknown_scheme(url: str) -> str | None:
-    """None if fsspec has the URL's scheme; else what to write."""
+    """None if fsspec has the URL's scheme; else what to write. Raises UsageError where fsspec is not installed."""
     if not is_url(url):
         return None
+    if missing("fsspec"):
+        raise lacks(f"the remote cache {without_secrets(url)}", missing(*packages_of(url)))
     from fsspec.registry import available_protocols
 
-    scheme = re.split(r"::|://", url, maxsplit=1)[0].lower()
-    if scheme in available_protocols():
+    if scheme_of(url) in available_protocols():
         return None
     return "s3://BUCKET/PREFIX, gs://, az://, https:// (for reading), or a shared folder; any URL that fsspec knows"

@@ -18,7 +18,9 @@ from sdflow.store.records import BadRecord, load
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 SIGNATURES = "signatures"
-_MISSING = "install the package cryptography: pip install 'sdflow[remote]'"
+MOST_SIGNATURES = 16
+"""Of one record. Each takes its time to check, and whoever can write to a remote can add some."""
+_MISSING = "pip install 'sdflow[remote]'"
 
 
 class Untrusted(Exception):
@@ -69,16 +71,25 @@ def signer_from_environment(environment: Mapping[str, str] = os.environ) -> Sign
     return Signer(Path(path)) if path else None
 
 
+def signatures(data: bytes) -> list[tuple[str, str]]:
+    """The keys and signatures that a sound record carries, checked or not. Raises BadRecord when there are too many."""
+    given = json.loads(data).get(SIGNATURES)
+    if not isinstance(given, list):
+        return []
+    if len(given) > MOST_SIGNATURES:
+        raise BadRecord(f"it has {len(given):,} signatures, and {MOST_SIGNATURES} at most are checked")
+    pairs = [(each.get("key"), each.get("signature")) for each in given if isinstance(each, dict)]
+    return [(key, signature) for key, signature in pairs if isinstance(key, str) and isinstance(signature, str)]
+
+
 def require_signed(data: bytes, trusted: Sequence[str]) -> None:
     """Raises Untrusted unless one of the keys has signed the record, BadRecord for what is none."""
     _, ed25519 = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
     content = canonical_json(load(data))
-    given = json.loads(data).get(SIGNATURES)
-    for each in given if isinstance(given, list) else ():
-        key, signature = (each.get("key"), each.get("signature")) if isinstance(each, dict) else (None, None)
-        if not isinstance(key, str) or key not in trusted or not isinstance(signature, str):
+    for key, signature in signatures(data):
+        if key not in trusted:
             continue
         try:
             ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
@@ -93,8 +104,7 @@ def is_signed(data: bytes, trusted: Sequence[str]) -> bool:
     one that is there counts."""
     try:
         load(data)
-        given = json.loads(data).get(SIGNATURES)
-        keys = [each["key"] for each in given or () if isinstance(each, dict) and isinstance(each.get("key"), str)]
+        keys = [key for key, _ in signatures(data)]
         if not keys:
             return False
         require_signed(data, trusted or keys)

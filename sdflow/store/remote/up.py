@@ -11,9 +11,17 @@ from pathlib import Path
 from sdflow.artifact import Record
 from sdflow.digest import FileEntry
 from sdflow.store.records import Stored, dump_action
-from sdflow.store.remote.entry import LIMIT, RemoteObject, action_path, dump_object, object_path
+from sdflow.store.remote.entry import (
+    MOST_OF_ENTRY,
+    MOST_OF_MANIFEST,
+    RemoteObject,
+    action_path,
+    dump_object,
+    object_path,
+)
 from sdflow.store.remote.parallel import for_each, one
 from sdflow.store.remote.pieces import Cuts, Piece, cut
+from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Share
 from sdflow.store.remote.trust import Signer, is_signed
 
@@ -95,6 +103,8 @@ def send(
     sent: list[Sent] = []
     for_each(where, send_piece, timeout=timeout, meanwhile=meanwhile, done=sent.append)
     manifest = dump_object(artifact.digest, RemoteObject(tuple(files)))
+    if len(manifest) > MOST_OF_MANIFEST:
+        raise DamagedHere(f"{artifact.path} makes a manifest of {len(manifest):,} bytes, which nobody would read")
     one(lambda: share.write(object_path(artifact.digest), manifest), timeout=timeout, meanwhile=meanwhile)
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
@@ -110,7 +120,7 @@ def send(
 def _there(share: Share, path: str, data: bytes, trust: Sequence[str]) -> bool:
     """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
     try:
-        there = share.read(path, LIMIT)
-    except Absent:
+        there = share.read(path, MOST_OF_ENTRY)
+    except (Absent, TooLong):
         return False
     return any(is_signed(there, keys) and not is_signed(data, keys) for keys in (trust, ()))

@@ -1,0 +1,46 @@
+"""Standard error, where it is a terminal that can redraw lines."""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def live_console() -> Console | None:
+    """A console for lines that are drawn again and again on standard error; None for a file, a pipe, or TERM=dumb."""
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+
+    class SteadyConsole(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            """The cursor stays as it is: a process that is killed or suspended could not bring it back."""
+            return False
+
+    console = SteadyConsole(file=cast(IO[str], _UntilClosed(sys.stderr)))
+    return console if console.is_terminal and console.is_interactive and not console.is_dumb_terminal else None
+
+
+class _UntilClosed:
+    """A terminal that may be closed while the command runs, which goes on: what it shows then is lost."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

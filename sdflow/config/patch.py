@@ -1,0 +1,216 @@
+"""A map from pass name to options, laid over a chain of passes: it changes steps, removes them and inserts new ones.
+
+Insertions come first, so that a step can be inserted beside one that the same map removes: that replaces it. They may refer to
+one another, in any order. Several at the same place stand in the order in which they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from sdflow.config.merge import expect_kind, merge
+from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
+from sdflow.config.problems import Problems, nearest
+from sdflow.config.workflow import Mark
+
+BEFORE, AFTER = "insert_before", "insert_after"
+INSERTING = (BEFORE, AFTER)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A step that is not in the chain yet, and the step that it is put beside."""
+
+    name: str
+    step: YamlMap
+    place: str
+    anchor: str
+    mark: Mark
+
+    @property
+    def words(self) -> str:
+        return f"to insert {self.name} {self.place.removeprefix('insert_')}"
+
+
+def pass_name(step: Node) -> str | None:
+    """The pass that a step names, or None where it is not written as it should be."""
+    named = step.entries.get("pass") if isinstance(step, YamlMap) else None
+    return named.value if isinstance(named, YamlScalar) and isinstance(named.value, str) else None
+
+
+def names_of(chain: YamlList) -> list[str]:
+    """The passes of a chain, as far as its steps name them."""
+    return [name for name in map(pass_name, chain.items) if name]
+
+
+def patch_chain(
+    chain: YamlList,
+    patch: YamlMap,
+    problems: Problems,
+    *,
+    lenient: bool = False,
+    where: str = "",
+    gone: Collection[str] = (),
+) -> YamlList:
+    """The chain with new steps inserted, and the options of `patch` merged into the steps of their names; null removes those.
+
+    lenient: a change to a step that the chain does not have changes nothing. An insertion always needs its anchor. where: " for
+    cuda", for messages. gone: steps that may be removed although the chain does not have them.
+    """
+    insertions, changes = [], {}
+    for name, options in patch.entries.items():
+        check_change(name, options, problems)
+        if (found := insertion_of(name, options, patch.keys[name])) is not None:
+            insertions.append(found)
+        else:
+            changes[name] = options
+    steps = _insert(list(chain.items), insertions, problems, where)
+    for name, options in changes.items():
+        if name not in map(pass_name, steps):
+            if not lenient and not (_is_null(options) and name in gone) and not _places(options):
+                _tell_missing(name, options, patch.keys[name], steps, problems, where)
+        elif _is_null(options):
+            steps = [step for step in steps if pass_name(step) != name]
+        elif isinstance(options, YamlMap):
+            # The step keeps the place where it was written; each option has its own.
+            steps = [_patched(step, options) if pass_name(step) == name else step for step in steps]
+    return YamlList(tuple(steps), chain.mark)
+
+
+def patch_each(
+    chains: Mapping[str, YamlList], patch: YamlMap, problems: Problems, *, where: str = "", gone: Collection[str] = ()
+) -> dict[str, YamlList]:
+    """Every chain with what of `patch` applies to it: changes to the steps that it has, insertions beside them.
+
+    What applies to none is a problem, as of `patch_chain`.
+    """
+    found = {name: _applicable(chain, patch) for name, chain in chains.items()}
+    used = {key for each in found.values() for key in each.entries}
+    known = [name for chain in chains.values() for name in names_of(chain)]
+    for name, options in patch.entries.items():
+        if name in used or (_is_null(options) and name in gone):
+            continue
+        check_change(name, options, problems)
+        insertion = insertion_of(name, options, patch.keys[name])
+        if insertion is None:
+            problems.add(patch.keys[name], f"no chain{where} has a step {name!r} to change", nearest(name, known))
+        else:
+            text = f"no chain{where} has a step {insertion.anchor!r} {insertion.words}"
+            problems.add(insertion.mark, text, nearest(insertion.anchor, known))
+    return {name: patch_chain(chains[name], each, problems, where=where) for name, each in found.items()}
+
+
+def check_change(name: str, options: Node, problems: Problems) -> None:
+    """Reports what is wrong with a change to a step, or with an insertion, whatever the chain."""
+    if not isinstance(options, YamlMap):
+        if not _is_null(options):
+            expect_kind(options, "a map of options, or null", f"the change to {name}", problems)
+        return
+    if "pass" in options.entries:
+        problems.add(options.keys["pass"], "a change cannot make a step another pass", "replace the list of passes")
+    given = _places(options)
+    for key in given:
+        anchor = options.entries[key]
+        if not isinstance(anchor, YamlScalar) or not isinstance(anchor.value, str) or not anchor.value:
+            expect_kind(anchor, "the name of a pass in the chain", f"`{key}`", problems)
+    if len(given) > 1:
+        problems.add(
+            options.keys[given[1]], f"{name} cannot have both `{BEFORE}` and `{AFTER}`", "leave one of them out"
+        )
+
+
+def _places(options: Node) -> list[str]:
+    """Those of INSERTING that say something, right or wrong."""
+    entries = options.entries if isinstance(options, YamlMap) else {}
+    return [key for key in INSERTING if key in entries and not _is_null(entries[key])]
+
+
+def insertion_of(name: str, options: Node, mark: Mark) -> Insertion | None:
+    """The step that an entry of the map inserts, if it inserts one. mark: of its name."""
+    if not isinstance(options, YamlMap):
+        return None
+    for place in INSERTING:
+        anchor = options.entries.get(place)
+        if isinstance(anchor, YamlScalar) and isinstance(anchor.value, str):
+            entries = {"pass": YamlScalar(name, mark), **without_places(options).entries}
+            return Insertion(
+                name, YamlMap(entries, {**options.keys, "pass": mark}, mark), place, anchor.value, anchor.mark
+            )
+    return None
+
+
+def without_places(options: YamlMap) -> YamlMap:
+    """The options of a step alone, without the place that it is inserted at."""
+    return YamlMap(
+        {key: each for key, each in options.entries.items() if key not in INSERTING}, options.keys, options.mark
+    )
+
+
+def _insert(steps: list[Node], insertions: list[Insertion], problems: Problems, where: str) -> list[Node]:
+    """The steps with the new ones among them."""
+    waiting = []
+    for each in insertions:
+        there = next((step for step in steps if pass_name(step) == each.name), None)
+        if there is None:
+            waiting.append(each)
+        else:
+            instead = f"to change its options, leave out {each.place}; for a second one, write the chain as a list"
+            problems.add(
+                each.step.mark, f"the chain{where} has a step {each.name!r} already, from {there.mark}", instead
+            )
+    behind: dict[str, Node] = {}  # anchor -> what this map has inserted after it last
+    while ready := [each for each in waiting if each.anchor in map(pass_name, steps)]:
+        each = ready[0]
+        waiting.remove(each)
+        places = [index for index, step in enumerate(steps) if pass_name(step) == each.anchor]
+        if each.place == BEFORE:
+            index = places[0]
+        else:
+            last = behind.get(each.anchor, steps[places[-1]])
+            index = next(index for index, step in enumerate(steps) if step is last) + 1
+            behind[each.anchor] = each.step
+        steps = [*steps[:index], each.step, *steps[index:]]
+    names = [name for name in map(pass_name, steps) if name]
+    for each in waiting:
+        remedy: str | None
+        if each.anchor in {other.name for other in waiting}:
+            text = f"{each.name} and {each.anchor} are each inserted beside the other"
+            remedy = f"insert one of them beside a step of the chain: {', '.join(names)}"
+        else:
+            text = f"the chain{where} has no step {each.anchor!r} {each.words}"
+            remedy = nearest(each.anchor, [*names, *(other.name for other in insertions if other is not each)])
+        problems.add(each.mark, text, remedy)
+    return steps
+
+
+def _tell_missing(name: str, options: Node, mark: Mark, steps: list[Node], problems: Problems, where: str) -> None:
+    known = [written for written in map(pass_name, steps) if written]
+    remedy = nearest(name, known)
+    if isinstance(options, YamlMap) and not (remedy or "").startswith("did you mean"):
+        remedy = f"{remedy or 'the chain is empty'}; `{BEFORE}` or `{AFTER}` among its options inserts it"
+    problems.add(mark, f"the chain{where} has no step {name!r} to change", remedy)
+
+
+def _applicable(chain: YamlList, patch: YamlMap) -> YamlMap:
+    """What of a patch finds its step, or its anchor, in a chain."""
+    known = set(names_of(chain))
+    insertions = [
+        found for name, options in patch.entries.items() if (found := insertion_of(name, options, patch.keys[name]))
+    ]
+    inserted: set[str] = set()
+    while more := {each.name for each in insertions if each.anchor in known | inserted} - inserted:
+        inserted |= more
+    placed = {each.name for each in insertions}
+    kept: Callable[[str], bool] = lambda name: name in inserted if name in placed else name in known  # noqa: E731
+    return YamlMap({name: each for name, each in patch.entries.items() if kept(name)}, patch.keys, patch.mark)
+
+
+def _patched(step: Node, options: YamlMap) -> Node:
+    merged = merge(step, without_places(options))
+    assert isinstance(step, YamlMap) and isinstance(merged, YamlMap)
+    return YamlMap({**merged.entries, "pass": step.entries["pass"]}, merged.keys, step.mark)
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, YamlScalar) and node.value is None

@@ -1,0 +1,134 @@
+"""Which kind of adapter a file or a PEFT configuration holds, where it is not a plain LoRA: `run`, `bake`, `validate`, `serve`
+and `inspect` name it alike.
+
+A plain LoRA adds scale * up @ down to a weight. Everything else is refused by name: as a LoRA it would be merged wrongly, or only
+in part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MERGE_WITH_PEFT = (
+    "Merge it with PEFT (merge_and_unload), save the model (save_pretrained) and name it under `components`."
+)
+MERGE_ELSEWHERE = "Merge it into the checkpoint with the program that made it and use the result as `model`."
+USE_A_LORA = "Use a plain LoRA instead."
+
+
+@dataclass(frozen=True)
+class PeftType:
+    """A kind of adapter of PEFT's. merges: whether its merge_and_unload puts it into the weights of a model."""
+
+    title: str
+    merges: bool = True
+
+
+PEFT_TYPES: Mapping[str, PeftType] = {
+    "ADALORA": PeftType("AdaLoRA"),
+    "ADAMSS": PeftType("AdaMSS"),
+    "ADAPTION_PROMPT": PeftType("LLaMA-Adapter (adaption prompt)", merges=False),
+    "BEFT": PeftType("BEFT"),
+    "BOFT": PeftType("BOFT"),
+    "C3A": PeftType("C3A"),
+    "CARTRIDGE": PeftType("Cartridge", merges=False),
+    "CPT": PeftType("context-aware prompt tuning (CPT)", merges=False),
+    "DEFT": PeftType("DEFT"),
+    "DELORA": PeftType("DeLoRA"),
+    "FOURIERFT": PeftType("FourierFT"),
+    "FROD": PeftType("FRoD"),
+    "GLORA": PeftType("GLoRA"),
+    "GRALORA": PeftType("GraLoRA"),
+    "HIRA": PeftType("HiRA"),
+    "HRA": PeftType("HRA"),
+    "IA3": PeftType("(IA)3"),
+    "LILY": PeftType("Lily", merges=False),
+    "LN_TUNING": PeftType("LN tuning"),
+    "LOHA": PeftType("LoHa"),
+    "LOKR": PeftType("LoKr"),
+    "MISS": PeftType("MiSS"),
+    "MULTITASK_PROMPT_TUNING": PeftType("multitask prompt tuning", merges=False),
+    "OFT": PeftType("OFT"),
+    "OSF": PeftType("OSF"),
+    "PEANUT": PeftType("PEANuT"),
+    "POLY": PeftType("Poly", merges=False),
+    "PREFIX_TUNING": PeftType("prefix tuning", merges=False),
+    "PROMPT_TUNING": PeftType("prompt tuning", merges=False),
+    "PSOFT": PeftType("PSOFT"),
+    "PVERA": PeftType("PVeRA"),
+    "P_TUNING": PeftType("P-tuning", merges=False),
+    "RANDLORA": PeftType("RandLoRA"),
+    "ROAD": PeftType("RoAd"),
+    "SHADOW": PeftType("Shadow", merges=False),
+    "SHIRA": PeftType("SHiRA"),
+    "SUPERTUNING": PeftType("SuperTuning"),
+    "TINYLORA": PeftType("TinyLoRA"),
+    "TRAINABLE_TOKENS": PeftType("training of single tokens (trainable tokens)"),
+    "UNILORA": PeftType("Uni-LoRA"),
+    "VBLORA": PeftType("VB-LoRA"),
+    "VERA": PeftType("VeRA"),
+    "WAVEFT": PeftType("WaveFT"),
+    "XLORA": PeftType("X-LoRA", merges=False),
+}
+"""`peft_type` -> the kind. A test holds the table to the PEFT that is installed."""
+
+_IN_NAMES = {
+    each: rf"(\.|^base_model\.){each.lower()}_"
+    for each in PEFT_TYPES
+    if each not in ("ADALORA", "FROD", "IA3", "LOHA", "LOKR", "OFT", "TRAINABLE_TOKENS", "XLORA")
+}
+"""How PEFT names the tensors of most of its kinds."""
+
+_Dims = tuple[int, ...]
+
+_KINDS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\.dora_scale$|\.lora_magnitude_vector"), "DoRA"),
+    (re.compile(r"\.lora_[AB]\.bias$"), "a LoRA with biases of its own (lora_bias)"),
+    (re.compile(r"\.lora_embedding_[AB]"), "embedding LoRA"),
+    (re.compile(r"\.lora_(E|ranknum|[AB])$"), "AdaLoRA"),
+    (re.compile(r"\.lora_diag$"), "KaSA"),
+    (re.compile(r"\.base_layer\.bias$"), "a LoRA with biases of the model (bias)"),
+    (re.compile(r"\.hada_"), "LoHa"),
+    (re.compile(r"\.lokr_"), "LoKr"),
+    (re.compile(r"\.lora_mid\."), "LoCon with a Tucker decomposition"),
+    (re.compile(r"\.(a1|a2|b1|b2|bm)\.weight$"), "GLoRA"),
+    (re.compile(r"\.([qp]_layer\.weight|lambda_layer)$"), "T-LoRA"),
+    (re.compile(r"\.oft_|\.oft\.|\.rescale$"), "OFT"),
+    (re.compile(r"\.[wb]_norm$"), "a LoRA with trained norms (train_norm)"),
+    (re.compile(r"\.diff(_b)?$"), "LyCORIS full difference"),
+    (re.compile(r"\.on_input$|\.ia3_l"), "(IA)3"),
+    (re.compile(r"(\.|^base_model\.)frod_"), "FRoD"),
+    (re.compile(r"\.trainable_tokens_"), "training of single tokens (trainable tokens)"),
+    (re.compile(r"\.modules_to_save\."), "a LoRA with whole modules (modules_to_save)"),
+    (re.compile(r"internal_xlora_classifier"), "X-LoRA"),
+    (re.compile(r"^(string_to_param|bundle_emb)\."), "a LoRA with bundled embeddings"),
+    *((re.compile(pattern), PEFT_TYPES[each].title) for each, pattern in _IN_NAMES.items()),
+)  # fmt: skip
+"""Kinds, by what only their tensors' names contain."""
+
+_OFT_BLOCKS = ".oft_blocks"
+_BUTTERFLY = 4
+"""Dimensions of BOFT's blocks in LyCORIS, which names them as OFT's: its butterfly has several stages."""
+
+
+def kind_of_tensor(name: str, shape: _Dims = ()) -> str | None:
+    """The kind of adapter that a tensor of this name belongs to; None for a plain LoRA's, and for one that is unknown."""
+    if name.endswith(_OFT_BLOCKS) and len(shape) == _BUTTERFLY:
+        return "BOFT"
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
+
+
+def module_of_tensor(name: str) -> str | None:
+    """What of such a tensor's name is its module's; None where `kind_of_tensor` knows none."""
+    found = next((match for pattern, _ in _KINDS if (match := pattern.search(name))), None)
+    return None if found is None else name[: found.start()]
+
+
+def kind_of_config(peft_type: Any) -> PeftType | None:
+    """The kind that PEFT's configuration names; None for a plain LoRA. One that is unknown has its `peft_type` for a title."""
+    if peft_type is None or peft_type == "LORA":
+        return None
+    return PEFT_TYPES.get(str(peft_type), PeftType(str(peft_type)[:100], merges=False))

@@ -1,0 +1,246 @@
+"""Reads a file of a remote as a stream that stops at a limit, whatever the other side sends.
+
+A server can send without end, drip, compress gigabytes into kilobytes, or redirect. So nothing is read that is longer than the
+caller allows, nothing is decompressed, a redirect stays on its host, and a request has a deadline for the whole of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sdflow.input_file import open_input
+from sdflow.store.records import BadRecord
+from sdflow.store.remote.spec import without_secrets
+
+MOST_OF_AN_ANSWER = 16 << 20
+"""Bytes of an answer that is no file, at most: one page of an S3 listing has 1,000 names, an error a few lines."""
+MOST_LISTED = 1_000_000
+"""Files of a listing at most."""
+REDIRECTS = 5
+LOCAL, HTTP, S3 = ("file", "local"), ("http", "https"), ("s3", "s3a")
+"""Names that fsspec has for the stores that are read here in their own way."""
+_CHUNK = 64 << 10
+
+
+class TooLong(BadRecord):
+    """A file of the remote is longer than one of its kind can be."""
+
+
+class Misled(Exception):
+    """A server answers in a way that was not asked for: compressed, or by naming another host."""
+
+
+def read_local(path: str, limit: int) -> bytes:
+    """A file of a shared folder. Raises OSError, also for what is no regular file, and TooLong."""
+    with open_input(Path(path)) as stream:
+        return _within(stream.read(limit + 1), limit)
+
+
+def read_http(files: Any, url: str, limit: int, seconds: float) -> bytes:
+    """A file over HTTP, within so many seconds. Raises FileNotFoundError, TooLong, Misled, and errors of aiohttp."""
+    from fsspec.asyn import sync
+
+    return bytes(sync(files.loop, _read_http, files, url, limit, seconds))
+
+
+async def _read_http(files: Any, url: str, limit: int, seconds: float) -> bytes:
+    from aiohttp import ClientTimeout
+
+    session, here = await files.set_session(), files.encode_url(url)
+    headers = {"Accept-Encoding": "identity", "Range": f"bytes=0-{limit}"}
+    within = ClientTimeout(total=seconds)
+    for _ in range(REDIRECTS + 1):
+        async with session.get(here, headers=headers, allow_redirects=False, timeout=within) as answer:
+            if answer.status in (301, 302, 303, 307, 308):
+                here = _redirected(here, answer.headers.get("Location", ""))
+                continue
+            if answer.status == 404:
+                raise FileNotFoundError(url)
+            if answer.status == 416:  # a range of nothing: the file is empty
+                return b""
+            answer.raise_for_status()
+            encoding = answer.headers.get("Content-Encoding", "identity")
+            if encoding.strip().lower() not in ("", "identity"):
+                raise Misled(f"it compresses what was asked for as it is (Content-Encoding: {encoding:.40})")
+            return await read_stream(answer.content, limit)
+    raise Misled(f"it redirects more than {REDIRECTS} times")
+
+
+def read_s3(files: Any, path: str, limit: int, seconds: float) -> bytes:
+    """An object of S3, within so many seconds. Raises what s3fs raises, and TooLong."""
+    from fsspec.asyn import sync
+
+    return bytes(sync(files.loop, _read_s3, files, path, limit, timeout=seconds))
+
+
+async def _read_s3(files: Any, path: str, limit: int) -> bytes:
+    bucket, key, _ = files.split_path(path)
+    answer = await files._call_s3("get_object", Bucket=bucket, Key=key)
+    try:
+        return await read_stream(answer["Body"], limit)
+    finally:
+        answer["Body"].close()
+
+
+def read_other(files: Any, path: str, limit: int) -> bytes:
+    """A file of any other store that fsspec knows, whose own server tells its size. Raises what that raises, and TooLong."""
+    info = files.info(path)
+    encoding = info.get("contentEncoding") or getattr(info.get("content_settings"), "content_encoding", None)
+    if encoding not in (None, "", "identity"):
+        raise Misled(f"it keeps a file compressed that was not pushed so ({encoding:.40})")
+    if int(info.get("size") or 0) > limit:
+        raise TooLong(_too_long(limit))
+    return _within(bytes(files.cat_file(path, start=0, end=limit + 1)), limit)
+
+
+def listing(files: Any, protocol: str, root: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """Every file under a folder by its path, with what the store tells of it. Raises what that raises, and Misled."""
+    from fsspec.asyn import sync
+
+    if protocol in LOCAL:
+        found = _at_most(_walk(files._strip_protocol(root)))
+    elif protocol in S3:
+        found = sync(files.loop, _list_s3, files, root, timeout=seconds)
+    else:
+        found = _at_most(files.find(root, detail=True).items())
+    return found
+
+
+def _walk(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """No link is followed: a folder may link to one above it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(entry.path)
+            elif entry.is_file(follow_symlinks=False):
+                told = entry.stat(follow_symlinks=False)
+                yield Path(entry.path).as_posix(), {"size": told.st_size, "mtime": told.st_mtime}
+
+
+async def _list_s3(files: Any, root: str) -> dict[str, dict[str, Any]]:
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    bucket, prefix, _ = files.split_path(root)
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        async for info in files._iterdir(bucket, prefix=f"{prefix.rstrip('/')}/", delimiter=""):
+            found[info["name"]] = info
+            if len(found) > MOST_LISTED:
+                raise _endless()
+    except ClientError as error:
+        raise translate_boto_error(error) from error
+    return found
+
+
+def _at_most(pairs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for path, info in pairs:
+        found[path] = info
+        if len(found) > MOST_LISTED:
+            raise _endless()
+    return found
+
+
+def _endless() -> Misled:
+    return Misled(f"it lists more than {MOST_LISTED:,} files")
+
+
+async def read_stream(stream: Any, limit: int) -> bytes:
+    """What a stream has, which must be `limit` bytes at most. Raises TooLong as soon as it has more."""
+    data = bytearray()
+    while chunk := await stream.read(min(_CHUNK, limit + 1 - len(data))):
+        data += chunk
+        if len(data) > limit:
+            raise TooLong(_too_long(limit))
+    return bytes(data)
+
+
+def s3_session() -> type:
+    """The class of aiobotocore's HTTP sessions, whose answers have limits: s3fs and botocore read them whole.
+
+    An object's content is streamed by `read_s3`; what this bounds are listings and errors.
+    """
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Bounded(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            return _BoundedSession(await super()._get_session(proxy_url))
+
+    return Bounded
+
+
+class _BoundedSession:
+    """A session of aiohttp, as aiobotocore uses it. It follows no redirect: botocore does so itself, where it knows the host."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *arguments: Any, **options: Any) -> Any:
+        answer = await self._session.request(*arguments, **options, allow_redirects=False)
+
+        async def read() -> bytes:
+            return await read_stream(answer.content, MOST_OF_AN_ANSWER)
+
+        answer.read = read
+        return answer
+
+
+def _within(data: bytes, limit: int) -> bytes:
+    if len(data) > limit:
+        raise TooLong(_too_long(limit))
+    return data
+
+
+def _too_long(limit: int) -> str:
+    return f"it is longer than the {limit:,} bytes that it can have"
+
+
+def _redirected(here: Any, location: str) -> Any:
+    """Where a redirect leads: the same host, by the same scheme or from http to https. Raises Misled."""
+    from yarl import URL
+
+    try:
+        there = here.join(URL(location))
+        same = there.host == here.host and (there.scheme, there.port) in (
+            (here.scheme, here.port),
+            ("https", 443),
+        )
+    except ValueError as error:
+        raise Misled("it redirects to what is no URL") from error
+    if not location or not same:
+        raise Misled(f"it redirects to another place ({without_secrets(str(there))[:100]})")
+    return there
+
+
+def open_limits(scheme: str, seconds: float) -> dict[str, Any]:
+    """What fsspec opens a store with: limits of time and of answers, nothing listed is kept, since others write there too.
+
+    Raises ImportError where the store's package is missing.
+    """
+    if scheme in ("s3", "s3a"):
+        retries = {"max_attempts": 2, "mode": "standard"}
+        return {
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+            "config_kwargs": {
+                "connect_timeout": seconds,
+                "read_timeout": seconds,
+                "retries": retries,
+                "http_session_cls": s3_session(),
+            },
+        }
+    if scheme in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        limit = ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+        return {
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+            "allow_redirects": False,
+            "client_kwargs": {"timeout": limit, "auto_decompress": False},
+        }
+    return {}

@@ -1,0 +1,112 @@
+"""The tensors of a component's folder as diffusers or transformers load them: what a proof starts from.
+
+Which of the files in a folder are read is left to the library's own `from_pretrained`. It shares nothing with the choice
+that a build makes (`sdflow.sources.weight_files`), so a wrong choice there shows as other values here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families.part import Part
+from sdflow.file_stamp import check_stamps
+from sdflow.models.base import Model, Shapes
+from sdflow.sources.checkpoint import listing
+from sdflow.sources.load import loaded, rejections
+from sdflow.sources.weight_files import VARIANTS
+
+if TYPE_CHECKING:
+    import torch
+
+
+def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Mapping[str, torch.Tensor]:
+    """The parameters of these names, in float32: of a component's folder as its library loads them, and of what lies in one
+    file as sdflow does.
+
+    Raises CheckpointError where the library cannot load the folder, or finds other parameters there.
+    """
+    if "folder" not in load:
+        return loaded(part, load, expected)
+    check_stamps(load["files"])
+    tensors = pretrained(part.model, Path(load["folder"]))
+    check_stamps(load["files"])
+    if expected.keys() != tensors.keys():
+        raise CheckpointError(
+            f"{part.model.class_name}.from_pretrained makes other parameters of it: "
+            f"{listing(sorted(expected.keys() ^ tensors.keys()))}",
+            where=load["folder"],
+            remedy="Save it again with the installed diffusers and transformers.",
+        )
+    return tensors
+
+
+def pretrained(model: Model, folder: Path) -> dict[str, torch.Tensor]:
+    """The state_dict, in float32, of what `from_pretrained` makes of a component's folder.
+
+    A folder without weights for the plain call is read as a user would go on: with each variant, then without safetensors.
+    """
+    import torch
+
+    cls, dtype = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
+    refusals = []
+    for options in _calls():
+        try:
+            with _quiet(), _refusals(model, folder):
+                module, found = cls.from_pretrained(
+                    str(folder), local_files_only=True, output_loading_info=True, **{dtype: torch.float32}, **options
+                )
+        except _NotThere as error:
+            refusals.append(error)
+            continue
+        if lacking := sorted(map(str, found["missing_keys"])):
+            raise CheckpointError(
+                f"{model.class_name}.from_pretrained finds no values for {listing(lacking)}", where=str(folder)
+            )
+        return dict(module.state_dict())
+    raise CheckpointError(
+        f"{model.class_name}.from_pretrained finds no weights: {refusals[0]}", where=str(folder)
+    ) from refusals[0]
+
+
+def _calls() -> Iterator[dict[str, Any]]:
+    """The arguments of each call in turn."""
+    variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]
+    yield from variants
+    yield from ({**each, "use_safetensors": False} for each in variants)
+
+
+class _NotThere(Exception):
+    """The library finds no file, or cannot read it."""
+
+
+@contextmanager
+def _refusals(model: Model, folder: Path) -> Iterator[None]:
+    with rejections(str(folder), f"{model.class_name}.from_pretrained refuses it"):
+        try:
+            yield
+        except OSError as error:
+            raise _NotThere(str(error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, and without what the libraries log of files that are not there."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    before = [library.get_verbosity() for library in (of_diffusers, of_transformers)]
+    bars = of_transformers.is_progress_bar_enabled()
+    try:
+        for library in (of_diffusers, of_transformers):
+            library.set_verbosity(library.CRITICAL)
+        of_transformers.disable_progress_bar()
+        yield
+    finally:
+        for library, verbosity in zip((of_diffusers, of_transformers), before, strict=True):
+            library.set_verbosity(verbosity)
+        if bars:
+            of_transformers.enable_progress_bar()

@@ -1,0 +1,173 @@
+"""A worker that is stopped, or that computes without end, is noticed, killed and replaced."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import psutil
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from serve.conftest import SIZE, RunningServer, running_server
+from transformers import CLIPTokenizer
+from until import PATIENCE, until
+
+from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready
+from sdflow.serve.pulse import LEAST_SECONDS, Patience
+from sdflow.serve.worker_line import WorkerLine
+from sdflow.serve.worker_options import WorkerOptions
+
+STALL = 10.0
+LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True, "size": "256x256"}
+
+
+def ask(server: RunningServer, path: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", timeout=PATIENCE)
+
+
+def post(server: RunningServer) -> httpx.Response:
+    body = {"prompt": "a", "size": SIZE, "steps": 1}
+    return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
+
+
+def replaced(server: RunningServer, old: psutil.Process) -> psutil.Process:
+    """The worker in the place of this one, as soon as there is one; the old one is gone by then."""
+    known = psutil.Process(server.process.pid).children()  # multiprocessing has one of its own
+    until(lambda: any(each not in known for each in psutil.Process(server.process.pid).children()))
+    (new,) = (each for each in psutil.Process(server.process.pid).children() if each not in known)
+    assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+    return new
+
+
+def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(tiny_pipeline: Path) -> None:
+    """By SIGSTOP, while it has nothing to do; and while it draws, with a second request behind, which the next one draws."""
+    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL)) as server:
+        begun, worker = len(server.lines), server.worker()
+        worker.suspend()
+        held = replaced(server, worker)
+        held.suspend()  # so that it is not ready before it is asked
+        assert ask(server, "/readyz").status_code == 503
+        refused = post(server)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert int(refused.headers["retry-after"]) > 0
+        told = server.wait_for(lambda line: line["event"] == "worker lost", begun)
+        assert told["kind"] == "WorkerHung" and "no heartbeat" in told["what"]
+        held.resume()
+        server.wait_until_ready(begun)
+        assert ask(server, "/readyz").status_code == 200
+
+        begun, behind = len(server.lines), list[httpx.Response]()
+        asking = threading.Thread(target=lambda: behind.append(post(server)))
+        url = f"{server.url}/v1/images/generations"
+        with httpx.stream("POST", url, json=LONG, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: image_generation.progress"
+            asking.start()
+            until(lambda: server.metrics("sdflow_waiting_images") == LONG["n"])
+            server.worker().suspend()
+            rest = list(lines)
+        assert "event: error" in rest and any("worker_lost" in line for line in rest)
+        server.wait_until_ready(begun)
+        asking.join(PATIENCE)
+        assert behind[0].status_code == 200
+
+
+def never_ending(pipeline: Path, folder: Path, word: str) -> Path:
+    """A copy of the pipeline whose text encoder computes without end where the prompt has this word."""
+    made = Path(shutil.copytree(pipeline, folder))
+    tokenizer = CLIPTokenizer.from_pretrained(made / "tokenizer")
+    token = tokenizer(word).input_ids[1]
+    assert token not in tokenizer("a warm-up").input_ids
+    path = made / "text_encoder/model.onnx"
+    model = onnx.load(path)
+    graph, (output, *_), (ids, *_) = model.graph, model.graph.output, model.graph.input
+    kind = numpy_helper.from_array
+    graph.initializer.extend([
+        kind(np.array(token, helper.tensor_dtype_to_np_dtype(ids.type.tensor_type.elem_type)), "hang.token"),
+        kind(np.array(2**62, np.int64), "hang.times"),
+        kind(np.array(True), "hang.true"),
+        kind(np.array(0, np.float32), "hang.zero"),
+    ])  # fmt: skip
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go_on"], ["goes_on"]),
+            helper.make_node("Add", ["value", "value"], ["doubled"]),
+        ],
+        "hang.body",
+        [
+            helper.make_tensor_value_info("number", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("value", TensorProto.FLOAT, []),
+        ],
+        [
+            helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("doubled", TensorProto.FLOAT, []),
+        ],
+    )
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            if name == output.name:
+                node.output[place] = "hang.before"
+    graph.node.extend(
+        [
+            helper.make_node("Equal", [ids.name, "hang.token"], ["hang.there"]),
+            helper.make_node("Cast", ["hang.there"], ["hang.counted"], to=TensorProto.INT64),
+            helper.make_node("ReduceMax", ["hang.counted"], ["hang.any"], keepdims=0),
+            helper.make_node("Mul", ["hang.any", "hang.times"], ["hang.trips"]),
+            helper.make_node("Loop", ["hang.trips", "hang.true", "hang.zero"], ["hang.value"], body=body),
+            helper.make_node("Add", ["hang.before", "hang.value"], [output.name]),
+        ]
+    )
+    onnx.save(model, path, save_as_external_data=False)
+    return made
+
+
+def test_a_kernel_that_never_ends_is_noticed(tiny_pipeline: Path, tmp_path: Path) -> None:
+    """By the worker itself, which answers all the while. The next worker draws."""
+    folder = never_ending(tiny_pipeline, tmp_path / "tiny", "zebra")
+    heard: list[Message] = []
+    changed = threading.Condition()
+
+    def hear(message: Message) -> None:
+        with changed:
+            heard.append(message)
+            changed.notify_all()
+
+    def wait_for(true: Callable[[Message], bool]) -> Any:
+        """The first such message; what came before it is forgotten."""
+        with changed:
+            assert changed.wait_for(lambda: any(map(true, heard)), PATIENCE), heard
+            place = next(place for place, each in enumerate(heard) if true(each))
+            found = heard[place]
+            del heard[: place + 1]
+            return found
+
+    arguments = {"height": 64, "width": 64, "num_inference_steps": 1}
+    line = WorkerLine(WorkerOptions({"tiny": folder}, (1,), threads=1, lanes=1, stall=STALL), hear)
+    line.start()
+    try:
+        wait_for(lambda each: isinstance(each, Ready))
+        before = line.pid
+        line.send(Job("hangs", 0, "tiny", "a zebra", 1, arguments=arguments))
+        wait_for(lambda each: isinstance(each, Begun))
+        lost = wait_for(lambda each: isinstance(each, Lost))
+        assert lost.kind == "WorkerHung" and "no progress" in lost.what
+        wait_for(lambda each: isinstance(each, Ready))
+        assert line.pid != before
+        line.send(Job("draws", 0, "tiny", "a horse", 1, arguments=arguments))
+        assert wait_for(lambda each: isinstance(each, Drawn)).request == "draws"
+    finally:
+        line.end()
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [((), 60), ((64,), 60), ((64, 128), 960), ((1024,), 6000)], ids=str)
+def test_larger_images_may_take_longer(sizes: tuple[int, ...], seconds: float) -> None:
+    patience = Patience(LEAST_SECONDS, 6000, {"tiny": 64 * 64})
+    jobs = tuple(Job("a", 0, "tiny", "a", 1, arguments={"height": size, "width": size}) for size in sizes)
+    assert patience.of(jobs) == seconds
