@@ -17,9 +17,8 @@ from sdflow.families import FAMILIES
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile, listing
 from sdflow.sources.folder import open_folder
-from sdflow.sources.peft_metadata import BESIDE
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
-from sdflow.sources.weight_files import choose_weights, is_shard
+from sdflow.sources.weight_files import ADAPTER_CONFIG, choose_weights, is_shard
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
@@ -89,7 +88,7 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
 
     def wanted(names: Collection[str]) -> list[str]:
         file = choose_file(names, weight_name, f"hf:{hub.repository}")
-        config = PurePosixPath(file).with_name(BESIDE).as_posix()
+        config = PurePosixPath(file).with_name(ADAPTER_CONFIG).as_posix()
         return [file, config] if config in names else [file]
 
     if not download or _offline() or _COMMIT.fullmatch(hub.revision):

@@ -20,9 +20,10 @@ from sdflow.sources.adapter_kinds import MERGE_ELSEWHERE, MERGE_WITH_PEFT, PEFT_
 from sdflow.sources.peft_fields import LORA_CONFIG
 from sdflow.sources.peft_patterns import PLAIN, SECONDS, end_soon
 from sdflow.sources.safetensors_file import read_metadata
+from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 METADATA_KEY = "lora_adapter_metadata"
-BESIDE = "adapter_config.json"
+BESIDE = ADAPTER_CONFIG
 _DEFAULT = 8  # of r and of lora_alpha, in peft
 _LARGEST = 1e30  # of an alpha: what is larger leaves float32
 _UNSET: tuple[Any, ...] = (False, [], {}, "")  # of a field that is not known: PEFT's defaults of most

@@ -24,7 +24,7 @@ from sdflow.sources.checkpoint import MissingFile
 
 VARIANTS = ("fp16", "bf16", "fp32", "non_ema")
 """Where a folder has no weights without a variant, the first of these that it has is taken."""
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's. transformers loads the adapter that it describes along with the model."""
 _EXPLICIT = "transformers_weights"
 """The entry of transformers' config.json that names the file of the weights."""
@@ -97,10 +97,10 @@ def find_weights(folder: Path, model: Model, config: Mapping[str, Any], *, allow
 
 def _require_nothing_else(folder: Path, chosen: str, config: Mapping[str, Any]) -> None:
     """Raises CheckpointError where transformers would read another file than the chosen one, or an adapter with it."""
-    if is_there(folder / _ADAPTER):
+    if is_there(folder / ADAPTER_CONFIG):
         raise CheckpointError(
             "transformers loads this folder with the adapter that it describes; sdflow reads no adapters here",
-            where=str(folder / _ADAPTER),
+            where=str(folder / ADAPTER_CONFIG),
             remedy="Remove it with its adapter's weights, or merge the adapter: merge_and_unload(), then save_pretrained.",
         )
     if (named := config.get(_EXPLICIT)) not in (None, chosen):
