@@ -47,7 +47,7 @@ def static(model: Any, sizes: Mapping[str, int]) -> Any:
     """The graph as it is, its axes fixed: what ONNX Runtime itself folds of it."""
     import onnx
 
-    from sdflow.runtime.specialize import specialize
+    from sdflow.runtime.sessions.specialize import specialize
 
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
@@ -110,8 +110,8 @@ def unet(table: Ablation, batch: int, cases: Sequence[Case]) -> Bound | None:
     """The UNet, whole or its step. Returns the fastest."""
     import torch
 
-    from sdflow.runtime.specialize import specialize
-    from sdflow.runtime.split import split
+    from sdflow.runtime.denoiser.split import split
+    from sdflow.runtime.sessions.specialize import specialize
 
     inputs, sizes = unet_inputs(batch), unet_sizes(batch)
     best: tuple[float, Bound | None] = (float("inf"), None)
@@ -161,7 +161,7 @@ def _steps(model: Any, steps: int) -> Any:
 
 def decoder(table: Ablation, batch: int) -> Bound | None:
     """Returns the fastest."""
-    from sdflow.runtime.specialize import specialize
+    from sdflow.runtime.sessions.specialize import specialize
 
     inputs = {"latent_sample": tensor(batch, 4, 64, 64, seed=3)}
     sizes = {"batch": batch, "latent_height": 64, "latent_width": 64}
@@ -178,7 +178,7 @@ def decoder(table: Ablation, batch: int) -> Bound | None:
 def text(table: Ablation, batch: int) -> None:
     import torch
 
-    from sdflow.runtime.specialize import specialize
+    from sdflow.runtime.sessions.specialize import specialize
 
     ids = torch.randint(0, 49407, (batch, 77), device="cuda", dtype=torch.int32)
     model, sizes, wanted = table.graphs["text_encoder.base"], {"batch": batch, "sequence": 77}, "last_hidden_state"

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from sdflow.artifact import Action, Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.store import Cache
 

@@ -50,12 +50,12 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
 
     from sdflow.families import FAMILIES
     from sdflow.families.request import Request
-    from sdflow.runtime.bound import Bound
-    from sdflow.runtime.device_weights import DeviceWeights
-    from sdflow.runtime.folder import load_submodel
+    from sdflow.runtime.files.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.runtime.sessions import LoadOptions
-    from sdflow.runtime.tuning import Tuning
+    from sdflow.runtime.sessions.bound import Bound
+    from sdflow.runtime.sessions.device_weights import DeviceWeights
+    from sdflow.runtime.sessions.session import LoadOptions
+    from sdflow.runtime.sessions.tuning import Tuning
     from sdflow.targets import TARGETS
 
     os.environ.update(chosen.pop("environment", {}))
@@ -89,7 +89,7 @@ def one(graphs: Path, folder: Path, steps: int, chosen: dict[str, Any]) -> None:
         stage("decoder loaded")
         decoder.run()
         stage("decoded")
-        from sdflow.runtime.denoise import Start
+        from sdflow.runtime.denoiser.loop import Start
 
         unet = pipeline.denoiser(Start(latents.to("cuda"), []), 2)
         stage("UNet loaded")

@@ -48,7 +48,7 @@ def main() -> None:
 
     global clock
     clock = time.process_time if given.processor else clock
-    from sdflow.serve.served_pipeline import ServedPipeline
+    from sdflow.serve.engine.served_pipeline import ServedPipeline
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
@@ -115,9 +115,9 @@ def decibels(pipeline: Any, call: dict[str, Any], files: dict[int, bytes]) -> li
 
 def drawn(pipeline: Any, images: int, call: dict[str, Any], seconds: dict[int, float]) -> dict[str, Any]:
     """So many images at once, in the engine."""
-    from sdflow.runtime.bound import Bound
-    from sdflow.serve.elsewhere import OneAhead
-    from sdflow.serve.engine import Engine
+    from sdflow.runtime.sessions.bound import Bound
+    from sdflow.serve.engine.elsewhere import OneAhead
+    from sdflow.serve.engine.engine import Engine
     from sdflow.serve.jobs import Drawn, Failed, Job, Stepped, Turned
 
     said: list[Any] = []

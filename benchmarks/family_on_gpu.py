@@ -79,10 +79,10 @@ def compare_variants(
     """The same image with sessions made otherwise: which choice moves it."""
     from dataclasses import replace
 
-    from sdflow.runtime.folder import load_submodel
+    from sdflow.runtime.files.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.runtime.sessions import LoadOptions
-    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.runtime.sessions.session import LoadOptions
+    from sdflow.runtime.sessions.tuning import UNTUNED
     from sdflow.targets import TARGETS
 
     choices: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -124,9 +124,9 @@ def milliseconds(run: Any, rounds: int) -> float:
 def main() -> None:
     from sdflow.distance import psnr
     from sdflow.families import FAMILIES
-    from sdflow.runtime.folder import load_submodel
+    from sdflow.runtime.files.folder import load_submodel
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.runtime.placement import placement
+    from sdflow.runtime.sessions.placement import placement
     from sdflow.sources.architectures import architecture_index, companion_folder
     from sdflow.sources.load import load_companion
     from sdflow.targets import TARGETS
@@ -214,8 +214,8 @@ def main() -> None:
         from dataclasses import replace
 
         from sdflow.models.base import Sizes
-        from sdflow.runtime.sessions import LoadOptions
-        from sdflow.runtime.tuning import UNTUNED
+        from sdflow.runtime.sessions.session import LoadOptions
+        from sdflow.runtime.sessions.tuning import UNTUNED
 
         own = Sizes(height=size, width=size, vae_scale=what.scale)
 

@@ -19,12 +19,12 @@ import yaml
 from safetensors.numpy import save_file
 
 from sdflow.artifact import Action, Artifact
-from sdflow.atomic_write import UNFINISHED
 from sdflow.config import load_workflow
 from sdflow.digest import digest_file
+from sdflow.disk.atomic_write import UNFINISHED
 from sdflow.errors import InputChanged, SdflowError
 from sdflow.passes import registry
-from sdflow.run import RunOptions, run_workflow
+from sdflow.run.run import RunOptions, run_workflow
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ from pathlib import Path
 import psutil
 from fault_place import LORAS, ROOT, Place, small_build
 
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.store import Cache
 

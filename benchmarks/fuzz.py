@@ -107,9 +107,9 @@ def loras(root: Path) -> Case:
     from sdflow.families import FAMILIES
     from sdflow.sources.architectures import architecture_config
     from sdflow.sources.load import load_module
-    from sdflow.sources.lora import lora_delta, lora_submodels, read_lora
+    from sdflow.sources.loras.lora import lora_delta, lora_submodels, read_lora
     from sdflow.sources.safetensors_file import read_metadata
-    from sdflow.verify.merged_loras import merge_lora
+    from sdflow.verify.reference.merged_loras import merge_lora
 
     family = FAMILIES["stable_diffusion"]
     config = architecture_config("sd15-tiny", "text_encoder")
@@ -226,8 +226,8 @@ def workflows(root: Path) -> Case:
 
 
 def manifests(root: Path) -> Case:
-    from sdflow.bake import workflow_of
     from sdflow.manifest import MANIFEST_FILE, read_manifest
+    from sdflow.run.bake import workflow_of
 
     before = (root / "pipeline" / MANIFEST_FILE).read_bytes()
 
@@ -245,7 +245,7 @@ def manifests(root: Path) -> Case:
 
 
 def graphs(root: Path) -> Case:
-    from sdflow.runtime.sessions import create_session, read_graph
+    from sdflow.runtime.sessions.session import create_session, read_graph
     from sdflow.targets import TARGETS
 
     source = root / "pipeline/text_encoder"

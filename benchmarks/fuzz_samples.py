@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.digest import FileEntry, digest_file, digest_tree
 from sdflow.manifest import Chain, FinishedPass, MergedLora, Origin, WrittenPass
 from sdflow.passes.base import PassInputs

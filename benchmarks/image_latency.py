@@ -219,7 +219,7 @@ class Bench:
 
     def add_sdflow(self) -> None:
         from sdflow.families import FAMILIES
-        from sdflow.runtime.folder import load_submodel
+        from sdflow.runtime.files.folder import load_submodel
         from sdflow.runtime.pipeline import Pipeline
         from sdflow.targets import TARGETS
 
@@ -254,7 +254,7 @@ class Bench:
         self.parts["sdflow"] = self._parts_of(pipeline)
 
     def _parts_of(self, pipeline: Any) -> dict[str, Callable[[], object]]:
-        from sdflow.runtime.denoise import Start
+        from sdflow.runtime.denoiser.loop import Start
 
         with pipeline.place.current():
             latents = self.latents(1).to(self.machine.device)

@@ -10,16 +10,16 @@ from typing import Any
 
 from sdflow.config.workflow import VerifySpec
 from sdflow.errors import UsageError, VerificationError
+from sdflow.processes.workers import WorkerResult
 from sdflow.store import Cache
 from sdflow.verify import Verification, subject_of_folder, verify
-from sdflow.verify.cases import read_cases
-from sdflow.verify.exact import prove
+from sdflow.verify.artifact.exact import prove
+from sdflow.verify.artifact.judge import judge
+from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, hold_folder
-from sdflow.verify.judge import judge
-from sdflow.verify.judge_request import JudgeRequest
+from sdflow.verify.reference.cases import read_cases
 from sdflow.verify.worker import work
-from sdflow.workers import WorkerResult
 
 
 class Found(Exception):

@@ -57,7 +57,7 @@ def with_call(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, turn: Turn) -> dict[str, Any]:
     from sdflow.distance import psnr
-    from sdflow.runtime import denoisers
+    from sdflow.runtime.denoiser import denoisers
     from sdflow.runtime.pipeline import Pipeline
 
     denoisers.KEPT = KEPT
@@ -141,7 +141,7 @@ def compile_only(options: argparse.Namespace) -> None:
 
 def parts(pipelines: dict[str, Any], theirs: Any, given: dict[str, Any]) -> list[tuple[str, str, Callable[[], Any]]]:
     """A step with guidance and the decoder, of each as its pipeline itself runs them. pipelines: sdflow's, by name."""
-    from sdflow.runtime.denoise import Start
+    from sdflow.runtime.denoiser.loop import Start
 
     seen: dict[str, Callable[[], Any]] = {}
 

@@ -21,7 +21,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from sdflow.distance import relative_l2
 from sdflow.models.base import Sizes
-from sdflow.runtime.folder import folder_family, folder_latents, submodel_config
+from sdflow.runtime.files.folder import folder_family, folder_latents, submodel_config
 
 KINDS = {"products in int8": ["MatMul", "Gemm"], "products and convolutions": ["MatMul", "Gemm", "Conv"]}
 

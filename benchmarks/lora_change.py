@@ -53,10 +53,10 @@ def measured(given: Any, graphs: Path, scratch: Path) -> dict[str, Any]:
     from pipelines_on_gpu import materialize, say
 
     from sdflow.manifest import read_manifest
+    from sdflow.serve.engine.served_pipeline import ServedPipeline
     from sdflow.serve.jobs import LoraFile
-    from sdflow.serve.live_loras import Structure
-    from sdflow.serve.lora_pipelines import LoraPipelines
-    from sdflow.serve.served_pipeline import ServedPipeline
+    from sdflow.serve.loras.live_loras import Structure
+    from sdflow.serve.loras.lora_pipelines import LoraPipelines
     from sdflow.sources import PlainDigests, reopen_checkpoint
 
     begun = time.perf_counter()
@@ -133,7 +133,7 @@ def write_lora(path: Path, structures: Mapping[str, Any], rank: int, seed: int) 
 
 def draw(pipelines: Any, loras: tuple[Any, ...], steps: int) -> float:
     """Seconds until an image is there."""
-    from sdflow.serve.engine import Engine
+    from sdflow.serve.engine.engine import Engine
     from sdflow.serve.jobs import Failed, Job, Message
 
     said: list[Message] = []
@@ -153,7 +153,7 @@ def compared(
     pipelines: Any, structures: Mapping[str, Any], scratch: Path, loras: list[tuple[Path, float]]
 ) -> dict[str, int]:
     """How many weights have the bytes that `bind` writes, of those that the sessions of the last image read from memory."""
-    from sdflow.runtime.live_weights import own_values
+    from sdflow.runtime.sessions.live_weights import own_values
     from sdflow.weights.bind import BindRequest, bind
     from sdflow.weights.lora import LoraInput
 

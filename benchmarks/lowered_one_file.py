@@ -107,8 +107,8 @@ def lowered(graph: Path, folder: Path, names: Iterable[str], more: Iterable[Any]
 def of_one_size(model: Any, name: str, sizes: dict[str, int], guided: bool, runs: int) -> list[Any]:
     """What is known of the values of a denoiser that is taken apart for one size."""
     from sdflow.export.once import cut
-    from sdflow.runtime.specialize import specialize
-    from sdflow.runtime.split import STEPS
+    from sdflow.runtime.denoiser.split import STEPS
+    from sdflow.runtime.sessions.specialize import specialize
 
     found = cut(model, sizes, guided=guided)
     if found is None:
@@ -176,7 +176,7 @@ def session_of(model: Any, folder: Path, threads: int) -> Any:
 
 def runner(folder: Path, threads: int) -> Callable[[str, Any], Any]:
     """Runs submodels, lowered, one session at a time."""
-    from sdflow.verify.graph import open_graph, run_graph
+    from sdflow.verify.artifact.graph import open_graph, run_graph
 
     held: dict[str, Any] = {}
 
@@ -191,9 +191,9 @@ def runner(folder: Path, threads: int) -> Callable[[str, Any], Any]:
 
 def by_plain_loop(folder: Path, noise: Any, steps: int, scale: float, threads: int) -> Any:
     """The image that diffusers' loop draws with the submodels, each lowered by itself."""
-    from sdflow.runtime.folder import folder_family
+    from sdflow.runtime.files.folder import folder_family
     from sdflow.verify.images import text_to_image
-    from sdflow.verify.selection import Selection
+    from sdflow.verify.reference.selection import Selection
 
     what = Selection((), (PROMPT,), steps, scale, 0, noise.shape[2], noise.shape[3], (), ())
     return text_to_image(runner(folder, threads), folder_family(folder), folder, [PROMPT], noise, steps, what)
@@ -231,8 +231,8 @@ class Draw:
         """The image of the exported graph, lowered; and what the JSON beside the graph says."""
         from sdflow.export.one_file import Wanted, export_one_file
         from sdflow.models.base import Sizes
-        from sdflow.runtime.folder import load_companions, onnx_submodels, submodel_config
-        from sdflow.runtime.sessions import read_graph
+        from sdflow.runtime.files.folder import load_companions, onnx_submodels, submodel_config
+        from sdflow.runtime.sessions.session import read_graph
 
         companions = load_companions(self.folder)
         names = onnx_submodels(self.folder)
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 def _family(folder: Path) -> Any:
-    from sdflow.runtime.folder import folder_family
+    from sdflow.runtime.files.folder import folder_family
 
     return folder_family(folder)
 

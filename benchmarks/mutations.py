@@ -46,13 +46,13 @@ from sdflow.errors import SdflowError
 from sdflow.families import FAMILIES
 from sdflow.store import Cache
 from sdflow.verify import images
-from sdflow.verify.cases import read_description
-from sdflow.verify.exact import ExactGraph, open_exact
-from sdflow.verify.graph import read_graph, run_graph
-from sdflow.verify.judge import Desk
-from sdflow.verify.judge_request import JudgeRequest
-from sdflow.verify.selection import Selection
-from sdflow.verify.torch_images import IMAGE_FILE
+from sdflow.verify.artifact.exact import ExactGraph, open_exact
+from sdflow.verify.artifact.graph import read_graph, run_graph
+from sdflow.verify.artifact.judge import Desk
+from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.reference.cases import read_description
+from sdflow.verify.reference.selection import Selection
+from sdflow.verify.reference.torch_images import IMAGE_FILE
 
 KINDS = {**KINDS_OF_NUMBERS, **WIRING}
 IN_THE_STRUCTURE = ("the structure does not have it", "is not what the structure has")

@@ -39,7 +39,7 @@ COPIES = ("MemcpyToHost", "MemcpyFromHost")
 def session_of(graph: Path, target: str, profile: Path | None = None) -> Any:
     import onnxruntime
 
-    from sdflow.runtime.sessions import provider_options
+    from sdflow.runtime.sessions.session import provider_options
     from sdflow.targets import TARGETS
 
     options = onnxruntime.SessionOptions()

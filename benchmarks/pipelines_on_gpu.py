@@ -192,7 +192,7 @@ def draw(pipeline: Any, given: dict[str, Any]) -> Any:
 
 def placements(pipeline: Any, folder: Path) -> None:
     """Where the nodes of every session ran: a line each."""
-    from sdflow.runtime.placement import placement
+    from sdflow.runtime.sessions.placement import placement
 
     for name, submodel in pipeline.submodels.items():
         for bound in submodel._bound.values():

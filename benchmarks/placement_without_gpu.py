@@ -5,7 +5,7 @@
 Every graph of the pipelines, whatever their target, is given to a CUDA session in a process that finds empty CUDA
 libraries (`benchmarks/kernel_tables.py`). ONNX Runtime decides as ever which provider takes which node, and says so; nothing
 is run. The nodes that it leaves to the CPU, less those that only compute shapes, must be those that
-`sdflow.verify.unsupported_nodes` finds no kernel for. Nodes that ONNX Runtime's own optimizations make, and which the
+`sdflow.verify.artifact.unsupported_nodes` finds no kernel for. Nodes that ONNX Runtime's own optimizations make, and which the
 graph does not have, are counted apart. Needs gcc and readelf; the Python must fit the wheel and have what sdflow has.
 """
 
@@ -26,9 +26,9 @@ COMPARE = """
 import json, sys
 from pathlib import Path
 import onnx, onnxruntime as ort
-from sdflow.runtime.placement import shape_computation
+from sdflow.runtime.sessions.placement import shape_computation
 from sdflow.targets import TARGETS
-from sdflow.verify.unsupported_nodes import without_kernel
+from sdflow.verify.artifact.unsupported_nodes import without_kernel
 
 ort.set_default_logger_severity(4)
 path = Path(sys.argv[1])

@@ -31,7 +31,8 @@ from structures import ACTIONS
 from sdflow.config.workflow import VerifySpec
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
-from sdflow.verify import judge, subject_of_folder, verify
+from sdflow.verify import subject_of_folder, verify
+from sdflow.verify.artifact import judge
 
 
 def fill(graphs: Path, out: Path, cache: Path) -> None:

@@ -32,17 +32,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sdflow.atomic_write import replacing
 from sdflow.digest import digest_file, digest_json
+from sdflow.disk.atomic_write import replacing
 from sdflow.distance import psnr, ssim
 from sdflow.manifest import read_manifest
-from sdflow.runtime.folder import folder_family
+from sdflow.runtime.files.folder import folder_family
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
 from sdflow.samples.score import read, tally
-from sdflow.verify.graph import RunnableGraph, open_graph, run_graph
+from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.images import text_to_image
-from sdflow.verify.selection import Selection
+from sdflow.verify.reference.selection import Selection
 
 SCALE = 7.5
 Draw = Callable[[Sequence[str], np.ndarray], Sequence[np.ndarray]]

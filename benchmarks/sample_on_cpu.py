@@ -20,7 +20,7 @@ import diffusers
 import torch
 
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.tuning import Tuning
+from sdflow.runtime.sessions.tuning import Tuning
 
 SAMPLE = Path(__file__).parents[1] / "samples/shapes"
 PROMPT = "a large red circle on a blue background"

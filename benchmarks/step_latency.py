@@ -57,7 +57,7 @@ class Choice:
 
     @classmethod
     def of(cls, text: str) -> Choice:
-        from sdflow.runtime.tuning import Tuning
+        from sdflow.runtime.sessions.tuning import Tuning
 
         base, *more = text.split(",")
         if base not in ("ours", "ort"):
@@ -74,7 +74,7 @@ class Choice:
 @contextmanager
 def left_to_onnxruntime(types: Collection[str]) -> Iterator[Counter[str]]:
     """Nodes of these types stay as they are in sessions that are made meanwhile; yields how many there were."""
-    from sdflow.runtime import sessions
+    from sdflow.runtime.sessions import session as sessions
 
     replace, found = sessions.with_own_kernels, Counter[str]()
 
@@ -121,7 +121,7 @@ class Variant:
         import torch
 
         from sdflow.families.request import Request
-        from sdflow.runtime.denoise import Start
+        from sdflow.runtime.denoiser.loop import Start
         from sdflow.runtime.pipeline import Pipeline
 
         measured, images = options.what, options.images

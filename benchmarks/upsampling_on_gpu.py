@@ -98,11 +98,11 @@ def measured(path: Path, target: str, own_kernels: bool, inputs: dict[str, torch
     """Milliseconds of a layer, and the last one's result."""
     import onnx
 
-    from sdflow.runtime.bound import Bound
-    from sdflow.runtime.place import place
-    from sdflow.runtime.sessions import LoadOptions, create_session
-    from sdflow.runtime.specialize import specialize
-    from sdflow.runtime.tuning import Tuning
+    from sdflow.runtime.sessions.bound import Bound
+    from sdflow.runtime.sessions.place import place
+    from sdflow.runtime.sessions.session import LoadOptions, create_session
+    from sdflow.runtime.sessions.specialize import specialize
+    from sdflow.runtime.sessions.tuning import Tuning
     from sdflow.targets import TARGETS
     from sdflow.verify.lowering import lower
 

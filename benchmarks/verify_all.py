@@ -120,7 +120,7 @@ def built(task: Task) -> tuple[Path, Path]:
 def build(tasks: Sequence[Task], cache: Path) -> list[Path]:
     """The folders of pipelines, built in one run. Nothing is verified."""
     from sdflow.cli.progress import PlainLines
-    from sdflow.run import RunOptions, run_workflow
+    from sdflow.run.run import RunOptions, run_workflow
 
     class Quiet(PlainLines):
         """Steps and phases are not told."""

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from sdflow import stop
-from sdflow.input_file import open_input
+from sdflow.disk.input_file import open_input
 
 _BLOCK = 1 << 20
 

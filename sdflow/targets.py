@@ -36,7 +36,7 @@ class SessionSettings:
     """What a provider wants of a session.
 
     options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` or `{timing}` is set
-        only where it is known what the engine is of; see `sdflow.runtime.engine_cache`.
+        only where it is known what the engine is of; see `sdflow.runtime.sessions.engine_cache`.
     entries: of its configuration (onnxruntime_session_options_config_keys.h).
     with_providers: providers that may take what the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).

@@ -2,7 +2,7 @@
 
 Distances are relative L2 (`sdflow.distance`). The yardstick of a float16 artifact is what plain fp16 PyTorch loses on the
 same inputs: no fixed number suits all checkpoints. Whoever changes one of those for `sdflow verify` raises
-`sdflow.verify.judge.VERSION`, since another verdict may come out.
+`sdflow.verify.artifact.judge.VERSION`, since another verdict may come out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ FLOAT32_AT_MOST = 1e-4
 sums and the algorithm of convolutions."""
 
 EXACT_LIMIT = 2e-5
-"""That a float16 artifact may be from it in each case by itself, once nothing is rounded (`sdflow.verify.exact`): what the order
+"""That a float16 artifact may be from it in each case by itself, once nothing is rounded
+(`sdflow.verify.artifact.exact`): what the order
 of float32 sums loses, 1e-7 to 6e-6. There is no allowance for float16 numbers of the graph itself: each is taken as what it was
-before it was rounded (`sdflow.verify.constants`)."""
+before it was rounded (`sdflow.verify.artifact.constants`)."""
 
 EXACT_SHARE = 1 / 50
 """The same where rounding does more than usual: so much of what fp16 PyTorch loses in that case, whose roundings are 8,192

@@ -29,12 +29,12 @@ INSTALL = "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.t
 RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache", "generate", "bench", "export")
 """These are run as they are written, in a folder where `pipelines/shapes_cpu` is a small pipeline."""
 PARSED_ONLY = {
-    "run": "tests/samples/test_onnx_pipeline.py, tests/test_main_job.py",
-    "verify": "tests/test_main_job.py, tests/test_fix.py",
-    "bake": "tests/test_main_job.py",
+    "run": "tests/samples/test_onnx_pipeline.py, tests/jobs/test_main_job.py",
+    "verify": "tests/jobs/test_main_job.py, tests/run/test_fix.py",
+    "bake": "tests/jobs/test_main_job.py",
     "tune": "tests/bench/test_tune.py",
     "inspect": "tests/inspection/test_inspect.py",
-    "init": "tests/test_init.py",
+    "init": "tests/run/test_init.py",
     "serve": "tests/serve/test_openai_client.py, tests/serve/test_faults.py",
     **dict.fromkeys(("deploy", "query", "status", "terminate"), "tests/serve/test_deploy.py"),
     "selftest": "tests/selftest/test_selftest.py",

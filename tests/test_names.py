@@ -189,5 +189,7 @@ def test_private_names_stay_in_their_module() -> None:
 
 
 def test_a_borrowed_name_is_found() -> None:
-    code = "from sdflow.chain import _step\nself._own = other._own = other._theirs\nself._inherited()\ncls.__name__"
+    code = (
+        "from sdflow.build.chain import _step\nself._own = other._own = other._theirs\nself._inherited()\ncls.__name__"
+    )
     assert list(borrowed(ast.parse(code))) == [("_step", 1), ("_theirs", 2)]

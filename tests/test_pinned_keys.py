@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sdflow.targets import TARGETS
-from tests.pinned_keys import contents_now, differences, digests, pinned_contents
+from tests.support.pinned_keys import contents_now, differences, digests, pinned_contents
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_no_key_has_changed(now: dict[str, dict[str, Any]]) -> None:
     changed = list(differences(pinned, now))
     assert not changed, (
         "keys have changed, and everybody's artifacts of these steps would be built again. If that is meant, raise the "
-        "version of what gives other bytes, and run `python -m tests.pinned_keys`:\n" + "\n".join(changed)
+        "version of what gives other bytes, and run `python -m tests.support.pinned_keys`:\n" + "\n".join(changed)
     )
     assert digests(now) == digests(pinned), "equal values, another JSON"
 

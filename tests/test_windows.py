@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from build.test_assemble import SUBMODELS, artifacts, build, companions, make_artifacts  # noqa: F401
 from store.builds import make_action, publish
-from test_assemble import SUBMODELS, artifacts, build, companions, make_artifacts  # noqa: F401
 
 from sdflow.artifact import Artifact
+from sdflow.disk.file_stamp import changed_ns, identity
+from sdflow.disk.locked_folder import alone_in, locked_folder, remove_if_abandoned, try_lock
 from sdflow.errors import CacheError, UsageError
 from sdflow.export.schedule import Coefficients
-from sdflow.file_stamp import changed_ns, identity
-from sdflow.locked_folder import alone_in, locked_folder, remove_if_abandoned, try_lock
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[1]

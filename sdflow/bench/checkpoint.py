@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.disk.file_stamp import Stamp, check_stamps, file_stamp
 from sdflow.errors import UsageError
 from sdflow.families.base import Family
-from sdflow.file_stamp import Stamp, check_stamps, file_stamp
 from sdflow.manifest import MANIFEST_FILE, REFINER, MergedLora, read_manifest
-from sdflow.runtime.folder import every_artifact, folder_family, refiner_of
+from sdflow.runtime.files.folder import every_artifact, folder_family, refiner_of
 
 if TYPE_CHECKING:
     import torch

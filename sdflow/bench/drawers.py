@@ -16,7 +16,8 @@ from sdflow.families.approximation import EXACT, Approximation
 from sdflow.families.base import Family
 from sdflow.families.torch_start import torch_start
 from sdflow.manifest import REFINER
-from sdflow.runtime.folder import (
+from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.files.folder import (
     folder_adapters,
     folder_defaults,
     folder_family,
@@ -26,7 +27,6 @@ from sdflow.runtime.folder import (
     read_options,
     refiner_of,
 )
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.samples.canvas import canvas, shown
 from sdflow.stop import end_children_when_told
 from sdflow.targets import TARGETS
@@ -49,9 +49,9 @@ def ignore() -> None:
 def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
     from sdflow.runtime.ensemble import Ensemble
+    from sdflow.runtime.files.recorded_tuning import Recorded, recorded_tuning
     from sdflow.runtime.kernels.library import kernel_library
-    from sdflow.runtime.recorded_tuning import Recorded, recorded_tuning
-    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.runtime.sessions.tuning import UNTUNED
 
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sdflow.atomic_write import write_whole
 from sdflow.bench.html import page
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
+from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import telling
 
 # Those of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and its units: seconds, MB.

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from sdflow.bench.device import Memory
 from sdflow.bench.engines import BASELINES
 from sdflow.bench.sweep import SweepPoint
+from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
 from sdflow.evaluate.statistics import Latency
-from sdflow.input_file import read_json
 
 FORMAT_VERSION = 1
 KIND = "bench"

@@ -25,17 +25,17 @@ from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, within
 from sdflow.bench.timing import Turns
 from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
+from sdflow.disk.file_stamp import check_stamps, folder_stamps
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families.approximation import EXACT, Approximation
-from sdflow.file_stamp import check_stamps, folder_stamps
 from sdflow.machine.device import cuda_device, has_cuda
 from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.beside_refiner import require_exact
-from sdflow.runtime.folder import every_artifact, refiner_of
-from sdflow.runtime.soundness import require_sound_pipeline
+from sdflow.runtime.files.folder import every_artifact, refiner_of
+from sdflow.runtime.files.soundness import require_sound_pipeline
 from sdflow.targets import TARGETS, find_target
 from sdflow.units import spell_bytes
 

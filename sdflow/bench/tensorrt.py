@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.atomic_write import write_whole
+from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, VerificationError
 from sdflow.families.part import Part
-from sdflow.runtime.engine_cache import TENSORRT, EngineFolders, Profile, engine_folders
-from sdflow.runtime.folder import (
+from sdflow.runtime.files.folder import (
     folder_defaults,
     folder_family,
     load_companions,
@@ -29,9 +28,10 @@ from sdflow.runtime.folder import (
     submodel_config,
 )
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.place import Place, place
-from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.sessions.engine_cache import TENSORRT, EngineFolders, Profile, engine_folders
+from sdflow.runtime.sessions.place import Place, place
+from sdflow.runtime.sessions.session import read_graph
+from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:

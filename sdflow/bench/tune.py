@@ -27,9 +27,9 @@ from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.ensemble import hand_over
-from sdflow.runtime.folder import folder_defaults
-from sdflow.runtime.recorded_tuning import record_tuning
-from sdflow.runtime.tuning import UNTUNED, Tuning
+from sdflow.runtime.files.folder import folder_defaults
+from sdflow.runtime.files.recorded_tuning import record_tuning
+from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.samples.canvas import canvas
 from sdflow.targets import Target, find_target
 from sdflow.tolerances import SESSIONS_APART
@@ -276,7 +276,7 @@ class _Tuner:
         import torch
 
         from sdflow.families.request import Request
-        from sdflow.runtime.denoise import Start
+        from sdflow.runtime.denoiser.loop import Start
 
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():

@@ -10,7 +10,7 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
 from sdflow.manifest import read_manifest
-from sdflow.runtime.folder import folder_family, refiner_of
+from sdflow.runtime.files.folder import folder_family, refiner_of
 
 if TYPE_CHECKING:
     import torch

@@ -117,7 +117,7 @@ def run(
     """Build what is not cached, verify it, assemble the pipelines, and measure them."""
     from sdflow.cli.progress import progress_view
     from sdflow.report import print_run
-    from sdflow.run import RunOptions, run_workflow
+    from sdflow.run.run import RunOptions, run_workflow
 
     options = RunOptions(
         out=out,
@@ -219,9 +219,9 @@ def bake(
     json: AsJson = False,
 ) -> None:
     """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""
-    from sdflow.bake import bake as bake_pipeline
     from sdflow.cli.progress import progress_view
     from sdflow.report import print_bake
+    from sdflow.run.bake import bake as bake_pipeline
 
     with progress_view() as listener:
         result = bake_pipeline(
@@ -247,7 +247,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Show every step as cached or to run, with the reason. Builds nothing."""
-    from sdflow.plan import make_plan
+    from sdflow.build.plan import make_plan
     from sdflow.report import print_plan
 
     loaded = [_load(path, overrides, target) for path in workflow]
@@ -267,7 +267,7 @@ def explain(
     json: AsJson = False,
 ) -> None:
     """Say what changed in each step since it was last built."""
-    from sdflow.plan import make_plan
+    from sdflow.build.plan import make_plan
     from sdflow.report import print_explanation
 
     loaded = [_load(path, overrides, target) for path in workflow]
@@ -279,9 +279,9 @@ def explain(
 @app.command()
 def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None, json: AsJson = False) -> None:
     """Check workflows and the models that they name; report every mistake with file, line and column."""
+    from sdflow.build.model_check import model_problems
+    from sdflow.build.plan import lora_problems
     from sdflow.errors import Problem, WorkflowError
-    from sdflow.model_check import model_problems
-    from sdflow.plan import lora_problems
     from sdflow.report import print_validation
 
     problems: list[Problem] = []
@@ -328,7 +328,7 @@ def passes(
 def targets(json: AsJson = False) -> None:
     """List the targets: which execution providers this machine has, and why not the others."""
     from sdflow.report import print_targets
-    from sdflow.runtime.availability import target_availability
+    from sdflow.runtime.sessions.availability import target_availability
 
     print_targets(target_availability(), as_json=json)
 
@@ -336,8 +336,8 @@ def targets(json: AsJson = False) -> None:
 @app.command()
 def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
-    from sdflow.doctor import diagnose
     from sdflow.report import print_diagnoses
+    from sdflow.selftest.doctor import diagnose
 
     diagnoses = diagnose(open_cache(cache))
     print_diagnoses(diagnoses, as_json=json)

@@ -148,7 +148,7 @@ def tune(
     from sdflow.bench.tune import tune as search
     from sdflow.errors import UsageError
     from sdflow.report.bench import print_tune
-    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.runtime.sessions.tuning import UNTUNED
     from sdflow.targets import TARGETS
 
     if target is not None and target not in TARGETS:
@@ -166,8 +166,8 @@ def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
     what the verification raises, VerificationError where a submodel fails."""
     from sdflow.config.workflow import VerifySpec
     from sdflow.errors import SdflowError, VerificationError
-    from sdflow.runtime.recorded_tuning import record_tuning
-    from sdflow.runtime.tuning import UNTUNED
+    from sdflow.runtime.files.recorded_tuning import record_tuning
+    from sdflow.runtime.sessions.tuning import UNTUNED
     from sdflow.store import Cache
     from sdflow.verify import subject_of_folder
     from sdflow.verify import verify as hold
@@ -208,7 +208,7 @@ def _numbers(option: str, text: str) -> list[int]:
 def _own(pipeline: Path) -> Defaults:
     """What an image from text takes where the caller says nothing."""
     from sdflow.manifest import read_manifest
-    from sdflow.runtime.folder import folder_defaults
+    from sdflow.runtime.files.folder import folder_defaults
 
     read_manifest(pipeline)
     return folder_defaults(pipeline)["text"]
@@ -217,7 +217,7 @@ def _own(pipeline: Path) -> Defaults:
 def _own_size(pipeline: Path) -> int:
     """Pixels of the model's own images."""
     from sdflow.manifest import read_manifest
-    from sdflow.runtime.folder import folder_latents
+    from sdflow.runtime.files.folder import folder_latents
 
     read_manifest(pipeline)
     return folder_latents(pipeline).image_size

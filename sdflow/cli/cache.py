@@ -14,7 +14,7 @@ from sdflow.cli.opened import open_cache
 from sdflow.cli.quiet import say
 
 if TYPE_CHECKING:
-    from sdflow.planned_step import PlannedStep
+    from sdflow.build.planned_step import PlannedStep
     from sdflow.store import Cache
     from sdflow.store.remote import Remote
 
@@ -138,7 +138,7 @@ def export_(
     """Write optimized graphs without weights into one file, for machines without torch: `sdflow cache import` takes it."""
     from sdflow.cli.progress import progress_view
     from sdflow.report.structures import print_exported
-    from sdflow.structures import export_structures
+    from sdflow.run.structures import export_structures
 
     with progress_view() as listener:
         result = export_structures(
@@ -155,7 +155,7 @@ def import_(
 ) -> None:
     """Take structures into the cache, after every digest was checked: pipelines are then built without torch."""
     from sdflow.report.structures import print_imported
-    from sdflow.structures import import_structures
+    from sdflow.run.structures import import_structures
 
     print_imported(import_structures(file, open_cache(cache)), as_json=json)
 
@@ -166,9 +166,9 @@ def _listed(text: str) -> list[str]:
 
 def _planned(root: Path, url: str | None, workflows: Sequence[Path]) -> tuple[Cache, list[PlannedStep]]:
     """The cache with its remote, and the steps of workflows."""
+    from sdflow.build.plan import make_plan
     from sdflow.config import load_workflow
     from sdflow.passes.registry import catalog
-    from sdflow.plan import make_plan
 
     loaded = [load_workflow(path, catalog=catalog()) for path in workflows]
     opened = open_cache(root, loaded, url=url)
@@ -297,8 +297,8 @@ def engines(
 ) -> None:
     """List the engines that TensorRT and MIGraphX have kept for this user, $SDFLOW_ENGINES, or remove them."""
     from sdflow.report import print_engines
-    from sdflow.runtime.engine_cache import engine_root
-    from sdflow.runtime.kept_engines import clear_engines, kept_engines
+    from sdflow.runtime.sessions.engine_cache import engine_root
+    from sdflow.runtime.sessions.kept_engines import clear_engines, kept_engines
 
     root = engine_root()
     kept = kept_engines(root)

@@ -42,9 +42,9 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     """Start a server in the background. It outlives the terminal; its log lies in the user's cache folder."""
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
+    from sdflow.serve.http.served_model import read_all_served
+    from sdflow.serve.http.server import access_of
     from sdflow.serve.on_ray.spread import read_spread
-    from sdflow.serve.served_model import read_all_served
-    from sdflow.serve.server import access_of
 
     # what can be told at once is told here, and not in the log
     access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"])
@@ -159,7 +159,7 @@ def _lora(text: str) -> dict[str, Any]:
 
 
 def _written(path: Path, content: bytes) -> Path:
-    from sdflow.atomic_write import write_whole
+    from sdflow.disk.atomic_write import write_whole
     from sdflow.errors import telling
 
     with telling("cannot be written", path):

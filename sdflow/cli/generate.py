@@ -225,10 +225,10 @@ def generate(
     from sdflow.cli.image_progress import image_progress
     from sdflow.families.approximation import parse
     from sdflow.report.generate import print_generate
-    from sdflow.runtime.control_files import parse_controls
     from sdflow.runtime.draw_request import GenerateRequest, read_prompts
+    from sdflow.runtime.files.control_files import parse_controls
+    from sdflow.runtime.files.image_prompt_files import parse_image_prompts
     from sdflow.runtime.generate import generate as draw
-    from sdflow.runtime.image_prompt_files import parse_image_prompts
 
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
     more = {

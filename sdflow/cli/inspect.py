@@ -45,8 +45,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a workflow for a model, a target and LoRAs, complete and commented."""
-    from sdflow.init import InitRequest, write_workflow
     from sdflow.report.output import put
+    from sdflow.run.init import InitRequest, write_workflow
 
     written = write_workflow(InitRequest(out, model, target, lora or (), base, force))
     put(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}", wrap=False)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from sdflow.build.listener import FinishedStep, Listener
+from sdflow.build.step import Step
 from sdflow.cli.quiet import say
 from sdflow.cli.terminal import live_console
-from sdflow.listener import FinishedStep, Listener
 from sdflow.printable import fitted, in_one_line
-from sdflow.step import Step
 from sdflow.units import spell_bytes, spell_seconds
 
 if TYPE_CHECKING:

@@ -126,14 +126,14 @@ def serve(
     ] = False,
 ) -> None:
     """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
-    from sdflow.serve.app import Settings
+    from sdflow.serve.http.app import Settings
+    from sdflow.serve.http.loras import Loras
+    from sdflow.serve.http.served_model import read_all_served
+    from sdflow.serve.http.server import access_of, serve
     from sdflow.serve.limits import Limits
-    from sdflow.serve.lora_structures import LoraFit
-    from sdflow.serve.loras import Loras
+    from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
-    from sdflow.serve.served_model import read_all_served
-    from sdflow.serve.server import access_of, serve
     from sdflow.serve.worker_options import WorkerOptions
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)

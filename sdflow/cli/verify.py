@@ -35,8 +35,8 @@ def verify_all(
     that is here.
     """
     from sdflow.cli.progress import progress_view
-    from sdflow.fix import Fix, fix
     from sdflow.report import print_verifications
+    from sdflow.run.fix import Fix, fix
     from sdflow.targets import find_target
     from sdflow.verify import verify, write_html
 

@@ -77,7 +77,7 @@ MOST_NETS, MOST_ADAPTERS, MOST_LORAS = 16, 16, 100
 """That a pipeline may have: each ControlNet and IP-Adapter is in memory beside the denoiser when it draws."""
 
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""At most: the memory that is free may allow fewer (`sdflow.runtime.schedule`)."""
+"""At most: the memory that is free may allow fewer (`sdflow.runtime.denoiser.schedule`)."""
 Guidance = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Pixels = Annotated[int, Field(ge=8, le=8192, multiple_of=8)]
 

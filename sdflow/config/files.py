@@ -13,8 +13,8 @@ from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, 
 from sdflow.config.patch import names_of
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
-from sdflow.input_file import is_there, open_input
-from sdflow.shipped import shipped_workflow, shipped_workflows
+from sdflow.disk.input_file import is_there, open_input
+from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 
 _MAX_EXTENDS = 32  # files above one another
 

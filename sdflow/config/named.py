@@ -22,7 +22,7 @@ from sdflow.config.reference import adapter_reference, lora_spec, model_referenc
 from sdflow.config.remote import remote_spec
 from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import EXCHANGEABLE
-from sdflow.sources.nets_in_folder import nets_in_folder
+from sdflow.sources.components.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
 from sdflow.store.remote.spec import RemoteSpec
 

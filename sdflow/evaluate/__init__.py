@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sdflow.config.workflow import EvaluateSpec
+from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import TargetUnavailableError, UsageError
 from sdflow.evaluate.result import EvaluationResult, append_result
 from sdflow.evaluate.worker import Request
-from sdflow.locked_folder import scratch_folder
 from sdflow.machine.providers import require_package
+from sdflow.processes.workers import run_worker
 from sdflow.runtime.kernels.library import FOLDER_VARIABLE, kernel_folder
 from sdflow.targets import TARGETS
-from sdflow.workers import run_worker
 
 __all__ = ["EvaluationResult", "append_result", "evaluate"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdflow.errors import VerificationError
 from sdflow.evaluate.statistics import Latency
-from sdflow.runtime.placement import PlacedNode, Placement
+from sdflow.runtime.sessions.placement import PlacedNode, Placement
 
 FORMAT_VERSION = 1
 

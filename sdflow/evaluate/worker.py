@@ -24,9 +24,10 @@ from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import REFINER
 from sdflow.models.base import Sizes
-from sdflow.runtime.availability import try_target
+from sdflow.processes.workers import peak_memory, serve_request
+from sdflow.runtime.drawing.loaded import Images
 from sdflow.runtime.ensemble import Ensemble, hand_over
-from sdflow.runtime.folder import (
+from sdflow.runtime.files.folder import (
     every_artifact,
     folder_defaults,
     folder_family,
@@ -39,15 +40,14 @@ from sdflow.runtime.folder import (
     refiner_of,
     submodel_config,
 )
-from sdflow.runtime.images import write_png
-from sdflow.runtime.loaded import Images
+from sdflow.runtime.files.images import write_png
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.placement import placement, placement_by_profile
-from sdflow.runtime.sessions import LoadOptions
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.sessions.availability import try_target
+from sdflow.runtime.sessions.placement import placement, placement_by_profile
+from sdflow.runtime.sessions.session import LoadOptions
+from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.samples.canvas import canvas
 from sdflow.targets import TARGETS, Target
-from sdflow.workers import peak_memory, serve_request
 
 if TYPE_CHECKING:
     import numpy as np

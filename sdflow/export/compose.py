@@ -31,8 +31,8 @@ from sdflow.export.told import tokenizer_table
 from sdflow.families.base import Family
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
-from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.specialize import specialize
+from sdflow.runtime.sessions.session import read_graph
+from sdflow.runtime.sessions.specialize import specialize
 
 if TYPE_CHECKING:
     import onnx

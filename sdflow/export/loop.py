@@ -9,8 +9,8 @@ from typing import Any
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined, parted
 from sdflow.export.once import ROUND, TIMESTEPS, cut, time_rows
-from sdflow.runtime.specialize import specialize
-from sdflow.runtime.split import SAMPLE, TIMESTEP
+from sdflow.runtime.denoiser.split import SAMPLE, TIMESTEP
+from sdflow.runtime.sessions.specialize import specialize
 
 LATENTS, NOISES, SCALE = "latents", "noises", "guidance_scale"
 COEFFICIENTS = "coefficients"

@@ -1,4 +1,4 @@
-"""A denoiser for one size in a loop, so that no round computes what another one did (`sdflow.runtime.split`).
+"""A denoiser for one size in a loop, so that no round computes what another one did (`sdflow.runtime.denoiser.split`).
 
 What depends on the text alone is computed in front of the loop, and what depends on the timestep alone for all rounds at once.
 With guidance, what does not depend on the text is computed for one half of the batch.
@@ -15,7 +15,7 @@ from sdflow.errors import PassError, SlowerWarning
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
 from sdflow.onnx_model.nodes import copied
-from sdflow.runtime.split import TIMESTEP, split
+from sdflow.runtime.denoiser.split import TIMESTEP, split
 
 TIMESTEPS = "timesteps"
 ROUND = "round"

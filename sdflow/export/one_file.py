@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import WEIGHTS_FILE
-from sdflow.assemble import copy_file
+from sdflow.build.assemble import copy_file
+from sdflow.disk.replace_files import replacing_all
 from sdflow.errors import CacheError, UsageError, telling
 from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
@@ -22,8 +23,8 @@ from sdflow.families.approximation import Approximation
 from sdflow.families.latents import Latents
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
-from sdflow.replace_files import replacing_all
-from sdflow.runtime.folder import (
+from sdflow.runtime.denoiser.start import require_size
+from sdflow.runtime.files.folder import (
     SCHEDULER,
     folder_adapters,
     folder_defaults,
@@ -34,7 +35,6 @@ from sdflow.runtime.folder import (
     read_options,
     submodel_config,
 )
-from sdflow.runtime.start import require_size
 from sdflow.units import spell_bytes
 
 MOST_IMAGES = 1024

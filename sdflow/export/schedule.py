@@ -1,7 +1,8 @@
 """A scheduler as a small table: with it the loop needs no scheduler.
 
 The latents in front of each run of the denoiser, and behind the last one, are a sum of the first noise, the noises that the
-scheduler draws on the way, and what the denoiser gave so far, each times a number (`sdflow.runtime.schedule`). The table holds
+scheduler draws on the way, and what the denoiser gave so far, each times a number (`sdflow.runtime.denoiser.schedule`).
+The table holds
 these numbers. It is computed by running diffusers' own scheduler on unit vectors; one that is not linear is refused.
 """
 
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.atomic_write import write_whole
+from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, telling
 from sdflow.families.base import Family
 from sdflow.families.schedulers import require_known
-from sdflow.runtime.schedule import named_scheduler, trace
-from sdflow.runtime.scheduler_walk import IMAGE
+from sdflow.runtime.denoiser.schedule import named_scheduler, trace
+from sdflow.runtime.denoiser.scheduler_walk import IMAGE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from sdflow.inspection.weights import inspect_weights
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.embedding import MOST_VECTORS, ONLY, embedding_names
-from sdflow.sources.lora_header import PEFT_FILE
+from sdflow.sources.loras.lora_header import PEFT_FILE
 
 __all__ = ["Description", "inspect"]
 

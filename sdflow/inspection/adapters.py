@@ -13,12 +13,12 @@ from sdflow.families.few_steps import spelled
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import architecture_for, lora_lines
-from sdflow.sources.adapter_kinds import module_of_tensor
 from sdflow.sources.few_steps import few_steps_of_file
-from sdflow.sources.lora import lora_submodels
-from sdflow.sources.lora_family import made_for
-from sdflow.sources.lora_header import is_of_peft, other_kinds
-from sdflow.sources.lora_names import LoraName, parse_name
+from sdflow.sources.loras.adapter_kinds import module_of_tensor
+from sdflow.sources.loras.lora import lora_submodels
+from sdflow.sources.loras.lora_family import made_for
+from sdflow.sources.loras.lora_header import is_of_peft, other_kinds
+from sdflow.sources.loras.lora_names import LoraName, parse_name
 from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 
 # The first factor of each algorithm, which reads the module's input or is as wide as the rank: suffix -> axis of the rank.

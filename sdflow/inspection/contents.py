@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from sdflow.disk.input_file import is_regular, no_file
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular, no_file
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_header, read_metadata
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import yaml
 
+from sdflow.disk.shipped import shipped_workflow
 from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, MARKED_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.models.base import Config
-from sdflow.shipped import shipped_workflow
 from sdflow.sources.architectures import architecture_config, architecture_index
 
 TARGET = "cpu"

@@ -24,9 +24,9 @@ from sdflow.inspection.lines import (
 )
 from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import projection_of, read_width, token_count
-from sdflow.sources.adapters import PREFIXES, require_adapter
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.halves import half_of
+from sdflow.sources.components.adapters import PREFIXES, require_adapter
+from sdflow.sources.components.halves import half_of
 from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
 
 _IMAGE_PROMPTS = "IP-Adapter"

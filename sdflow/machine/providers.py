@@ -1,6 +1,6 @@
 """The execution providers that the installed ONNX Runtime was built with.
 
-That a provider was built in says nothing of its libraries, its driver or a device: see `sdflow.runtime.availability`.
+That a provider was built in says nothing of its libraries, its driver or a device: see `sdflow.runtime.sessions.availability`.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.digest import FileEntry, inside
+from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT, FAMILIES
 from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.families.defaults import SAID
 from sdflow.families.schedulers import SCHEDULERS
-from sdflow.input_file import read_json
 from sdflow.manifest.content import (
     NOT_SAID,
     REBUILD,

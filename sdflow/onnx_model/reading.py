@@ -10,8 +10,8 @@ import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.disk.input_file import require_regular
 from sdflow.errors import VerificationError
-from sdflow.input_file import require_regular
 
 if TYPE_CHECKING:
     import onnx

@@ -85,7 +85,8 @@ class Pass(ABC, Generic[C]):
     needs: distributions that it needs besides, and whose versions change nothing in its result.
     accepts: "checkpoint" for the first step of a chain, "onnx" for the others.
     takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
-    imports: modules that its process has imported when it starts, in layers (`sdflow.worker_server`). They only save time:
+    imports: modules that its process has imported when it starts, in layers (`sdflow.processes.worker_server`). They
+    only save time:
         `run` imports what it needs. For passes of sdflow's own and Olive's; not used for scripts.
     moves_weights: whatever their values are, the pass only puts weights elsewhere, joins, adds or rounds them. So it can
         run on a graph without weights, and BindWeights does to them later what it did (`sdflow.weights.structure`). Of

@@ -1,6 +1,6 @@
 """BindWeights: puts a checkpoint's weights, with LoRAs merged, into a graph that was built without them.
 
-No workflow names it: sdflow puts it at the end of a chain whose passes ran without weights (`sdflow.chain`).
+No workflow names it: sdflow puts it at the end of a chain whose passes ran without weights (`sdflow.build.chain`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from sdflow.passes.weight_names import WeightName, read_weight_names, weight_spa
 if TYPE_CHECKING:
     import numpy as np
 
-    from sdflow.sources.lora import LoraLayer
+    from sdflow.sources.loras.lora import LoraLayer
     from sdflow.weights.lora import LoraInput
 
 COPY_BLOCK = 1 << 20
@@ -60,7 +60,7 @@ class LoraMerge(Pass[LoraMergeConfig]):
         import onnx
 
         from sdflow.families import FAMILIES
-        from sdflow.sources.lora import read_lora
+        from sdflow.sources.loras.lora import read_lora
 
         if inputs.model is None:
             raise PassError("has no model to merge into", where=self.name, remedy="Put it behind OnnxConversion.")
@@ -160,7 +160,7 @@ def _delta(name: WeightName, loras: Sequence[_Lora]) -> np.ndarray:
     """Sum of scale x delta over the LoRAs, in the order of the workflow: float32, in the initializer's shape."""
     import numpy as np
 
-    from sdflow.sources.lora import lora_delta
+    from sdflow.sources.loras.lora import lora_delta
 
     layers = [(held[name.key], scale) for held, scale in loras if scale and name.key in held]
     total = lora_delta(layers[0][0], name.shape, layers[0][1])

@@ -8,8 +8,8 @@ from typing import Any
 
 from sdflow.artifact import MODEL_FILE, Facts
 from sdflow.digest import canonical_json
+from sdflow.disk.input_file import is_regular
 from sdflow.errors import PassError, VerificationError
-from sdflow.input_file import is_regular
 from sdflow.onnx_model.reading import load_graph
 
 REMEDY = "The pass is at fault: what it returns and writes is described in sdflow.passes.base."

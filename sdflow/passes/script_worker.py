@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.input_file import read_input
+from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import PassError
-from sdflow.input_file import read_input
-from sdflow.locked_folder import scratch_folder
 from sdflow.passes.user_pass import load_user_pass, user_script_files
-from sdflow.workers import Worker, limit_memory, run_worker, serve_request
+from sdflow.processes.workers import Worker, limit_memory, run_worker, serve_request
 
 SECONDS = 60.0
 """In which a script must have been read; torch alone may take ten."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, get_args
 
+from sdflow.disk.input_file import is_regular, read_input
 from sdflow.errors import PassError
-from sdflow.input_file import is_regular, read_input
 from sdflow.passes.base import InputKind, Pass, PassConfig
 from sdflow.stop import Stopped
 

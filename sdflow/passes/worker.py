@@ -1,4 +1,4 @@
-"""The process a pass runs in: `python -m sdflow.passes.worker`, spoken to by `sdflow.workers`."""
+"""The process a pass runs in: `python -m sdflow.passes.worker`, spoken to by `sdflow.processes.workers`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sdflow.passes import registry
 from sdflow.passes.base import Pass, PassInputs
 from sdflow.passes.outcome import require_facts
 from sdflow.passes.user_pass import failed_run, is_user_pass
+from sdflow.processes.workers import serve_request
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import without_weights, write_parameters
-from sdflow.workers import serve_request
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass for `sdflow.chain_run`: its facts, the digests of files that it hashed while writing them, and the sums of the
-    pages of the data file and, if it hashed that, of its base's."""
+    """Run one pass for `sdflow.build.chain_run`: its facts, the digests of files that it hashed while writing them, and
+    the sums of the pages of the data file and, if it hashed that, of its base's."""
     digests: dict[str, str] = {}
     sums: list[str | None] = []
     facts = run_pass(request, phase, digests.__setitem__, lambda *found: sums.extend(found))

@@ -14,11 +14,11 @@ from sdflow.store.remote.up import FROM
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 if TYPE_CHECKING:
+    from sdflow.build.plan import Plan
+    from sdflow.build.planned_step import PlannedStep
     from sdflow.errors import Problem
     from sdflow.evaluate.statistics import Latency
-    from sdflow.plan import Plan
-    from sdflow.planned_step import PlannedStep
-    from sdflow.run import PipelineResult, RunResult
+    from sdflow.run.run import PipelineResult, RunResult
     from sdflow.store import Cache
 
 MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sdflow.artifact import Record
 from sdflow.report.output import print_json, print_table, put
-from sdflow.runtime.kept_engines import KeptEngines
+from sdflow.runtime.sessions.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
 from sdflow.store.remote.claims import Claim

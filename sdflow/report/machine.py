@@ -14,8 +14,8 @@ from sdflow.report.output import print_json, print_table, put
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
-    from sdflow.doctor import Diagnosis
-    from sdflow.runtime.availability import Availability
+    from sdflow.runtime.sessions.availability import Availability
+    from sdflow.selftest.doctor import Diagnosis
 
 
 def print_diagnoses(diagnoses: Sequence[Diagnosis], *, as_json: bool) -> None:

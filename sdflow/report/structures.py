@@ -9,7 +9,7 @@ from sdflow.report.output import print_json, print_table, put
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
-    from sdflow.structures import Exported, Imported
+    from sdflow.run.structures import Exported, Imported
 
 
 def print_exported(result: Exported, *, as_json: bool) -> None:

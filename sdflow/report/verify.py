@@ -11,7 +11,7 @@ from sdflow.verify.kinds import kinds
 from sdflow.verify.result import spell_limit
 
 if TYPE_CHECKING:
-    from sdflow.fix import Fix
+    from sdflow.run.fix import Fix
     from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
 
 

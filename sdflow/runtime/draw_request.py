@@ -9,17 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.atomic_write import require_makable
+from sdflow.disk.atomic_write import require_makable
+from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, telling
 from sdflow.families.approximation import Approximation
 from sdflow.families.schedulers import require_known
-from sdflow.input_file import read_input
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.beside_refiner import require_exact, require_no_mask
-from sdflow.runtime.control import Control, require_controls
-from sdflow.runtime.control_files import ControlFile
-from sdflow.runtime.folder import (
+from sdflow.runtime.denoiser.control import Control, require_controls
+from sdflow.runtime.denoiser.start import require_size, require_start
+from sdflow.runtime.drawing.kept import require_blur
+from sdflow.runtime.files.control_files import ControlFile
+from sdflow.runtime.files.folder import (
     folder_adapters,
     folder_family,
     folder_latents,
@@ -27,11 +29,9 @@ from sdflow.runtime.folder import (
     onnx_submodels,
     refiner_of,
 )
-from sdflow.runtime.image_prompt_files import ImagePromptFile, for_adapters
-from sdflow.runtime.kept import require_blur
-from sdflow.runtime.soundness import require_sound
-from sdflow.runtime.start import require_size, require_start
-from sdflow.runtime.words import read_words
+from sdflow.runtime.files.image_prompt_files import ImagePromptFile, for_adapters
+from sdflow.runtime.files.soundness import require_sound
+from sdflow.runtime.files.words import read_words
 from sdflow.sources.embedding import Embedding
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from sdflow.errors import UsageError
 from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.manifest import read_manifest
 from sdflow.runtime.beside_refiner import require_exact, require_no_mask
-from sdflow.runtime.folder import refiner_of
-from sdflow.runtime.loaded import Images
+from sdflow.runtime.drawing.loaded import Images
+from sdflow.runtime.files.folder import refiner_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.targets import Target
 

@@ -15,7 +15,7 @@ from sdflow.families.approximation import Approximation
 from sdflow.families.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
-from sdflow.runtime.control import Control
+from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.draw_request import (
     GenerateRequest,
     approximation_of,
@@ -26,15 +26,15 @@ from sdflow.runtime.draw_request import (
     with_refiner,
     words_of,
 )
+from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
-from sdflow.runtime.folder import folder_adapters
-from sdflow.runtime.image_files import open_image
-from sdflow.runtime.image_prompt_files import for_adapters
+from sdflow.runtime.files.folder import folder_adapters
+from sdflow.runtime.files.image_files import open_image
+from sdflow.runtime.files.image_prompt_files import for_adapters
+from sdflow.runtime.files.recorded_tuning import recorded_tuning
+from sdflow.runtime.files.words import recorded_words
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.preview import Preview
-from sdflow.runtime.recorded_tuning import recorded_tuning
-from sdflow.runtime.tuning import Tuning
-from sdflow.runtime.words import recorded_words
+from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.sources.embedding import Embedding
 from sdflow.targets import Target, find_target
 
@@ -284,7 +284,7 @@ def _said_of(fewer: Approximation) -> tuple[str, ...]:
 
 
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:
-    from sdflow.runtime.images import write_png
+    from sdflow.runtime.files.images import write_png
 
     with telling("cannot be written", path):
         write_png(image, path, settings)

@@ -12,9 +12,9 @@ from typing import Any
 
 from sdflow.families.base import Family
 from sdflow.machine.memory import HOST, available_bytes
-from sdflow.runtime.folder import folder_family, onnx_submodels, submodel_config
+from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
+from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes
 from sdflow.runtime.vae import tile_pixels
-from sdflow.runtime.working_bytes import BYTES, row_bytes
 
 MOST_SIDES = 4
 """How many times the model's own side, in pixels, an image may have in the square root of its pixels. Beyond that, models

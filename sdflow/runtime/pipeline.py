@@ -15,13 +15,9 @@ from sdflow.families.approximation import GUIDANCE_INTERVAL, Approximation, Inte
 from sdflow.families.image_prompts import adapter_count, token_axes
 from sdflow.families.request import Request
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.control import controls_of, read_controls, require_controls
-from sdflow.runtime.denoise import denoise, require_room
-from sdflow.runtime.image_prompts import image_prompts
-from sdflow.runtime.kept import Kept, require_blur
-from sdflow.runtime.loaded import Images, LoadedPipeline
-from sdflow.runtime.preview import Preview
-from sdflow.runtime.start import (
+from sdflow.runtime.denoiser.control import controls_of, read_controls, require_controls
+from sdflow.runtime.denoiser.loop import denoise, require_room
+from sdflow.runtime.denoiser.start import (
     draw_noises,
     make_start,
     per_image,
@@ -31,6 +27,10 @@ from sdflow.runtime.start import (
     require_span,
     require_start,
 )
+from sdflow.runtime.drawing.image_prompts import image_prompts
+from sdflow.runtime.drawing.kept import Kept, require_blur
+from sdflow.runtime.drawing.loaded import Images, LoadedPipeline
+from sdflow.runtime.drawing.preview import Preview
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +83,8 @@ class Pipeline(LoadedPipeline):
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
         guidance_scale: above 1, each run of the denoiser has batch 2 per image. strength: the part of the steps that an
         image goes through. mask_blur: pixels over which what is drawn fades into what the mask keeps, which is the image's own,
-        resized (`sdflow.runtime.kept`). whole: nothing is put over what comes out of the VAE, as in diffusers; so it is too
+        resized (`sdflow.runtime.drawing.kept`). whole: nothing is put over what comes out of the VAE, as in diffusers;
+        so it is too
         where image is latents. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
         height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
@@ -98,7 +99,7 @@ class Pipeline(LoadedPipeline):
         (`sdflow.families.approximation`).
         callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
         a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
-        (`sdflow.runtime.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
+        (`sdflow.runtime.drawing.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
         Raises UsageError for sizes and images that the model cannot take, VerificationError when what is to be a PIL image
         has values that are NaN or infinite.
         """

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import TiledWarning
 from sdflow.families.latents import Latents
 from sdflow.machine.memory import available_bytes
-from sdflow.runtime.submodel import Submodel
-from sdflow.runtime.working_bytes import row_bytes
+from sdflow.runtime.sessions.submodel import Submodel
+from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:

@@ -16,25 +16,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.build.listener import Listener
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+from sdflow.disk.locked_folder import scratch_folder
+from sdflow.disk.shipped import shipped_workflow
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
 from sdflow.evaluate import EvaluationResult, evaluate
-from sdflow.listener import Listener
-from sdflow.locked_folder import scratch_folder
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.passes.registry import catalog
-from sdflow.run import RunOptions, run_workflow
+from sdflow.processes.workers import run_worker
+from sdflow.run.run import RunOptions, run_workflow
 from sdflow.selftest.private import Private
 from sdflow.selftest.result import DrawnPair, Ran, Report, Verdict
-from sdflow.shipped import shipped_workflow
 from sdflow.store import Cache
 from sdflow.targets import TARGETS, find_target
 from sdflow.tolerances import IMAGE_DECIBELS
-from sdflow.workers import run_worker
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdflow.atomic_write import require_makable, write_whole
+from sdflow.disk.atomic_write import require_makable, write_whole
 from sdflow.errors import UsageError, telling
 from sdflow.selftest.html import page
 from sdflow.selftest.result import Report, document

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
-from sdflow.input_file import read_json
 
 KIND, FORMAT_VERSION = "selftest", 1
 MOST_BYTES = 16 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sdflow.workers import serve_request
+from sdflow.processes.workers import serve_request
 
 CASES = slice(7, None, 24)
 """Of the sample's evaluation set: those that its own tests draw, some never shown in training."""

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, telling
-from sdflow.input_file import read_input
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
 from sdflow.serve.key_file import read_key

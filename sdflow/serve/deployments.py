@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sdflow import __version__
-from sdflow.atomic_write import replacing
+from sdflow.disk.atomic_write import replacing
+from sdflow.disk.locked_folder import alone_in
+from sdflow.disk.user_folder import user_folder
 from sdflow.errors import UsageError
-from sdflow.locked_folder import alone_in
-from sdflow.user_folder import user_folder
-from sdflow.workers import python_command
+from sdflow.processes.workers import python_command
 
 VARIABLE = "SDFLOW_DEPLOYMENTS"
 FILE, LOG = "deployment.json", "log.txt"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError
-from sdflow.input_file import read_input
 
 
 def read_key(path: Path) -> str:

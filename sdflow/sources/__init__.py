@@ -10,7 +10,7 @@ from sdflow.sources.checkpoint import (
 )
 from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
-from sdflow.sources.lora import (
+from sdflow.sources.loras.lora import (
     LoraLayer,
     find_lora,
     lora_delta,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sdflow.digest import digest_file, digest_json
+from sdflow.disk.file_stamp import Stamp
 from sdflow.errors import CheckpointError
 from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.part import Part
 from sdflow.families.schedulers import renamed, require_known
-from sdflow.file_stamp import Stamp
 
 # Entries of a config.json that say who wrote it, not what the model is.
 ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sdflow.disk.input_file import TEXT_LIMIT, is_regular
 from sdflow.errors import CheckpointError
-from sdflow.input_file import TEXT_LIMIT, is_regular
 
 KNOWN = frozenset({
     "added_tokens.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",

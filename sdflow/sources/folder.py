@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.file_stamp import Stamp, file_stamp
+from sdflow.disk.input_file import is_there
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES, family_of_index
 from sdflow.families.base import Family
 from sdflow.families.part import Part
-from sdflow.file_stamp import Stamp, file_stamp
-from sdflow.input_file import is_there
 from sdflow.models.base import Model, class_names
 from sdflow.sources.checkpoint import (
     Checkpoint,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
-from sdflow.atomic_write import write_whole
+from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.models.base import Model

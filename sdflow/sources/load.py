@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.disk.file_stamp import check_stamps
+from sdflow.disk.input_file import foreign_content, is_there, read_json
 from sdflow.errors import CheckpointError, telling
 from sdflow.families import part_of
 from sdflow.families.part import Companion, Part
-from sdflow.file_stamp import check_stamps
-from sdflow.input_file import foreign_content, is_there, read_json
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
 from sdflow.sources.companion_entries import wrong_entry

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from sdflow.disk.input_file import is_regular, is_there, no_file
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular, is_there, no_file
-from sdflow.sources.adapters import with_adapters
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
-from sdflow.sources.component import with_component
+from sdflow.sources.components.adapters import with_adapters
+from sdflow.sources.components.component import with_component
+from sdflow.sources.components.nets import with_nets
+from sdflow.sources.components.nets_in_folder import has_nets
 from sdflow.sources.folder import open_folder
 from sdflow.sources.headers import require_loadable
 from sdflow.sources.hub import open_hub
-from sdflow.sources.nets import with_nets
-from sdflow.sources.nets_in_folder import has_nets
 from sdflow.sources.reference import (
     AdapterReference,
     HubReference,

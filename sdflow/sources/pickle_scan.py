@@ -12,7 +12,7 @@ import pickletools
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sdflow.input_file import open_input
+from sdflow.disk.input_file import open_input
 
 MOST_BYTES = 16 << 20
 MOST_STEPS = 600_000

@@ -10,9 +10,9 @@ from sdflow.families import ARCHITECTURES, FAMILIES, MARKED_ARCHITECTURES, famil
 from sdflow.families.base import Family
 from sdflow.families.few_steps import of_this_name
 from sdflow.families.part import Layout
-from sdflow.sources.adapter_kinds import kind_of_tensor
 from sdflow.sources.architectures import architecture_config, prediction_of
-from sdflow.sources.lora_names import parse_name
+from sdflow.sources.loras.adapter_kinds import kind_of_tensor
+from sdflow.sources.loras.lora_names import parse_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 Fingerprint = Mapping[str, tuple[int, ...] | None]

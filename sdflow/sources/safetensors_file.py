@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow import stop
+from sdflow.disk.input_file import foreign_content, open_input, parse_json
 from sdflow.errors import CheckpointError, telling
-from sdflow.input_file import foreign_content, open_input, parse_json
 
 if TYPE_CHECKING:
     import numpy as np

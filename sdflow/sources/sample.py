@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sdflow.disk.shipped import shipped_folders
 from sdflow.errors import CheckpointError
-from sdflow.shipped import shipped_folders
 
 
 def sample_folder(name: str) -> Path:

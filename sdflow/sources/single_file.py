@@ -12,11 +12,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.part import Part
-from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (
     Checkpoint,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.input_file import is_regular, is_there, read_json
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular, is_there, read_json
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import MissingFile
 

@@ -23,11 +23,11 @@ from typing import IO, Any
 
 from sdflow import stop
 from sdflow.artifact import Action, Record
-from sdflow.atomic_write import replacing
 from sdflow.digest import FileEntry, digest_tree, inside
+from sdflow.disk.atomic_write import replacing
+from sdflow.disk.input_file import open_input
+from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import UsageError, telling
-from sdflow.input_file import open_input
-from sdflow.locked_folder import scratch_folder
 from sdflow.store.cache import Cache
 from sdflow.store.layout import writing
 from sdflow.store.records import BadRecord, Stored, dump, dump_action, load

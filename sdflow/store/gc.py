@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
-from sdflow.locked_folder import remove_abandoned_scratch
 from sdflow.onnx_model.quantized import quantized_to
 from sdflow.store.layout import READ_ONLY, Layout, move, remove_tree, writing
 from sdflow.store.leases import GUARD, leased, live_leases

@@ -24,10 +24,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sdflow.atomic_write import write_whole
+from sdflow.disk.atomic_write import write_whole
+from sdflow.disk.input_file import is_regular, read_input
+from sdflow.disk.replace_folder import sync_directory
 from sdflow.errors import CacheError
-from sdflow.input_file import is_regular, read_input
-from sdflow.replace_folder import sync_directory
 
 log = logging.getLogger("sdflow.store")
 

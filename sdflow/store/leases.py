@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.input_file import read_input
+from sdflow.disk.input_file import read_input
 from sdflow.store.layout import READ_ONLY, Layout
 from sdflow.store.locks import held, try_lock
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from sdflow.artifact import Artifact
-from sdflow.atomic_write import sync_file
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
-from sdflow.replace_folder import sync_directory
+from sdflow.disk.atomic_write import sync_file
+from sdflow.disk.replace_folder import sync_directory
 from sdflow.store.layout import Layout, write_file
 from sdflow.store.records import BadRecord, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity

@@ -23,9 +23,9 @@ from typing import Any
 
 from sdflow.artifact import INDEX_FILE
 from sdflow.digest import digest_json
+from sdflow.disk.input_file import read_input
+from sdflow.disk.locked_folder import remove_abandoned
 from sdflow.errors import UsageError
-from sdflow.input_file import read_input
-from sdflow.locked_folder import remove_abandoned
 from sdflow.manifest import MANIFEST_FILE, NewerManifest, read_manifest
 from sdflow.store.layout import Layout, log, replace_file
 from sdflow.store.records import BadRecord, dump, load, read_record

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from sdflow.artifact import Action, Artifact, Facts, Record
-from sdflow.atomic_write import unfinished
 from sdflow.digest import FileEntry, canonical_json, digest_tree
+from sdflow.disk.atomic_write import unfinished
+from sdflow.disk.replace_folder import sync_directory
 from sdflow.errors import PassError
-from sdflow.replace_folder import sync_directory
 from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
 from sdflow.store.leases import Lease
 from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, check, seal, write_manifest

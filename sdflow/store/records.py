@@ -11,7 +11,7 @@ from typing import Any
 
 from sdflow.artifact import Action
 from sdflow.digest import canonical_json, digest_json
-from sdflow.input_file import read_input
+from sdflow.disk.input_file import read_input
 
 LARGEST = 64 << 20
 """Bytes of a record at most: manifests of hundreds of thousands of files have fewer."""

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sdflow import file_stamp
 from sdflow.digest import digest_file
+from sdflow.disk import file_stamp
 from sdflow.errors import CacheError
 from sdflow.store.layout import Layout, discard
 from sdflow.store.locks import held

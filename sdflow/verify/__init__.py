@@ -1,7 +1,7 @@
 """Proves that an artifact computes what the PyTorch model computes, for any target, on a CPU."""
 
 from sdflow.verify.check import Verified
-from sdflow.verify.html import write_html, write_reports
+from sdflow.verify.report.html import write_html, write_reports
 from sdflow.verify.result import Verification
 from sdflow.verify.subject import Subject, own_image, subject_of_folder
 from sdflow.verify.whole import verify

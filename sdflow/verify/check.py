@@ -20,25 +20,25 @@ from typing import Any, TypedDict, Unpack
 from sdflow import stop
 from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
+from sdflow.disk.file_stamp import Stamp, check_stamps, folder_stamps
+from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError, telling
-from sdflow.file_stamp import Stamp, check_stamps, folder_stamps
-from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import read_manifest
-from sdflow.runtime.availability import target_availability
+from sdflow.processes.worker_group import WorkerGroup
+from sdflow.processes.workers import WorkerResult, run_worker
+from sdflow.runtime.sessions.availability import target_availability
 from sdflow.store import Cache
-from sdflow.verify import reference
+from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.artifact.recipes import is_bound, structure_of
 from sdflow.verify.folder import FolderRequest, source_of
-from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.keys import reference_action, tree_digest, verification_action
-from sdflow.verify.recipes import is_bound, structure_of
-from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.reference import reference
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.selection import Selection, select
 from sdflow.verify.requests import Built, judge_request, wanted_of
 from sdflow.verify.result import Verification
-from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import Subject
-from sdflow.worker_group import WorkerGroup
-from sdflow.workers import WorkerResult, run_worker
 
 WORKER = "sdflow.verify.worker"
 RESULT_FILE = "verification.json"

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
-from sdflow.verify.forwards import Network
-from sdflow.verify.graph import RunnableGraph, open_graph, run_graph
-from sdflow.verify.half import quick_halves
+from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.images import judge_image, precision_of, text_to_image
-from sdflow.verify.inputs import control_images, first_latents
-from sdflow.verify.reference import ReferenceRun
-from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.reference.forwards import Network
+from sdflow.verify.reference.half import quick_halves
+from sdflow.verify.reference.inputs import control_images, first_latents
+from sdflow.verify.reference.reference import ReferenceRun
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, told
 from sdflow.verify.result import ImageVerdict
-from sdflow.verify.torch_images import IMAGE_FILE, Embeddings, told
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_cond
 from sdflow.families.latents import Latents
 from sdflow.families.request import Request, Tensors
 from sdflow.models.vae import image_reader
-from sdflow.runtime.folder import (
+from sdflow.runtime.files.folder import (
     folder_latents,
     folder_task,
     load_companions,
@@ -25,10 +25,10 @@ from sdflow.runtime.folder import (
 )
 from sdflow.samples.canvas import canvas
 from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
-from sdflow.verify.inputs import IMAGE_SCALE, control_images, shown_images
+from sdflow.verify.reference.inputs import IMAGE_SCALE, control_images, shown_images
+from sdflow.verify.reference.selection import Selection
+from sdflow.verify.reference.torch_images import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import PLAIN, ImageVerdict, MeaningVerdict
-from sdflow.verify.selection import Selection
-from sdflow.verify.torch_images import IMAGE_FILE, SAMPLE_FILE
 
 if TYPE_CHECKING:
     import numpy as np

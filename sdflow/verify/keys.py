@@ -11,11 +11,12 @@ from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.store import Cache
-from sdflow.verify import judge, reference
+from sdflow.verify.artifact import judge
 from sdflow.verify.folder import VERSION as FOLDER_VERSION
 from sdflow.verify.folder import source_of
+from sdflow.verify.reference import reference
+from sdflow.verify.reference.selection import Selection
 from sdflow.verify.requests import Built, submodels_of_reference
-from sdflow.verify.selection import Selection
 from sdflow.verify.subject import Subject
 
 ACTION_FORMAT = 1

@@ -1,6 +1,7 @@
 """How much memory a verification takes, told and looked at before it starts.
 
-One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference`, `sdflow.verify.judge`). What is
+One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference.reference`,
+`sdflow.verify.artifact.judge`). What is
 counted: the weights, as each stage holds them, and the largest activations of the decoder.
 """
 
@@ -15,9 +16,9 @@ from sdflow.errors import VerificationError
 from sdflow.families.base import Family
 from sdflow.onnx_model.reading import load_graph
 from sdflow.units import spell_bytes
-from sdflow.verify.half import KEPT
 from sdflow.verify.lowering.session import LARGE
-from sdflow.verify.selection import Selection
+from sdflow.verify.reference.half import KEPT
+from sdflow.verify.reference.selection import Selection
 
 LIBRARIES = 8 * 10**8
 """Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.disk.file_stamp import check_stamps
 from sdflow.errors import CheckpointError
 from sdflow.families.part import Part
-from sdflow.file_stamp import check_stamps
 from sdflow.models.base import Model, Shapes
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.load import loaded, rejections

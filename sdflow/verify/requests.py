@@ -9,15 +9,15 @@ from typing import Any
 
 from sdflow.config.workflow import VerifySpec
 from sdflow.manifest import MANIFEST_FILE, REFINER, Quantization
-from sdflow.runtime.recorded_tuning import recorded_tuning
+from sdflow.runtime.files.recorded_tuning import recorded_tuning
 from sdflow.targets import TARGETS
-from sdflow.verify.judge_request import JudgeRequest
-from sdflow.verify.recipes import RecipeCheck
-from sdflow.verify.reference_request import ReferenceRequest
-from sdflow.verify.selection import Selection
-from sdflow.verify.stored import BoundModel
+from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.artifact.recipes import RecipeCheck
+from sdflow.verify.artifact.stored import BoundModel
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.selection import Selection
+from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 from sdflow.verify.subject import Subject
-from sdflow.verify.torch_module import LoraMerge, TorchModule
 from sdflow.weights.lora import LoraInput
 
 

@@ -19,7 +19,7 @@ PLAIN = ("float32", "float16", "unknown")
 @dataclass(frozen=True)
 class CaseDistance:
     """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch. draws: of how
-    many ways to round (`sdflow.verify.roundings`) these are the lower quartile."""
+    many ways to round (`sdflow.verify.artifact.roundings`) these are the lower quartile."""
 
     case: str
     group: str
@@ -59,7 +59,7 @@ class ExactOutput:
 
 @dataclass(frozen=True)
 class BlockVerdict:
-    """Where an artifact that is not exact goes wrong (`sdflow.verify.blocks`).
+    """Where an artifact that is not exact goes wrong (`sdflow.verify.artifact.blocks`).
 
     first: the first block that differs; "" when it is none of them, but what lies between. distance: of its output from the
     value of the graph that is nearest. there, blocks: how many blocks' outputs are in the graph as PyTorch has them, of how
@@ -98,7 +98,8 @@ class SubmodelVerdict:
     and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones.
 
     problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
-    exact: the first part of the proof (`sdflow.verify.exact`). weights: how many were computed again from the checkpoint.
+    exact: the first part of the proof (`sdflow.verify.artifact.exact`). weights: how many were computed again from the
+    checkpoint.
     unproved: why there is no such part. device: what its provider's own kernels gave, where they were asked for; its
     problems are among `problems`. block: where an exact run goes wrong.
     """

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sdflow.build.step import LoraFile
 from sdflow.config.workflow import ImageSpec
+from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.errors import UsageError
-from sdflow.file_stamp import Stamp, file_stamp
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.folder import refiner_of
+from sdflow.runtime.files.folder import refiner_of
 from sdflow.sources import Checkpoint, find_lora, lora_digest, lora_submodels, reopen_checkpoint
-from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.targets import find_target
 

@@ -18,13 +18,14 @@ from typing import Any, Unpack
 from sdflow import stop
 from sdflow.artifact import Action
 from sdflow.config.workflow import VerifySpec
+from sdflow.disk.file_stamp import check_stamps
+from sdflow.disk.locked_folder import scratch_folder
 from sdflow.families.image_prompts import adapter_count
-from sdflow.file_stamp import check_stamps
-from sdflow.locked_folder import scratch_folder
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
-from sdflow.verify import ensemble, judge, reference
+from sdflow.verify import ensemble
+from sdflow.verify.artifact import judge
 from sdflow.verify.check import (
     How,
     Verified,
@@ -37,9 +38,10 @@ from sdflow.verify.check import (
 )
 from sdflow.verify.ensemble import EnsembleRequest
 from sdflow.verify.keys import ACTION_FORMAT, beside_digest, tree_digest
+from sdflow.verify.reference import reference
+from sdflow.verify.reference.selection import Selection, select
 from sdflow.verify.requests import wanted_of
 from sdflow.verify.result import ImageVerdict, Verification
-from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import Subject
 
 HAND_OVER = 0.5

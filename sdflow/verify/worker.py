@@ -1,4 +1,4 @@
-"""The process that verifies: `python -m sdflow.verify.worker`, spoken to by `sdflow.workers`."""
+"""The process that verifies: `python -m sdflow.verify.worker`, spoken to by `sdflow.processes.workers`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
+from sdflow.processes.workers import serve_request
 from sdflow.units import spell_bytes
-from sdflow.verify.cases import read_description
+from sdflow.verify.artifact.judge import judge, judge_on_device
+from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
-from sdflow.verify.judge import judge, judge_on_device
-from sdflow.verify.judge_request import JudgeRequest
 from sdflow.verify.memory import require_memory
-from sdflow.verify.reference import compute
-from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.reference.cases import read_description
+from sdflow.verify.reference.reference import compute
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.selection import Selection
 from sdflow.verify.result import Verification
-from sdflow.verify.selection import Selection
-from sdflow.workers import serve_request
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sdflow.families import FAMILIES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from sdflow.sources.lora import LoraLayer
+    from sdflow.sources.loras.lora import LoraLayer
     from sdflow.weights.tensors import Tensors
 
 
@@ -47,7 +47,7 @@ def read_loras(
     """Read the LoRAs' layers for a submodel. Raises CheckpointError for a tensor that has no place in it."""
     if not loras:
         return Loras()
-    from sdflow.sources.lora import read_lora
+    from sdflow.sources.loras.lora import read_lora
 
     if submodel not in FAMILIES[family].with_loras:
         return Loras()
@@ -67,7 +67,7 @@ class Merged:
         layers = [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
         if not layers:
             return values
-        from sdflow.sources.lora import lora_delta
+        from sdflow.sources.loras.lora import lora_delta
         from sdflow.weights.half import add_to
 
         total = lora_delta(layers[0][0], values.shape, layers[0][1])

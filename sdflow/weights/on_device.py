@@ -1,7 +1,7 @@
 """Weights with LoRAs computed by torch, where they are read: the same bits as `sdflow.weights.bind` writes.
 
-Everything here is exact in any order of additions, as `sdflow.sources.lora.lora_delta` says, or rounds single values as IEEE 754
-has it. So a GPU and a CPU come to the same.
+Everything here is exact in any order of additions, as `sdflow.sources.loras.lora.lora_delta` says, or rounds single
+values as IEEE 754 has it. So a GPU and a CPU come to the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sdflow.weights.recipe import Constant, Float16, Join, Quantized, Recipe, Re
 if TYPE_CHECKING:
     import torch
 
-    from sdflow.sources.lora import LoraLayer
+    from sdflow.sources.loras.lora import LoraLayer
 
 Rounding = tuple[float, float] | None
 """To float16: what becomes the smallest and the largest number. None: as it is."""
@@ -44,7 +44,7 @@ class _Stack:
     bits: int
 
     def deltas(self, rows: Sequence[int], scale: float) -> torch.Tensor:
-        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.lora.lora_delta`."""
+        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.loras.lora.lora_delta`."""
         import numpy as np
         import torch
 

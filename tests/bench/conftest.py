@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint
 

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from sdflow.bench.engines import ENGINES, missing
 from sdflow.bench.tensorrt import EngineBound, engine_of, structure_digest
 from sdflow.errors import VerificationError
-from sdflow.runtime.engine_cache import FOLDER_VARIABLE, Profile
-from sdflow.runtime.place import Place
+from sdflow.runtime.sessions.engine_cache import FOLDER_VARIABLE, Profile
+from sdflow.runtime.sessions.place import Place
 
 SHAPES = {"x": (2, 16)}
 PROFILE = Profile.of(SHAPES)

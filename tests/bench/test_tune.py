@@ -19,10 +19,10 @@ from sdflow.cli.bench import hold_to_pytorch
 from sdflow.errors import SdflowError, UsageError
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.files.recorded_tuning import record_tuning, recorded_tuning, tuning_file
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.recorded_tuning import record_tuning, recorded_tuning, tuning_file
-from sdflow.runtime.tuning import UNTUNED, Tuning
+from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """LoRAs as people have them, merged by sdflow and by the programs themselves: the same weights, or refused by name.
 
-By the names of every program (tests/lora_spellings.py), and by random choices of PEFT's options in each of the four ways in which
-PEFT and diffusers save them.
+By the names of every program (tests/support/lora_spellings.py), and by random choices of PEFT's options in each of the
+four ways in which PEFT and diffusers save them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sdflow.sources import (
     open_checkpoint,
     read_lora,
 )
-from sdflow.verify.merged_loras import merge_lora
+from sdflow.verify.reference.merged_loras import merge_lora
 
 pytestmark = pytest.mark.slow
 

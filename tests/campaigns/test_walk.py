@@ -1,4 +1,4 @@
-"""Every row of the walk (`tests/walk.py`): the product of families, additions and sources."""
+"""Every row of the walk (`tests/support/walk.py`): the product of families, additions and sources."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from sdflow.build.plan import make_plan
+from sdflow.build.step import Step
 from sdflow.cli.progress import LiveView
 from sdflow.config import load_workflow
 from sdflow.passes import registry
-from sdflow.plan import make_plan
-from sdflow.step import Step
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ import yaml
 
 import sdflow
 from sdflow.config import load_workflow
+from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import WorkflowError
 from sdflow.passes.registry import catalog
-from sdflow.shipped import shipped_workflow, shipped_workflows
 
 ROOT = Path(sdflow.__file__).parents[1]
 WORKFLOW = "extends: base/tiny.yaml\ntarget: cpu\n"

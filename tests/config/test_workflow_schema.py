@@ -99,7 +99,7 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
         from pathlib import Path
         from sdflow.config import load_workflow
         from sdflow.passes.registry import catalog
-        from sdflow.plan import make_plan
+        from sdflow.build.plan import make_plan
         from sdflow.store import Cache
         opened, steps, current = {}, {}, None
         def hook(event, arguments):

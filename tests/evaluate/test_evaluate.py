@@ -20,19 +20,19 @@ from PIL import Image
 from until import until
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, VerificationError
 from sdflow.evaluate import EvaluationResult, append_result, evaluate
 from sdflow.evaluate.result import SubmodelResult
 from sdflow.evaluate.worker import Request, run
 from sdflow.manifest import Origin
-from sdflow.runtime import folder
-from sdflow.runtime.placement import PlacedNode, judge
-from sdflow.runtime.sessions import create_session
+from sdflow.processes.workers import clean_environment, python_command
+from sdflow.runtime.files import folder
+from sdflow.runtime.sessions.placement import PlacedNode, judge
+from sdflow.runtime.sessions.session import create_session
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS, Target
-from sdflow.workers import clean_environment, python_command
 
 SPEC = EvaluateSpec(LatencySpec(warmup=1, runs=3), ImageSpec(prompt="a hørse", steps=2, seed=5, height=64, width=64))
 
@@ -93,7 +93,7 @@ def test_peak_memory_is_that_of_the_worker_alone(result: EvaluationResult) -> No
     assert 100e6 < result.peak_memory_bytes < 2e9
     ballast = bytearray(os.urandom(1024)) * 800_000  # 800 MB here must not count there
     assert psutil.Process().memory_info().rss > 800e6
-    script = "from sdflow.workers import peak_memory; print(peak_memory())"
+    script = "from sdflow.processes.workers import peak_memory; print(peak_memory())"
     alone = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert int(alone.stdout) < 300e6
     del ballast

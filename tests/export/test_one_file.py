@@ -16,12 +16,12 @@ import pytest
 import torch
 from converted import Converted
 
-from sdflow.assemble import assemble, copy_file
+from sdflow.build.assemble import assemble, copy_file
 from sdflow.errors import CacheError, PassError, SlowerWarning, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
 from sdflow.manifest import Origin
+from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import PlainDigests, open_checkpoint
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1]

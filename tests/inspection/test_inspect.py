@@ -25,6 +25,7 @@ from started_python import Command
 
 from sdflow.bench.engines import ENGINES
 from sdflow.bench.weights import quantized_of
+from sdflow.build.plan import Plan, make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
@@ -32,9 +33,8 @@ from sdflow.inspection import Description, inspect
 from sdflow.inspection.lines import configs_of, title_of
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
-from sdflow.plan import Plan, make_plan
 from sdflow.report.inspect import print_inspection
-from sdflow.serve.served_model import read_served
+from sdflow.serve.http.served_model import read_served
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.store import Cache
 

@@ -8,8 +8,8 @@ import pytest
 
 from sdflow.errors import UsageError
 from sdflow.machine.packages import distribution_version
-from sdflow.on_ray.cluster import ray_address
-from sdflow.on_ray.node import Told, run_step
+from sdflow.processes.on_ray.cluster import ray_address
+from sdflow.processes.on_ray.node import Told, run_step
 
 
 def refused(request: dict[str, str], versions: dict[str, str]) -> dict[str, str]:

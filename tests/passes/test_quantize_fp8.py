@@ -20,8 +20,8 @@ from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 from sdflow.passes.quantize_fp8 import QuantizeFp8, QuantizeFp8Config
 from sdflow.runtime.kernels.float8 import with_float8
 from sdflow.runtime.kernels.replace import with_own_kernels
-from sdflow.runtime.sessions import create_session
-from sdflow.runtime.specialize import specialize
+from sdflow.runtime.sessions.session import create_session
+from sdflow.runtime.sessions.specialize import specialize
 from sdflow.targets import TARGETS
 from sdflow.verify.lowering import lower, session_of
 

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from sdflow.errors import PassError
 from sdflow.onnx_model.phases import Interleaving, interleavings
 from sdflow.passes.subpixel_conv import SubpixelConv
-from sdflow.runtime.specialize import specialize
+from sdflow.runtime.sessions.specialize import specialize
 from sdflow.verify.lowering import lower, session_of
 from tests.passes.one_pass import edited, run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdflow.errors import UsageError
-from sdflow.runtime.control_files import ControlFile, parse_control, parse_controls
+from sdflow.runtime.files.control_files import ControlFile, parse_control, parse_controls
 
 CANNY = "canny"
 

@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 
-from sdflow.runtime.cublas import SMALL, VARIABLE, small_workspaces
+from sdflow.runtime.sessions.cublas import SMALL, VARIABLE, small_workspaces
 
 
 def test_small_inside_and_untouched_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from sdflow.errors import UsageError, VerificationError
 from sdflow.manifest import read_manifest
-from sdflow.runtime import soundness
+from sdflow.runtime.denoiser.schedule import trace
 from sdflow.runtime.draw_request import GenerateRequest
-from sdflow.runtime.folder import load_companions, submodel_config
+from sdflow.runtime.files import soundness
+from sdflow.runtime.files.folder import load_companions, submodel_config
+from sdflow.runtime.files.soundness import require_sound
 from sdflow.runtime.generate import generate
-from sdflow.runtime.schedule import trace
-from sdflow.runtime.sessions import read_graph
-from sdflow.runtime.soundness import require_sound
-from sdflow.serve.served_model import read_served
+from sdflow.runtime.sessions.session import read_graph
+from sdflow.serve.http.served_model import read_served
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 1, "target": "cpu", "threads": 1}
 

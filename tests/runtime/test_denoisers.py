@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sdflow.runtime import denoisers
+from sdflow.runtime.denoiser import denoisers
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.sessions.submodel import Submodel
 
 SETTINGS: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent"}
 HALF = {"from": 0.0, "to": 0.5}

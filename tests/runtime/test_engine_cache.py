@@ -19,11 +19,12 @@ from started_python import StartedPython
 
 from sdflow.errors import SlowerWarning, UsageError
 from sdflow.families import DEFAULT, FAMILIES
-from sdflow.runtime import engine_cache, sessions
-from sdflow.runtime.engine_cache import TENSORRT, Profile, engine_folders
-from sdflow.runtime.place import Place
-from sdflow.runtime.sessions import LoadOptions, create_session, provider_options
-from sdflow.runtime.submodel import Submodel
+from sdflow.runtime.sessions import engine_cache
+from sdflow.runtime.sessions import session as sessions
+from sdflow.runtime.sessions.engine_cache import TENSORRT, Profile, engine_folders
+from sdflow.runtime.sessions.place import Place
+from sdflow.runtime.sessions.session import LoadOptions, create_session, provider_options
+from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.targets import TARGETS
 
 OPTIONS = json.loads((Path(__file__).parent / "tensorrt_options.json").read_text())["options"]

@@ -20,14 +20,14 @@ from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, o
 from converted import Converted
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.defaults import Defaults, settled, told_by_configs
 from sdflow.manifest import Origin
-from sdflow.runtime.folder import folder_defaults, read_index
+from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.files.folder import folder_defaults, read_index
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, few_steps, load_pipeline, open_checkpoint
 
 TURBO = {"steps": 4, "guidance_scale": 0.0}  # what its configs say; its name says that one is enough

@@ -28,15 +28,15 @@ from sdflow.families.approximation import Approximation, Interval, Reuse, parse
 from sdflow.manifest import Manifest, Origin, read_manifest
 from sdflow.manifest.file import as_json, from_json
 from sdflow.passes.registry import catalog
-from sdflow.runtime.denoise import Start
-from sdflow.runtime.denoisers import Denoisers
+from sdflow.runtime.denoiser.denoisers import Denoisers
+from sdflow.runtime.denoiser.loop import Start
+from sdflow.runtime.denoiser.shallow import depths, skip_joins
+from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.draw_request import GenerateRequest, approximation_of
 from sdflow.runtime.ensemble import Ensemble
+from sdflow.runtime.files.images import SETTINGS_CHUNK
 from sdflow.runtime.generate import Progress, generate
-from sdflow.runtime.images import SETTINGS_CHUNK
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.shallow import depths, skip_joins
-from sdflow.runtime.split import split
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
 from tests.runtime.test_split import SIZES, load, lowered

@@ -46,7 +46,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_float8_is_right_on_this_gpu_and_captured(tmp_path: Path) -> None:
     import torch
 
-    from sdflow.runtime.sessions import create_session
+    from sdflow.runtime.sessions.session import create_session
     from sdflow.targets import TARGETS
 
     library = float8_library()

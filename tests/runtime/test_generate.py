@@ -18,8 +18,8 @@ from started_python import Command
 
 from sdflow.errors import UsageError
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.files.images import SETTINGS_CHUNK
 from sdflow.runtime.generate import Progress, generate
-from sdflow.runtime.images import SETTINGS_CHUNK
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "steps": 2, "target": "cpu", "threads": 1}
 

@@ -19,8 +19,8 @@ from ip_adapter_files import save_adapter, save_encoder, tensors, with_adapters
 from PIL import Image
 
 from sdflow.errors import UsageError
+from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.split import split
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.reference import AdapterReference
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.runtime.draw_request import GenerateRequest
-from sdflow.runtime.folder import folder_task, read_index
+from sdflow.runtime.files.folder import folder_task, read_index
 from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint

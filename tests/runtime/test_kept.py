@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from sdflow.cli.app import app
 from sdflow.errors import UsageError
-from sdflow.runtime.kept import EXTENT, blurred
+from sdflow.runtime.drawing.kept import EXTENT, blurred
+from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.preview import Preview
 
 SIZE = 64
 EDGE = SIZE // 2

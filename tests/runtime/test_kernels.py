@@ -21,7 +21,7 @@ from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.definitions import CASES
 from sdflow.runtime.kernels.proof import differences, geglu_difference, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
-from sdflow.runtime.specialize import specialize
+from sdflow.runtime.sessions.specialize import specialize
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 
@@ -425,8 +425,8 @@ def test_the_kernels_are_right_on_this_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_session_gives_what_onnxruntimes_kernels_give(tmp_path: Path) -> None:
-    from sdflow.runtime.sessions import LoadOptions, create_session
-    from sdflow.runtime.tuning import Tuning
+    from sdflow.runtime.sessions.session import LoadOptions, create_session
+    from sdflow.runtime.sessions.tuning import Tuning
     from sdflow.targets import TARGETS
 
     nodes = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from sdflow.runtime.live_weights import LiveWeights, over_single_pixels
+from sdflow.runtime.sessions.live_weights import LiveWeights, over_single_pixels
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((6, 1, 1, 4)).astype(np.float32)

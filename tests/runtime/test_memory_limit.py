@@ -19,16 +19,16 @@ from sdflow.cli.app import app
 from sdflow.errors import TiledWarning
 from sdflow.machine import memory
 from sdflow.runtime import vae
-from sdflow.runtime.folder import folder_family, onnx_submodels, submodel_config
+from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.memory_limit import MOST_SIDES, drawing_bytes, most_pixels
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.working_bytes import row_bytes
+from sdflow.runtime.sessions.working_bytes import row_bytes
 
 MEASURED = """
 import sys
 from pathlib import Path
-from sdflow.runtime.folder import load_submodel
-from sdflow.runtime.sessions import LoadOptions
+from sdflow.runtime.files.folder import load_submodel
+from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.targets import TARGETS
 
 def status(key):

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError, VerificationError
 from sdflow.families import FAMILIES
 from sdflow.manifest import Origin
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16
-from sdflow.runtime.folder import load_submodel
+from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS

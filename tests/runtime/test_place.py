@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sdflow.runtime import place
+from sdflow.runtime.sessions import place
 
 
 def test_threads_that_ask_first_together_get_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from sdflow.errors import VerificationError
-from sdflow.runtime.placement import PlacedNode, judge, placement, placement_by_profile, shape_computation
-from sdflow.runtime.sessions import create_session
+from sdflow.runtime.sessions.placement import PlacedNode, judge, placement, placement_by_profile, shape_computation
+from sdflow.runtime.sessions.session import create_session
 from sdflow.targets import TARGETS
 
 

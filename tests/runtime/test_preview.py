@@ -13,11 +13,11 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
+from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.draw_request import GenerateRequest
+from sdflow.runtime.drawing.preview import Preview, by_colors
 from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.preview import Preview, by_colors
-from sdflow.runtime.schedule import named_scheduler
 
 TOLERANCE = 1e-4
 SIZE = 64

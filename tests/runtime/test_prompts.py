@@ -30,10 +30,10 @@ from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization, OrtTransformersOptimizationConfig
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.folder import load_submodel
+from sdflow.runtime.drawing.text import run_rows, with_words, without_last_layers
+from sdflow.runtime.drawing.text_graph import leave_out_layers
+from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.text import run_rows, with_words, without_last_layers
-from sdflow.runtime.text_graph import leave_out_layers
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.sources.embedding import Embedding, read_embedding, split_word
 from sdflow.targets import TARGETS

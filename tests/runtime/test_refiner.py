@@ -16,17 +16,17 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families import FAMILIES, family_of_index
 from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
+from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
-from sdflow.runtime.folder import folder_family, folder_task, read_index
+from sdflow.runtime.files.folder import folder_family, folder_task, read_index
 from sdflow.runtime.generate import generate
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1]

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
 from sdflow.families.schedulers import SCHEDULERS
-from sdflow.runtime.denoise import require_room
-from sdflow.runtime.schedule import named_scheduler, require_steps, table_bytes, trace
+from sdflow.runtime.denoiser.loop import require_room
+from sdflow.runtime.denoiser.schedule import named_scheduler, require_steps, table_bytes, trace
 
 BASE = {
     "num_train_timesteps": 1000,
@@ -155,7 +155,7 @@ def test_where_a_scheduler_does_not_say_how_much_noise_there_is_the_next_latents
 
 MEASURED = """
 import resource, sys
-from sdflow.runtime.schedule import named_scheduler, trace
+from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from test_schedule import made
 trace(made("euler_a"), 3)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,12 +16,12 @@ from onnx import TensorProto, helper
 from sdflow.errors import TargetUnavailableError, VerificationError
 from sdflow.machine.packages import onnxruntime_packages
 from sdflow.machine.providers import choose_provider
-from sdflow.runtime.availability import loader_errors, target_availability, try_target
-from sdflow.runtime.dimensions import free_dimensions
-from sdflow.runtime.sessions import LoadOptions, create_session, read_graph
-from sdflow.runtime.tuning import Tuning
+from sdflow.processes.workers import clean_environment, python_command
+from sdflow.runtime.sessions.availability import loader_errors, target_availability, try_target
+from sdflow.runtime.sessions.dimensions import free_dimensions
+from sdflow.runtime.sessions.session import LoadOptions, create_session, read_graph
+from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
-from sdflow.workers import clean_environment, python_command
 
 
 def save_model(path: Path, nodes: list[onnx.NodeProto], domain: str = "") -> Path:
@@ -129,7 +129,7 @@ def test_onnxruntime_writes_nothing_at_home(tmp_path: Path) -> None:
     """It writes a device id under HOME on import unless its telemetry is off before."""
     environment = clean_environment(tmp_path)
     finished = subprocess.run(
-        python_command("sdflow.runtime.availability", "cpu"), env=environment, capture_output=True, check=True
+        python_command("sdflow.runtime.sessions.availability", "cpu"), env=environment, capture_output=True, check=True
     )
     assert b'"available": true' in finished.stdout
     assert list(tmp_path.iterdir()) == []

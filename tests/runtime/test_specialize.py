@@ -19,7 +19,7 @@ from sdflow.passes.ort_transformers_optimization import (
     OrtTransformersOptimization,
     OrtTransformersOptimizationConfig,
 )
-from sdflow.runtime.specialize import specialize
+from sdflow.runtime.sessions.specialize import specialize
 from sdflow.sources import Checkpoint
 
 SHAPE_ARITHMETIC = {"Shape", "Size", "Range", "ConstantOfShape", "Constant", "Where", "Equal", "Less", "CumSum", "Tile"}

@@ -14,8 +14,8 @@ import pytest
 from sdflow.errors import PassError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
-from sdflow.runtime.split import Parts
-from sdflow.runtime.split import split as take_apart
+from sdflow.runtime.denoiser.split import Parts
+from sdflow.runtime.denoiser.split import split as take_apart
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 from sdflow.verify.lowering import lower

@@ -15,11 +15,11 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families.schedulers import SCHEDULERS
-from sdflow.runtime.folder import load_submodel
+from sdflow.runtime.denoiser.schedule import named_scheduler, trace
+from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler, trace
-from sdflow.runtime.sessions import LoadOptions, create_session
-from sdflow.runtime.submodel import KEPT, Submodel
+from sdflow.runtime.sessions.session import LoadOptions, create_session
+from sdflow.runtime.sessions.submodel import KEPT, Submodel
 from sdflow.targets import TARGETS
 
 TOLERANCE = 1e-4  # of pixel values in [0, 1], fp32 on the CPU

@@ -14,16 +14,16 @@ from converted import Converted
 from PIL import Image
 from safetensors.torch import save_file
 
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, UsageError, WorkflowError
 from sdflow.families import FAMILIES
 from sdflow.inspection import inspect
 from sdflow.manifest import Origin
 from sdflow.passes.registry import catalog
+from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.drawing.preview import Preview, previewer_of
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.preview import Preview, previewer_of
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
 from sdflow.targets import TARGETS
 from sdflow.weights.tensors import open_tensors

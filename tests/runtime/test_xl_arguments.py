@@ -11,7 +11,7 @@ import torch
 from shell import Shell
 from started_python import StartedPython
 
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.request import Request

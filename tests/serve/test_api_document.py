@@ -12,10 +12,10 @@ from jsonschema import Draft202012Validator
 from serve.test_guard import ask
 
 import sdflow.serve
-from sdflow.serve.guard import Access
+from sdflow.serve.http.guard import Access
+from sdflow.serve.http.uploads import read_base64
+from sdflow.serve.http.webui_fields import ONE_PIXEL
 from sdflow.serve.limits import Limits
-from sdflow.serve.uploads import read_base64
-from sdflow.serve.webui_fields import ONE_PIXEL
 
 PAGE = Path(sdflow.serve.__file__).parent / "page"
 

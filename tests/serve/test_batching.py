@@ -12,13 +12,13 @@ import PIL.Image
 import pytest
 import torch
 
-from sdflow.runtime.images import to_pil
-from sdflow.runtime.loaded import Images
+from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.drawing.loaded import Images
+from sdflow.runtime.files.images import to_pil
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler
-from sdflow.serve.engine import Engine
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.served_pipeline import Finished, ServedPipeline, preview_steps
 from sdflow.serve.jobs import Begun, Drawn, Failed, Image, Job, LoraFile, Message, Preview, Stepped, Turned
-from sdflow.serve.served_pipeline import Finished, ServedPipeline, preview_steps
 
 SECONDS = {1: 1.0, 4: 1.5}
 """Few sizes: each is a session of its own, for each size of image, with guidance and without."""
@@ -165,7 +165,7 @@ def test_one_that_fails_takes_no_other_along(served: Keeping) -> None:
 
 def test_a_batch_that_cannot_be_run_is_run_one_by_one(served: Keeping, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory is short: the larger batch fails, its images do not."""
-    from sdflow.serve.shared_steps import SharedSteps
+    from sdflow.serve.engine.shared_steps import SharedSteps
 
     own = SharedSteps.run
 

@@ -12,11 +12,11 @@ import PIL.Image
 import pytest
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.beside import read_beside
+from sdflow.serve.http.images_beside import read_beside
+from sdflow.serve.http.openai_fields import Generation
+from sdflow.serve.http.requested import jobs_of
+from sdflow.serve.http.served_model import read_served
 from sdflow.serve.limits import Limits
-from sdflow.serve.openai_fields import Generation
-from sdflow.serve.requested import jobs_of
-from sdflow.serve.served_model import read_served
 
 
 def png() -> bytes:

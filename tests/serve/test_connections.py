@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 from until import PATIENCE
 
-from sdflow.serve.app import Settings, make_app
-from sdflow.serve.connection import Connection
-from sdflow.serve.guard import Access
+from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.connection import Connection
+from sdflow.serve.http.guard import Access
+from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.server import listen
 from sdflow.serve.limits import Limits
-from sdflow.serve.loras import Loras
-from sdflow.serve.server import listen
 from sdflow.serve.worker_options import WorkerOptions
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
@@ -27,9 +27,9 @@ LARGE = 64 << 20
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdflow.serve.body.STALL_SECONDS", 0.5)
-    monkeypatch.setattr("sdflow.serve.body.SLOWEST", 1 << 40)
-    monkeypatch.setattr("sdflow.serve.connection.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("sdflow.serve.http.body.SLOWEST", 1 << 40)
+    monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", 0.5)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
 
 def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is taken as soon as there is a place."""
-    monkeypatch.setattr("sdflow.serve.connection.HEAD_SECONDS", PATIENCE)
+    monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", PATIENCE)
     most = 4
 
     async def tried() -> None:
@@ -168,7 +168,7 @@ def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyP
 
 def test_all_bodies_together_stay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight of the largest; what was answered counts no more."""
-    monkeypatch.setattr("sdflow.serve.body.STALL_SECONDS", PATIENCE)
+    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", PATIENCE)
 
     async def tried() -> None:
         with application(body=1000) as app:

@@ -13,7 +13,7 @@ import pytest
 from until import PATIENCE
 
 from sdflow.errors import PassError
-from sdflow.serve.cuts import Cuts
+from sdflow.serve.engine.cuts import Cuts
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ class Splits:
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Splits]:
     made = Splits()
-    monkeypatch.setattr("sdflow.serve.cuts.split", made)
+    monkeypatch.setattr("sdflow.serve.engine.cuts.split", made)
     yield made
     made.go_on.set()
 

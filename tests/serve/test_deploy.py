@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from until import PATIENCE, until
 
 from sdflow.cli.app import app
+from sdflow.disk.locked_folder import alone_in
 from sdflow.errors import UsageError
-from sdflow.locked_folder import alone_in
 from sdflow.serve import client
 from sdflow.serve.deployments import Deployment, deploy, deployments, find_deployment, terminate
 

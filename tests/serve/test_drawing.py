@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sdflow.serve.api_error import ApiError, of_failure
-from sdflow.serve.drawing import Drawing
+from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics

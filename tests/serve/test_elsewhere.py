@@ -12,10 +12,10 @@ import pytest
 from until import PATIENCE
 
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.serve import served_pipeline
-from sdflow.serve.engine import Engine
+from sdflow.serve.engine import served_pipeline
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Drawn, Failed, Job, Message
-from sdflow.serve.served_pipeline import ServedPipeline
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from sdflow.cli.serve import serve
 from sdflow.errors import UsageError
 from sdflow.families.approximation import EXACT
 from sdflow.manifest import MANIFEST_FILE
-from sdflow.serve.served_model import read_served
-from sdflow.serve.server import listen
+from sdflow.serve.http.served_model import read_served
+from sdflow.serve.http.server import listen
 
 LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True, "size": "256x256"}
 DRAWN = "sdflow_images_total"

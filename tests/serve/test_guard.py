@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 from until import PATIENCE
 
-from sdflow.serve.app import Settings, make_app
-from sdflow.serve.connection import Connection
-from sdflow.serve.guard import LOOPBACK, Access, log_line
+from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.connection import Connection
+from sdflow.serve.http.guard import LOOPBACK, Access, log_line
+from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.server import access_of, listen
 from sdflow.serve.limits import Limits
-from sdflow.serve.loras import Loras
-from sdflow.serve.server import access_of, listen
 from sdflow.serve.worker_options import WorkerOptions
 
 PAGE = "https://page.example"
@@ -107,7 +107,7 @@ def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         compared.append((given, key))
         return compare(given, key)
 
-    monkeypatch.setattr("sdflow.serve.guard.hmac.compare_digest", seen)
+    monkeypatch.setattr("sdflow.serve.http.guard.hmac.compare_digest", seen)
     wanted = (("secret", 200), ("secre", 401), ("x", 401), ("", 401), ("secretsecret", 401))
     for given, status in wanted:
         headers = {"Authorization": f"Bearer {given}"}
@@ -134,7 +134,7 @@ def test_a_request_that_is_too_large_is_refused(path: str) -> None:
 
 
 def test_a_body_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdflow.serve.body.STALL_SECONDS", 0.1)
+    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", 0.1)
     sent: list[dict[str, Any]] = []
     loras = Loras(None)
     settings = Settings({}, WorkerOptions({}), Access(), Limits(), loras, log=lambda event, **fields: None)
@@ -163,7 +163,7 @@ def test_a_body_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, and one that stops within its head; one that asks is answered, and asks again."""
-    monkeypatch.setattr("sdflow.serve.connection.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", 0.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(1)  # longer than a head may take

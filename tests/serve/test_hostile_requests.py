@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sdflow.serve.app import Hear, Settings, make_app
-from sdflow.serve.guard import Access
+from sdflow.serve.http.app import Hear, Settings, make_app
+from sdflow.serve.http.guard import Access
+from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.openai_fields import Edit
+from sdflow.serve.http.served_model import read_served
+from sdflow.serve.http.webui_fields import ONE_PIXEL, FromImage
 from sdflow.serve.jobs import Cancel, Drawn, Job, Ready
 from sdflow.serve.limits import Limits
-from sdflow.serve.loras import Loras
-from sdflow.serve.openai_fields import Edit
-from sdflow.serve.served_model import read_served
-from sdflow.serve.webui_fields import ONE_PIXEL, FromImage
 from sdflow.serve.worker_options import WorkerOptions
 
 Ask = Callable[..., tuple[int, dict[bytes, bytes], bytes]]

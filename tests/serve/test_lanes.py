@@ -11,13 +11,13 @@ from typing import TypeVar
 import pytest
 from until import PATIENCE
 
-from sdflow.serve.engine import Engine
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.lanes import Lanes, Tell
+from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
-from sdflow.serve.lanes import Lanes, Tell
-from sdflow.serve.loading import LoadedLane, Spent, load_lanes, sooner
-from sdflow.serve.served_pipeline import ServedPipeline
-from sdflow.serve.shared_values import SharedValues, Values
-from sdflow.serve.waiting import Waiting
+from sdflow.serve.loras.shared_values import SharedValues, Values
 from sdflow.serve.worker_options import WorkerOptions
 
 Kind = TypeVar("Kind")

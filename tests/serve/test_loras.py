@@ -25,18 +25,18 @@ from started_python import Command
 from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
-from sdflow.runtime.live_weights import own_values
+from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.split import split
-from sdflow.serve import live_loras
+from sdflow.runtime.sessions.live_weights import own_values
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.engine import Engine
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.http.loras import Loras
 from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message, Turned
-from sdflow.serve.lora_pipelines import LoraPipelines, Made, Wanted
-from sdflow.serve.lora_structures import LoraFit
-from sdflow.serve.loras import Loras
-from sdflow.serve.ready_pipelines import ReadyPipelines
-from sdflow.serve.served_pipeline import ServedPipeline
+from sdflow.serve.loras import live_loras
+from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
+from sdflow.serve.loras.lora_structures import LoraFit
+from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "samples/loras"
@@ -254,7 +254,7 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
     submit("first", ())
     while engine.busy:
         engine.turn()
-    monkeypatch.setattr("sdflow.serve.cuts.split", None)  # the parts are there
+    monkeypatch.setattr("sdflow.serve.engine.cuts.split", None)  # the parts are there
     held, carry_out = threading.Event(), LoraPipelines.carry_out
 
     def made_later(self: LoraPipelines, wanted: Wanted) -> Made:
@@ -409,9 +409,7 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
 
 def test_what_was_sent_to_a_killed_server_is_removed_by_the_next(tmp_path: Path) -> None:
     """Also where the nodes of a cluster have it."""
-    script = (
-        "import os, sys, pathlib; from sdflow.serve.loras import Loras; it = Loras(None, pathlib.Path(sys.argv[1])); "
-    )
+    script = "import os, sys, pathlib; from sdflow.serve.http.loras import Loras; it = Loras(None, pathlib.Path(sys.argv[1])); "
     script += "os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 9
     (left,) = tmp_path.iterdir()
@@ -453,7 +451,7 @@ def test_a_size_that_cannot_be_taken_apart_is_drawn_alone_and_no_other(
         batches = [images for each in told if isinstance(each, Turned) for images, _, _ in each.batches]
         return np.asarray(PIL.Image.open(io.BytesIO(files[0])), np.int16), batches
 
-    monkeypatch.setattr("sdflow.serve.cuts.split", but_for_one_size)
+    monkeypatch.setattr("sdflow.serve.engine.cuts.split", but_for_one_size)
     before, _ = image(128)
     odd, batches = image(96)
     assert set(batches) == {1}

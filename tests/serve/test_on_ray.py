@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sdflow.errors import UsageError
-from sdflow.serve.app import Settings
-from sdflow.serve.guard import Access
+from sdflow.serve.http.app import Settings
+from sdflow.serve.http.guard import Access
+from sdflow.serve.http.loras import Loras
 from sdflow.serve.limits import Limits
-from sdflow.serve.loras import Loras
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread
 from sdflow.serve.worker_options import WorkerOptions

@@ -20,7 +20,7 @@ from serve.conftest import SIZE, RunningServer
 from until import PATIENCE, until
 
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.serve.api_document import ANSWERS
+from sdflow.serve.http.api_document import ANSWERS
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_images_are_those_that_the_pipeline_draws(client: openai.OpenAI, pipelin
     assert answer.size == SIZE
     assert answer.data is not None
     assert [datum.model_extra["seed"] for datum in answer.data] == [7, 8]  # type: ignore[index]
-    from sdflow.runtime.schedule import named_scheduler
+    from sdflow.runtime.denoiser.schedule import named_scheduler
 
     pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
     for datum, seed in zip(answer.data, (7, 8), strict=True):
@@ -136,7 +136,7 @@ def test_an_image_is_gone_on_from(client: openai.OpenAI, pipeline: Pipeline) -> 
     image, more = png("RGB"), {"seed": 5, "steps": 4, "strength": 0.5, "scheduler": "euler"}
     answer = client.images.edit(image=image, prompt="a red circle", extra_body=more)
     assert answer.data is not None
-    from sdflow.runtime.schedule import named_scheduler
+    from sdflow.runtime.denoiser.schedule import named_scheduler
 
     pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
     expected = pipeline(
@@ -153,7 +153,7 @@ def test_only_what_is_transparent_in_the_mask_is_drawn(client: openai.OpenAI, pi
     """And without a mask, what is transparent in the image itself."""
     more = {"seed": 5, "steps": 4, "scheduler": "ddim"}
     lower_half = PIL.Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 2048).reshape(64, 64))
-    from sdflow.runtime.schedule import named_scheduler
+    from sdflow.runtime.denoiser.schedule import named_scheduler
 
     pipeline.scheduler = named_scheduler("ddim", pipeline.scheduler.config)
     for image, files in ((png("RGB"), {"mask": png("RGBA", seed=9)}), (png("RGBA"), {})):

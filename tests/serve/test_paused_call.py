@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sdflow.serve.paused_call import CallEnded, PausedCall
+from sdflow.serve.engine.paused_call import CallEnded, PausedCall
 
 
 def summing(ask: Callable[[str], int]) -> int:

@@ -14,11 +14,11 @@ from serve.conftest import SIZE, RunningServer, running_server
 from until import PATIENCE
 
 from sdflow.runtime.memory_limit import MOST_SIDES
-from sdflow.serve.drawing import Drawing
+from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.jobs import Job, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
-from sdflow.serve.waiting import Waiting
 
 OWN = 128
 """The side of the images that the small model was made for."""

@@ -16,10 +16,10 @@ import pytest
 
 from sdflow.errors import CheckpointError, PassError
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.app import Settings, make_app
-from sdflow.serve.guard import Access
+from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.guard import Access
+from sdflow.serve.http.loras import AT_ONCE, Loras
 from sdflow.serve.limits import Limits
-from sdflow.serve.loras import AT_ONCE, Loras
 from sdflow.serve.worker_options import WorkerOptions
 
 FILE = Path(__file__).parents[2] / "samples/loras/stripes.safetensors"
@@ -127,7 +127,7 @@ def test_only_so_many_are_sent_at_a_time(tmp_path: Path) -> None:
 KILLED = """
 import io, os, signal, sys
 from pathlib import Path
-from sdflow.serve.loras import Loras
+from sdflow.serve.http.loras import Loras
 
 def wait(path):
     print("looking", flush=True)

@@ -14,8 +14,8 @@ import PIL.PngImagePlugin
 import pytest
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.uploads import as_mask, read_base64, read_upload
 from sdflow.serve.limits import Limits
-from sdflow.serve.uploads import as_mask, read_base64, read_upload
 
 LIMITS = Limits(pixels=64 * 64)
 

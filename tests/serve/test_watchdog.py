@@ -18,9 +18,9 @@ from serve.conftest import SIZE, RunningServer, running_server
 from transformers import CLIPTokenizer
 from until import PATIENCE, until
 
+from sdflow.serve.engine.pulse import LEAST_SECONDS, Patience
 from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready
-from sdflow.serve.pulse import LEAST_SECONDS, Patience
-from sdflow.serve.worker_line import WorkerLine
+from sdflow.serve.worker.worker_line import WorkerLine
 from sdflow.serve.worker_options import WorkerOptions
 
 STALL = 10.0

@@ -17,10 +17,10 @@ import torch
 from serve.conftest import RunningServer
 from until import PATIENCE, until
 
+from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.schedule import named_scheduler
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.webui_api import loras_in
+from sdflow.serve.http.webui_api import loras_in
 
 SMALL = {"prompt": "a (red:1.2) circle", "width": 64, "height": 64, "steps": 2, "seed": 5, "sampler_name": "Euler a"}
 

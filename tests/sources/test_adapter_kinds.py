@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sdflow.errors import CheckpointError
 from sdflow.inspection import inspect
 from sdflow.sources import Checkpoint, find_lora, load_module, lora_submodels, read_lora
-from sdflow.sources.adapter_kinds import MERGE_WITH_PEFT, PEFT_TYPES, USE_A_LORA, kind_of_tensor
+from sdflow.sources.loras.adapter_kinds import MERGE_WITH_PEFT, PEFT_TYPES, USE_A_LORA, kind_of_tensor
 
 Tensors = dict[str, torch.Tensor]
 

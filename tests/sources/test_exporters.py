@@ -21,7 +21,7 @@ from sdflow.errors import CheckpointError
 from sdflow.inspection import inspect
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_delta, lora_submodels, read_lora
-from sdflow.verify.merged_loras import merge_lora
+from sdflow.verify.reference.merged_loras import merge_lora
 
 State = dict[str, torch.Tensor]
 Weights = dict[str, State]

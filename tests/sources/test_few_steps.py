@@ -18,7 +18,7 @@ from sdflow.sources import PlainDigests, few_steps, load_pipeline, open_checkpoi
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.few_steps import few_steps_of_lora
 from sdflow.sources.single_file import open_single_file
-from tests.original_layout import stable_diffusion_2
+from tests.support.original_layout import stable_diffusion_2
 
 LORAS: dict[tuple[str, str], tuple[Any, ...] | None] = {
     # repository, file: steps, guidance, eta, scheduler

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint
-from sdflow.verify.torch_module import TorchModule
+from sdflow.verify.reference.torch_module import TorchModule
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"

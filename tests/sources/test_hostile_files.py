@@ -13,17 +13,17 @@ import onnx
 import pytest
 import torch
 
+from sdflow.disk.input_file import parse_json, read_json
 from sdflow.errors import CheckpointError, PassError, VerificationError
-from sdflow.input_file import parse_json, read_json
 from sdflow.onnx_model import reading
 from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.reading import load_graph
 from sdflow.passes.outcome import require_model
-from sdflow.runtime.sessions import create_session, read_graph
+from sdflow.runtime.sessions.session import create_session, read_graph
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header
 from sdflow.targets import TARGETS
-from sdflow.verify.graph import read_graph as verified_graph
+from sdflow.verify.artifact.graph import read_graph as verified_graph
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ HEAVY = {"numpy", "torch", "diffusers", "transformers", "huggingface_hub", "safe
 CODE = """
 import sys
 import sdflow.sources
-from sdflow.sources.lora import lora_submodels
+from sdflow.sources.loras.lora import lora_submodels
 for reference in ("synthetic:sd15", "synthetic:sd15-tiny?seed=1"):
     sdflow.sources.open_checkpoint(reference, digests=sdflow.sources.PlainDigests(), download=False)
 print(*sys.modules)

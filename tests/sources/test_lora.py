@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from sdflow.errors import CheckpointError
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.lora import lora_delta, lora_submodels, read_lora
+from sdflow.sources.loras.lora import lora_delta, lora_submodels, read_lora
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
 Tensors = dict[str, torch.Tensor]

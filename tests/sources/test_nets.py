@@ -13,13 +13,13 @@ import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from safetensors.torch import save_file
 
+from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import Origin
 from sdflow.models.controlnet import ControlNet
 from sdflow.models.residuals import residual_ports
 from sdflow.passes.registry import catalog
-from sdflow.plan import make_plan
 from sdflow.sources import Checkpoint, PlainDigests, load_module, load_pipeline, open_checkpoint, reopen_checkpoint
 from sdflow.sources.architectures import architecture_config
 from sdflow.store import Cache

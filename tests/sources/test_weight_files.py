@@ -19,7 +19,7 @@ from sdflow.sources.folder import open_component
 from sdflow.sources.hub import component_files
 from sdflow.sources.load import parameter_shapes
 from sdflow.sources.reference import AdapterReference
-from sdflow.verify.torch_module import TorchModule
+from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.weights.tensors import open_tensors
 
 FAMILY = FAMILIES["stable_diffusion"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sdflow.artifact import Action
-from sdflow.atomic_write import UNFINISHED
+from sdflow.disk.atomic_write import UNFINISHED
 from sdflow.store import Cache
 from sdflow.store.layout import remove_tree
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from sdflow.artifact import Artifact, Record
-from sdflow.assemble import assemble
-from sdflow.atomic_write import UNFINISHED
+from sdflow.build.assemble import assemble
 from sdflow.digest import digest_file
+from sdflow.disk.atomic_write import UNFINISHED
 from sdflow.errors import CacheError
 from sdflow.manifest import Origin
 from sdflow.store import Cache
@@ -256,7 +256,7 @@ def test_what_a_killed_copy_left_goes_though_the_folder_is_current(project: Path
 def test_everything_is_on_the_disk_before_the_exchange_and_the_exchange_before_the_old_one_goes(
     project: Path, copy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sdflow import assemble as module
+    from sdflow.build import assemble as module
 
     folder = build(project, "old", copy=copy)
     synced: list[tuple[int, int]] = []

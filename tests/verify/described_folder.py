@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.verify.folder import FolderRequest, source_of
-from tests.converted import artifact_of
+from tests.support.converted import artifact_of
 
 WRITTEN_BY = ("_diffusers_version", "_name_or_path", "transformers_version")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from sdflow.passes.worker import run_pass
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
-from sdflow.verify.cases import Cases
-from sdflow.verify.exact import Proof, prove
-from sdflow.verify.graph import open_graph
-from sdflow.verify.judge import judge_submodel
-from sdflow.verify.recipes import RecipeCheck
+from sdflow.verify.artifact.exact import Proof, prove
+from sdflow.verify.artifact.graph import open_graph
+from sdflow.verify.artifact.judge import judge_submodel
+from sdflow.verify.artifact.recipes import RecipeCheck
+from sdflow.verify.artifact.stored import BoundModel
+from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import SubmodelVerdict
-from sdflow.verify.stored import BoundModel
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import hollow

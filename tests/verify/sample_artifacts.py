@@ -17,27 +17,27 @@ from onnx import helper, numpy_helper
 import sdflow.passes
 import sdflow.sources
 import sdflow.weights
+from sdflow.build.execute import Executor
+from sdflow.build.listener import FinishedStep
+from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.digest import digest_json
-from sdflow.execute import Executor
-from sdflow.listener import FinishedStep
 from sdflow.passes import registry
-from sdflow.plan import make_plan
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.store import Cache
-from sdflow.verify.cases import Cases, read_cases
-from sdflow.verify.graph import open_graph
-from sdflow.verify.judge import judge_submodel
-from sdflow.verify.reference import compute
-from sdflow.verify.reference_request import ReferenceRequest
+from sdflow.verify.artifact.graph import open_graph
+from sdflow.verify.artifact.judge import judge_submodel
+from sdflow.verify.reference.cases import Cases, read_cases
+from sdflow.verify.reference.reference import compute
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.selection import Selection, select
+from sdflow.verify.reference.torch_module import LoraMerge
 from sdflow.verify.result import SubmodelVerdict
-from sdflow.verify.selection import Selection, select
 from sdflow.verify.subject import own_image
-from sdflow.verify.torch_module import LoraMerge
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.lora import LoraInput
-from tests.small_workflows import Events
+from tests.support.small_workflows import Events
 
 ROOT = Path(__file__).parents[2]
 DRAWING = ("text_encoder", "unet", "vae_decoder")

@@ -12,11 +12,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from sdflow.tolerances import EXACT_LIMIT
-from sdflow.verify.cases import Cases
-from sdflow.verify.constants import take_constants, unrounded_number
-from sdflow.verify.exact import Proof, prove
-from sdflow.verify.recipes import RecipeCheck
-from sdflow.verify.stored import BoundModel
+from sdflow.verify.artifact.constants import take_constants, unrounded_number
+from sdflow.verify.artifact.exact import Proof, prove
+from sdflow.verify.artifact.recipes import RecipeCheck
+from sdflow.verify.artifact.stored import BoundModel
+from sdflow.verify.reference.cases import Cases
 from tests.verify.sample_artifacts import DRAWING, Graph, Sample, planted, verdict
 
 

@@ -10,10 +10,10 @@ import yaml
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.passes import registry
-from sdflow.run import RunOptions, run_workflow
+from sdflow.run.run import RunOptions, run_workflow
 from sdflow.store import Cache
 from sdflow.verify import Verification, subject_of_folder, verify
-from tests.small_workflows import Events
+from tests.support.small_workflows import Events
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 TO_FLOAT16 = [{"pass": "OnnxConversion", "target_opset": 17}, {"pass": "OnnxFloatToFloat16"}]

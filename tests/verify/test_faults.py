@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
 
 from sdflow.sources import Checkpoint
-from sdflow.verify.activations import overflow as overflow_of
-from sdflow.verify.cases import Cases
-from sdflow.verify.torch_module import LoraMerge
+from sdflow.verify.artifact.activations import overflow as overflow_of
+from sdflow.verify.reference.cases import Cases
+from sdflow.verify.reference.torch_module import LoraMerge
 from sdflow.weights.lora import LoraInput
 from tests.verify.sample_artifacts import DRAWING, ROOT, Graph, Sample, planted, reference, shown, verdict
 

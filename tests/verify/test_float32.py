@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from sdflow.sources import Checkpoint
 from sdflow.tolerances import FLOAT32_LIMIT
-from sdflow.verify.cases import Cases
+from sdflow.verify.reference.cases import Cases
 from tests.verify.sample_artifacts import Graph, reference, shown, verdict
 
 

@@ -19,10 +19,10 @@ from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.sources.load import load_module
 from sdflow.targets import TARGETS
 from sdflow.tolerances import EXACT_LIMIT
-from sdflow.verify.unsupported_nodes import fits
+from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.quantized import float8_bits
-from tests.small_lora import write_lora
+from tests.support.small_lora import write_lora
 from tests.verify.quantized_chain import LAYER, SUBMODEL, Built, build
 
 

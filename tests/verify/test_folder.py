@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from sdflow.errors import UsageError
 from sdflow.families import ARCHITECTURES, FAMILIES
-from sdflow.runtime.folder import folder_defaults
-from sdflow.runtime.schedule import named_scheduler, trace
+from sdflow.runtime.denoiser.schedule import named_scheduler, trace
+from sdflow.runtime.files.folder import folder_defaults
 from sdflow.sources import Checkpoint, load_pipeline
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder import hold_folder

@@ -12,17 +12,17 @@ import pytest
 from small_workflows import Events
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
+from sdflow.build.execute import Executor
+from sdflow.build.listener import Steps
+from sdflow.build.plan import PipelinePlan, make_plan
+from sdflow.build.step import Step
 from sdflow.config import load_workflow
-from sdflow.execute import Executor
 from sdflow.families import family_of_architecture
-from sdflow.listener import Steps
 from sdflow.passes.registry import catalog
-from sdflow.plan import PipelinePlan, make_plan
-from sdflow.step import Step
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
+from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import errors
-from sdflow.verify.unsupported_nodes import fits
 
 BASES = Path(__file__).parents[2] / "workflows" / "base"
 ARCHITECTURES = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sdflow.verify.judge_output import judge_output
+from sdflow.verify.artifact.judge_output import judge_output
 from sdflow.verify.result import CaseDistance
 
 

@@ -9,12 +9,12 @@ import pytest
 from shell import ROOT, Shell
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
+from sdflow.disk.input_file import read_json
 from sdflow.families import FAMILIES
-from sdflow.input_file import read_json
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.targets import TARGETS
+from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import errors
-from sdflow.verify.unsupported_nodes import fits
 
 pytestmark = pytest.mark.slow
 

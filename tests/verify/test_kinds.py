@@ -11,8 +11,8 @@ import pytest
 
 from sdflow.report.verify import print_verification
 from sdflow.verify.finding import Finding
-from sdflow.verify.html import page
 from sdflow.verify.kinds import kinds
+from sdflow.verify.report.html import page
 from sdflow.verify.result import Verification
 
 REBUILD = "run the workflow again"

@@ -12,7 +12,7 @@ from sdflow.errors import VerificationError
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.sources.load import parameter_shapes
 from sdflow.verify.memory import LIBRARIES, graph_bytes, reference_bytes, require_memory
-from sdflow.verify.selection import Selection, select
+from sdflow.verify.reference.selection import Selection, select
 
 GB = 10**9
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from sdflow.errors import VerificationError
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_delta, read_lora
-from sdflow.verify import merged_loras, reference, torch_module
-from sdflow.verify.merged_loras import merge_lora
+from sdflow.verify.reference import merged_loras, reference, torch_module
+from sdflow.verify.reference.merged_loras import merge_lora
 from tests.sources.test_lora import (
     Shapes,
     Tensors,
@@ -247,7 +247,7 @@ def test_a_tensor_without_a_place_is_told(tiny_checkpoint: Checkpoint, shapes: S
 
 
 def test_the_reference_knows_nothing_of_the_reader() -> None:
-    own = {"sdflow.verify.merged_loras.merge_lora", "sdflow.verify.torch_module.LoraMerge"}
+    own = {"sdflow.verify.reference.merged_loras.merge_lora", "sdflow.verify.reference.torch_module.LoraMerge"}
     for module in (merged_loras, torch_module, reference):
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
         imported = {

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.distance import psnr
 from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.manifest import Origin

@@ -11,9 +11,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from sdflow.verify.activations import overflow
-from sdflow.verify.cases import Case, Cases
-from sdflow.verify.overflow import NodeRange, ranges
+from sdflow.verify.artifact.activations import overflow
+from sdflow.verify.artifact.overflow import NodeRange, ranges
+from sdflow.verify.reference.cases import Case, Cases
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ import pytest
 from onnx import TensorProto
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, Origin
 from sdflow.onnx_model.files import data_span, set_external
 from sdflow.onnx_model.stub import is_stub
 from sdflow.sources import Checkpoint
 from sdflow.targets import TARGETS
+from sdflow.verify.artifact.promises import check_promises
 from sdflow.verify.kernels import kernel_table
-from sdflow.verify.promises import check_promises
-from tests.converted import artifact_of
+from tests.support.converted import artifact_of
 from tests.verify.told import Told, assert_told
 from tests.weights.conftest import Builder
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from sdflow.tolerances import EXACT_LIMIT
 from sdflow.verify.result import spell_limit
 from sdflow.weights.lora import LoraInput
-from tests.small_lora import write_lora
+from tests.support.small_lora import write_lora
 from tests.verify.quantized_chain import LAYER, SUBMODEL, Built, build
 
 
@@ -160,7 +160,7 @@ def test_a_lora_is_merged_in_float32_and_then_quantized(built: Built, tmp_path: 
 
 
 def test_a_graph_that_is_quantized_is_told_by_itself(built: Built, artifact: Path) -> None:
-    from sdflow.verify.judge import _said_otherwise
+    from sdflow.verify.artifact.judge import _said_otherwise
 
     verdict = built.verdict(artifact, 1.0)
     assert not _said_otherwise(verdict, "int8")

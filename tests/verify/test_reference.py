@@ -11,10 +11,10 @@ import pytest
 from sdflow.distance import relative_l2
 from sdflow.models.base import Model, Port, Ports
 from sdflow.sources import Checkpoint
-from sdflow.verify.cases import Case, Cases
-from sdflow.verify.forwards import Network, run_cases
-from sdflow.verify.half import quick_halves
-from sdflow.verify.torch_module import LoraMerge, TorchModule
+from sdflow.verify.reference.cases import Case, Cases
+from sdflow.verify.reference.forwards import Network, run_cases
+from sdflow.verify.reference.half import quick_halves
+from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 from tests.verify.sample_artifacts import ROOT
 
 LORAS = ROOT / "samples/loras"
@@ -285,7 +285,7 @@ def test_every_case_has_both_references_and_they_differ_by_rounding(sample_cases
 
 
 def test_cases_come_back_from_the_disk_as_they_were(tmp_path: Path, sample_cases: dict[str, Any]) -> None:
-    from sdflow.verify.cases import read_cases, write_cases
+    from sdflow.verify.reference.cases import read_cases, write_cases
 
     write_cases(tmp_path, sample_cases, {"more": 1})
     again = read_cases(tmp_path, "unet")

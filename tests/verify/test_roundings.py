@@ -9,13 +9,13 @@ import pytest
 
 from sdflow.distance import relative_l2
 from sdflow.sources import PlainDigests, open_checkpoint
-from sdflow.verify.cases import Case, Cases, write_cases
-from sdflow.verify.forwards import run_cases
-from sdflow.verify.half import quick_halves
-from sdflow.verify.judge_output import judge_outputs
+from sdflow.verify.artifact.judge_output import judge_outputs
+from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
+from sdflow.verify.reference.cases import Case, Cases, write_cases
+from sdflow.verify.reference.forwards import run_cases
+from sdflow.verify.reference.half import quick_halves
+from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.verify.result import CaseDistance
-from sdflow.verify.roundings import DRAWS, Roundings, drawn_again, too_far
-from sdflow.verify.torch_module import TorchModule
 
 AT = "timestep 0.5"
 """Where this UNet, whose deepest normalization is over two numbers, may lose four times as much in one run as in another."""

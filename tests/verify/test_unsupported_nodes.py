@@ -12,9 +12,9 @@ import pytest
 from onnx import ModelProto, helper
 
 from sdflow.targets import TARGETS
+from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.kernels import kernel_table
-from sdflow.verify.unsupported_nodes import fits
 from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
 from tests.verify.told import Told, assert_told
 from tests.weights.conftest import Builder

@@ -15,29 +15,29 @@ import pytest
 import yaml
 
 from sdflow.artifact import Artifact
-from sdflow.assemble import assemble
+from sdflow.build.assemble import assemble
+from sdflow.build.step import LoraFile
 from sdflow.config import load_workflow
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError, VerificationError
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
-from sdflow.run import RunOptions, run_workflow
-from sdflow.runtime.recorded_tuning import record_tuning
-from sdflow.runtime.tuning import Tuning
+from sdflow.processes.worker_server import WorkerServer
+from sdflow.run.run import RunOptions, run_workflow
+from sdflow.runtime.files.recorded_tuning import record_tuning
+from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.sources import Checkpoint
-from sdflow.step import LoraFile
 from sdflow.store import Cache
 from sdflow.targets import TARGETS, Target
 from sdflow.verify import Subject, Verification, Verified, own_image, subject_of_folder, verify
-from sdflow.verify.cases import read_cases
-from sdflow.verify.html import page
-from sdflow.verify.on_device import run_on_device
-from sdflow.verify.recipes import structure_of
+from sdflow.verify.artifact.on_device import run_on_device
+from sdflow.verify.artifact.recipes import structure_of
+from sdflow.verify.reference.cases import read_cases
+from sdflow.verify.report.html import page
 from sdflow.verify.result import DeviceVerdict
-from sdflow.worker_server import WorkerServer
-from tests.forked_workers import forking
-from tests.small_workflows import Events
 from tests.store.faults import in_process, read_only
+from tests.support.forked_workers import forking
+from tests.support.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from sdflow.digest import digest_file
+from sdflow.disk.file_stamp import file_stamp
 from sdflow.errors import CheckpointError, DamagedBase, PassError
-from sdflow.file_stamp import file_stamp
 from sdflow.onnx_model.stub import is_stub
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.structure import PARAMETERS_FILE, read_parameters

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from sdflow.disk.file_stamp import file_stamp
 from sdflow.errors import CheckpointError
-from sdflow.file_stamp import file_stamp
 from sdflow.passes.base import PassInputs
 from sdflow.passes.lora_merge import LoraMerge, LoraMergeConfig
 from sdflow.sources.load import load_module
@@ -20,7 +20,7 @@ from sdflow.weights.half import LARGEST, AtLimit, to_float16
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import read_parameters
 from sdflow.weights.tensors import open_tensors
-from tests.small_lora import write_lora
+from tests.support.small_lora import write_lora
 from tests.weights.conftest import Builder, config_of, synthetic
 
 SUBMODEL = "text_encoder"
@@ -97,7 +97,7 @@ def test_loras_that_are_infinite_together_are_refused(built: Builder, lora: Path
 
 def delta_of(lora: Path, built: Builder) -> float:
     """The largest value that the LoRA adds to a weight."""
-    from sdflow.sources.lora import lora_delta, read_lora
+    from sdflow.sources.loras.lora import lora_delta, read_lora
 
     shapes = read_parameters(built.structure(SUBMODEL, "cpu"))
     layers = read_lora(lora, {SUBMODEL: shapes})[SUBMODEL]
@@ -116,7 +116,7 @@ def test_a_merge_that_carries_the_weights_refuses_too(built: Builder, lora: Path
 
 
 def test_what_float16_cuts_is_counted_and_named(built: Builder, lora: Path, tmp_path: Path) -> None:
-    from sdflow.sources.lora import lora_delta, read_lora
+    from sdflow.sources.loras.lora import lora_delta, read_lora
 
     structure = built.structure(SUBMODEL, "cuda")
     shapes = read_parameters(structure)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdflow.sources import lora
-from sdflow.sources.lora import LoraLayer, lora_delta
+from sdflow.sources.loras import lora
+from sdflow.sources.loras.lora import LoraLayer, lora_delta
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 128, 513])

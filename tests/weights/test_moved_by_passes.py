@@ -18,8 +18,8 @@ from sdflow.passes.separate_qkv import SeparateQkv
 from sdflow.passes.subpixel_conv import SubpixelConv
 from sdflow.passes.worker import run_pass
 from sdflow.sources.load import parameter_shapes
-from sdflow.verify.recipes import check_recipes
-from sdflow.verify.stored import BoundModel
+from sdflow.verify.artifact.recipes import check_recipes
+from sdflow.verify.artifact.stored import BoundModel
 from sdflow.weights.bind import BindRequest, bind
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.stubs import make_stub, stub_recipe

@@ -21,11 +21,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from sdflow.atomic_write import write_whole
 from sdflow.digest import digest_json
+from sdflow.disk.atomic_write import write_whole
+from sdflow.disk.user_folder import user_folder
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime
-from sdflow.user_folder import user_folder
 
 _FOLDER = Path(__file__).parent
 KERNELS = tuple(

@@ -10,11 +10,11 @@ from typing import Any
 
 from ray import serve
 
-from sdflow.serve.app import Settings, make_app
+from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.server import DRAIN_SECONDS
 from sdflow.serve.on_ray.replica import Replica
 from sdflow.serve.on_ray.replica_line import ReplicaLine
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
-from sdflow.serve.server import DRAIN_SECONDS
 
 REPLICAS = "Replica"
 REQUESTS = 1000

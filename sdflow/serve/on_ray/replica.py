@@ -15,9 +15,9 @@ from typing import Any
 
 from ray import serve
 
+from sdflow.serve.http.server import SILENT
 from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, Ready, Turned
-from sdflow.serve.server import SILENT
-from sdflow.serve.worker_line import WorkerLine
+from sdflow.serve.worker.worker_line import WorkerLine
 from sdflow.serve.worker_options import WorkerOptions
 
 LORAS_HELD = 32

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, TaskCancelledError
 
-from sdflow.serve.app import Hear
+from sdflow.serve.http.app import Hear
 from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Preview, Ready, Stepped, Turned
 from sdflow.serve.on_ray.replica import loras_id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sdflow.errors import UsageError
-from sdflow.on_ray.cluster import ray_address
+from sdflow.processes.on_ray.cluster import ray_address
 
 NAME = "sdflow"
 """Of the application."""

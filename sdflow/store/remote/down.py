@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdflow import stop
-from sdflow.input_file import open_input
+from sdflow.disk.input_file import open_input
 from sdflow.store.remote.entry import RemoteObject
 from sdflow.store.remote.parallel import for_each
 from sdflow.store.remote.pieces import Piece

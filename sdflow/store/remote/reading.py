@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sdflow.input_file import open_input
+from sdflow.disk.input_file import open_input
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.spec import without_secrets
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.digest import canonical_json
+from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, telling
-from sdflow.input_file import read_input
 from sdflow.store.records import BadRecord, load
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
+from sdflow.disk.input_file import is_regular, parse_json, read_input
 from sdflow.errors import CheckpointError, telling
-from sdflow.input_file import is_regular, parse_json, read_input
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
 from sdflow.sources.companions import KNOWN
 from sdflow.verify.finding import Finding

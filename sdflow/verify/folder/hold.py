@@ -11,7 +11,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.manifest import read_manifest
-from sdflow.runtime.folder import SCHEDULER
+from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.compare import CHECK, REBUILD, compare_folder
 from sdflow.verify.folder.schedules import compare_schedules

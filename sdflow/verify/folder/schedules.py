@@ -14,8 +14,8 @@ from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
 from sdflow.families.schedulers import SCHEDULERS
-from sdflow.runtime.folder import SCHEDULER
-from sdflow.runtime.schedule import named_scheduler, trace
+from sdflow.runtime.denoiser.schedule import named_scheduler, trace
+from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.sources.load import load_companion
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.compare import CHECK, REBUILD

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import CONFIG_FILE
+from sdflow.disk.input_file import is_regular, read_json
 from sdflow.errors import CheckpointError
-from sdflow.input_file import is_regular, read_json
 from sdflow.sources import Checkpoint
 
 

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from sdflow.processes.workers import peak_memory
 from sdflow.store import Cache
 from sdflow.store.remote import RemoteSpec
-from sdflow.workers import peak_memory
 
 from ..builds import contents, make_action, write_files
 from .machines import BUILT, files_of

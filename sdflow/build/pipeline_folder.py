@@ -1,0 +1,156 @@
+"""What lies where in a pipeline folder, before any of it is written.
+
+A refiner lies within its base's folder, as a pipeline folder of its own. What of it is the base's, down to the bytes, is a
+link to that: it is there once, in copies too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, Artifact
+from sdflow.disk.input_file import read_json
+from sdflow.families import FAMILIES
+from sdflow.families.base import ONNX_COMPONENT, Family
+from sdflow.families.defaults import Task
+from sdflow.machine.packages import distribution_version, found_version
+from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, Origin, Part, as_bytes
+from sdflow.sources.companions import companion_files
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a pipeline is made of.
+
+    parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
+    from, for sdflow.json. options: as of the family, for model_index.json. changed: JSON in place of companions' files, by
+    companion/file.
+    """
+
+    parts: Mapping[str, Artifact]
+    companions: Mapping[str, Path]
+    origin: Origin
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies where, by POSIX path. parts: the artifacts, each a folder. links: to folders of the same pipeline, by what the
+    link says. companions: the folders that are copied. described: files, by their content."""
+
+    manifest: Manifest
+    parts: Mapping[str, Artifact]
+    links: Mapping[str, str]
+    companions: Mapping[str, Path]
+    described: Mapping[str, bytes]
+
+
+def lay_out(content: Content, refiner: Content | None, *, copy: bool) -> Layout:
+    """The layout of a pipeline's folder, and of its refiner's in it. copy: submodels are copied, not linked."""
+    if refiner is None:
+        return _one(content, copy)
+    inside = _one(refiner, copy, {} if sys.platform == "win32" else _shared(content, refiner))
+    outside = _one(content, copy, more=_within(dict.fromkeys(inside.manifest.files)))
+    return Layout(
+        outside.manifest,
+        {**outside.parts, **_within(inside.parts)},
+        _within(inside.links),
+        {**outside.companions, **_within(inside.companions)},
+        {**outside.described, **_within(inside.described)},
+    )
+
+
+def _shared(content: Content, refiner: Content) -> dict[str, str]:
+    """What of the refiner is the base's -> where that lies, from the refiner's folder."""
+    return {
+        name: f"../{name}"
+        for name, artifact in refiner.parts.items()
+        if name in content.parts and content.parts[name].digest == artifact.digest
+    }
+
+
+def _within(found: Mapping[str, T]) -> dict[str, T]:
+    return {f"{REFINER}/{name}": each for name, each in found.items()}
+
+
+def _one(
+    content: Content, copy: bool, links: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
+) -> Layout:
+    """One pipeline's. more: files beside it."""
+    links = links or {}
+    parts = {name: artifact for name, artifact in content.parts.items() if name not in links}
+    files = [INDEX_FILE, MANIFEST_FILE, *links, *(more or {})]
+    for name, folder in content.companions.items():
+        files += [f"{name}/{file}" for file in companion_files(folder)]
+    for name, artifact in parts.items():
+        files += [f"{name}/{entry.path}" for entry in artifact.files] if copy else [name]
+    manifest = Manifest(
+        content.origin,
+        parts={name: Part(artifact.digest, artifact.files) for name, artifact in content.parts.items()},
+        files=tuple(sorted(files)),
+        copied=copy,
+    )
+    described = {INDEX_FILE: _index(FAMILIES[content.origin.family], content), MANIFEST_FILE: as_bytes(manifest)}
+    described |= {name: _json(each) for name, each in content.changed.items()}
+    return Layout(manifest, parts, links, content.companions, described)
+
+
+def _index(family: Family, content: Content) -> bytes:
+    """model_index.json: by it diffusers knows the folder."""
+    components: dict[str, Any] = {
+        "_class_name": family.assembled_as[_task(family, content.parts)],
+        "_diffusers_version": _diffusers_version(content.origin),
+        **content.options,
+    }
+    absent = [*family.lacks, *(part.name for part in family.parts if part.optional)]
+    absent += [
+        name
+        for name, companion in family.companions.items()
+        if any(part in family.submodels for part in companion.parts)
+    ]
+    components.update({name: [None, None] for name in absent})
+    if family.checker is not None:
+        components["requires_safety_checker"] = family.checker in content.parts
+    for name, folder in content.companions.items():
+        # Old checkpoints name classes that transformers 5 no longer has.
+        companion = family.companions[name]
+        config = content.changed.get(f"{name}/{companion.file}")
+        named = companion.class_name or (
+            _named_class(folder / companion.file) if config is None else config["_class_name"]
+        )
+        components[name] = [companion.library, named]
+    components.update(dict.fromkeys(content.parts, ONNX_COMPONENT))
+    return _json(components)
+
+
+def _diffusers_version(origin: Origin) -> str:
+    """The installed one; where there is none, the one that its graphs were made with."""
+    made_with = (step.uses.get("diffusers") for chain in origin.chains.values() for step in chain.steps)
+    return found_version("diffusers") or next(filter(None, made_with), None) or distribution_version("diffusers")
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
+    """As far as the configs can be read: what is wrong with one is told when it is verified or loaded."""
+    configs = {}
+    for name, artifact in parts.items():
+        with suppress(OSError, ValueError):
+            configs[name] = json.loads((artifact.path / CONFIG_FILE).read_bytes())
+    return family.task(configs)
+
+
+def _named_class(file: Path) -> str:
+    config = read_json(file, finite=False)
+    return str(config["_class_name"])

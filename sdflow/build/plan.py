@@ -1,0 +1,232 @@
+"""Workflow to Plan: for every step of every chain its action (the cache key), whether it is cached, and why not.
+
+Planning reads the workflow, the checkpoint's and the LoRAs' digests (cached by file stat) and the cache's index. It
+imports neither torch nor onnx nor olive, and nothing leaves the machine.
+
+A step's key holds the digest of its *input's content*. So the key of a step is known only once the step before has been
+built; until then the plan says so. It also means that a step which gives the same bytes as last time ends the rebuild
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sdflow import sources
+from sdflow.build.chain import Chain, make_chain
+from sdflow.build.imported import told
+from sdflow.build.model_check import require_buildable_model
+from sdflow.build.planned_step import PlannedStep, look_up
+from sdflow.build.step import LoraFile
+from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
+from sdflow.digest import digest_json
+from sdflow.disk.file_stamp import file_stamp
+from sdflow.errors import CheckpointError, Problem, WorkflowError
+from sdflow.families.few_steps import spelled
+from sdflow.manifest import REFINER
+from sdflow.passes import registry
+from sdflow.store import Cache
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One pipeline: its chains, where its checkpoint comes from, and what was left out and why. few_steps: what the names of
+    the model and the LoRAs say of how it draws, and `because`. refiner: what is built with it."""
+
+    pipeline: PipelineSpec
+    checkpoint: sources.Checkpoint | None
+    loras: tuple[LoraFile, ...]
+    chains: tuple[Chain, ...]
+    notes: tuple[str, ...]
+    few_steps: Mapping[str, Any] = field(default_factory=dict)
+    refiner: PipelinePlan | None = None
+
+    @property
+    def together(self) -> dict[str, Chain]:
+        """All chains that are built for it: submodel -> chain, and `refiner/SUBMODEL`."""
+        own = {chain.submodel: chain for chain in self.chains}
+        return own if self.refiner is None else own | {
+            f"{REFINER}/{name}": chain for name, chain in self.refiner.together.items()
+        }  # fmt: skip
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Pipeline -> its target: its own, and its refiner's."""
+        more = self.refiner.targets if self.refiner is not None else {}
+        return {self.pipeline.name: self.pipeline.target, **more}
+
+    @property
+    def every_note(self) -> tuple[str, ...]:
+        """Its notes, and those of its refiner."""
+        more = self.refiner.notes if self.refiner is not None else ()
+        return (*self.notes, *(f"{REFINER}: {note}" for note in more))
+
+    def steps(self, cache: Cache) -> Iterator[PlannedStep]:
+        """Each step as cached or to run, looked up in `cache` now."""
+        for chain in self.chains:
+            yield from look_up(chain, cache)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a workflow asks for, in order."""
+
+    workflow: Workflow
+    pipelines: tuple[PipelinePlan, ...]
+
+    @property
+    def every(self) -> Iterator[PipelinePlan]:
+        """The pipelines, each refiner behind its base."""
+        for pipeline in self.pipelines:
+            yield from (pipeline,) if pipeline.refiner is None else (pipeline, pipeline.refiner)
+
+
+def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Plan:
+    """Plan a workflow against a cache.
+
+    download: fetch hub checkpoints and LoRAs that are not on this machine yet. Without it they are planned as
+        "to run: not downloaded yet".
+
+    Raises CheckpointError for a checkpoint or LoRA that cannot be used.
+    """
+    opened: dict[str, sources.Checkpoint | None] = {}
+    loras: dict[tuple[str, str | None], LoraFile | None] = {}
+    checked: set[tuple[str, str, str | None]] = set()
+
+    def planned(pipeline: PipelineSpec) -> PipelinePlan:
+        key = digest_json(
+            [
+                pipeline.model,
+                pipeline.allow_pickle,
+                dict(pipeline.components),
+                dict(pipeline.controlnets),
+                [adapter.to_json() for adapter in pipeline.ip_adapters],
+            ]
+        )
+        if key not in opened:
+            opened[key] = _open(pipeline, cache, download)
+        for spec in pipeline.loras:
+            if (spec.reference, spec.weight_name) not in loras:
+                loras[spec.reference, spec.weight_name] = _open_lora(spec, cache, download)
+            lora, checkpoint = loras[spec.reference, spec.weight_name], opened[key]
+            pair = (key, spec.reference, spec.weight_name)
+            if lora is not None and checkpoint is not None and pair not in checked:
+                sources.require_made_for(lora.path, checkpoint)
+                checked.add(pair)
+        refiner = None if pipeline.refiner is None else planned(pipeline.refiner)
+        return replace(_plan_pipeline(pipeline, opened[key], loras, cache), refiner=refiner)
+
+    return Plan(workflow, tuple(planned(pipeline) for pipeline in workflow.pipelines))
+
+
+def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Checkpoint | None:
+    try:
+        return sources.open_checkpoint(
+            pipeline.model,
+            digests=cache.stat,
+            download=download,
+            allow_pickle=pipeline.allow_pickle,
+            components=pipeline.components,
+            nets=pipeline.controlnets,
+            adapters=pipeline.ip_adapters,
+        )
+    except sources.CheckpointNotLocal:
+        if download:
+            raise
+        return None
+    except CheckpointError as error:
+        raise CheckpointError(error.what, where=error.where or str(pipeline.model_mark), remedy=error.remedy) from error
+
+
+def _plan_pipeline(
+    pipeline: PipelineSpec,
+    checkpoint: sources.Checkpoint | None,
+    opened: Mapping[tuple[str, str | None], LoraFile | None],
+    cache: Cache,
+) -> PipelinePlan:
+    if checkpoint is not None:
+        require_buildable_model(pipeline, checkpoint)
+    notes = list(checkpoint.notes) if checkpoint is not None else []
+    loras = []
+    for spec in pipeline.loras:
+        lora = opened[spec.reference, spec.weight_name]
+        if lora is None:
+            notes.append(f"LoRA {spec.reference} is not downloaded yet")
+        else:
+            _require_merge(lora, spec, pipeline)
+            loras.append(replace(lora, scale=spec.scale))
+    missing_loras = len(loras) < len(pipeline.loras)
+    chains = []
+    carried: dict[str, list[str]] = {}
+    for submodel, specs in pipeline.submodels.items():
+        source = checkpoint.submodels.get(submodel) if checkpoint else None
+        if checkpoint is not None and source is None:
+            notes.append(f"the checkpoint has no {submodel}: it is left out")
+            continue
+        chain, why = make_chain(pipeline, submodel, specs, source, loras, cache)
+        if missing_loras and any(step.implementation.takes_loras for step in (*chain.steps, *chain.carried)):
+            chain = replace(chain, ready=False)
+        chains.append(chain)
+        if why is not None:
+            carried.setdefault(why, []).append(submodel)
+    for why, submodels in carried.items():
+        notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
+    notes += told({chain.submodel: chain.steps for chain in chains})
+    few_steps: dict[str, Any] = {}
+    if checkpoint is not None:
+        merged = [
+            (spec, lora) for spec in pipeline.loras if spec.scale and (lora := opened[spec.reference, spec.weight_name])
+        ]
+        few_steps = sources.few_steps(
+            checkpoint, [(spec.reference, spec.weight_name, lora.path) for spec, lora in merged]
+        )
+        said = {**few_steps, **pipeline.generate}
+        checkpoint = replace(checkpoint, said=said)
+        if few_steps:
+            notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")
+    return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
+
+
+def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> None:
+    """A LoRA's tensors must not be left out in silence because a chain has no step for them."""
+    for submodel in lora.submodels:
+        steps = pipeline.submodels.get(submodel, ())
+        if submodel in pipeline.submodels and not any(
+            registry.tried_pass(step.pass_name, step.folder).takes_loras for step in steps
+        ):
+            mark = spec.mark
+            problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
+            remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
+            raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
+
+
+def lora_problems(workflow: Workflow) -> list[Problem]:
+    """What is wrong with the LoRAs of a workflow that are on this machine, from their headers and configurations alone."""
+    found: dict[Problem, None] = {}
+    for pipeline in workflow.pipelines:
+        for spec in (*pipeline.loras, *(pipeline.refiner.loras if pipeline.refiner else ())):
+            try:
+                sources.lora_submodels(sources.find_lora(spec.reference, spec.weight_name, download=False))
+            except sources.CheckpointNotLocal:
+                continue
+            except CheckpointError as error:
+                what = f"{error.where}: {error.what}" if error.where else error.what
+                found[Problem(spec.mark.file, spec.mark.line, spec.mark.column, what, error.remedy)] = None
+    return list(found)
+
+
+def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
+    try:
+        path = sources.find_lora(spec.reference, spec.weight_name, download=download)
+        stamp = file_stamp(path)  # before the digest: a file that changes in between is then refused when it is read
+        submodels = sources.lora_submodels(path)
+        digest = sources.lora_digest(path, cache.stat)
+    except sources.CheckpointNotLocal:
+        if download:
+            raise
+        return None
+    except CheckpointError as error:
+        raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
+    return LoraFile(spec.reference, path, digest, spec.scale, submodels, stamp)

@@ -1,0 +1,358 @@
+"""Runs a piece of work in a process of its own: clean environment, no network, ended with its parent.
+
+A pass or an evaluation may crash, leak, start threads or write into the home directory; whatever it does stays in its
+process, and its memory goes back to the machine. The parent sends one JSON request on standard input and keeps the
+pipe open: when it closes, because the parent finished or died, the worker ends at once. The worker answers with JSON
+lines: `{"phase": ...}` any number of times, then `{"result": ...}` or `{"error": ...}`. Whatever else it prints goes
+to the log file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn, Protocol
+
+import sdflow
+from sdflow import errors
+from sdflow.disk.locked_folder import scratch_folder
+from sdflow.errors import PassError, SdflowError, UsageError
+from sdflow.processes.process_tree import adopt_orphans, kill_descendants, kill_session
+
+_KEPT = frozenset((
+    "PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR",
+    "TEMP", "TMP", "SYSTEMROOT", "WINDIR", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "NUMBER_OF_PROCESSORS",
+    "PROCESSOR_ARCHITECTURE", "PROCESSOR_IDENTIFIER",
+))  # fmt: skip
+_KEPT_PREFIXES = (
+    "LC_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "CUBLAS_",
+    "CUDNN_",
+    "HIP_",
+    "ROCR_",
+    "ROCM_",
+    "HSA_",
+    "MIGRAPHX_",
+    "OMP_",
+    "MKL_",
+)
+_SILENCED = {
+    "CI": "1",  # the one switch that stops all of olive-ai's telemetry
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OLIVE_DISABLE_TELEMETRY": "1",
+    "ORT_DISABLE_TELEMETRY": "1",  # also keeps ONNX Runtime from writing a device id into the home directory
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",  # a log is read when its process was killed
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+POLL_SECONDS = 0.2
+_ENDED = b"ended\n"
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What a worker returned, the seconds it took from start to end, and its peak resident memory in bytes."""
+
+    value: Any
+    seconds: float
+    peak_memory: int
+
+
+class Worker(Protocol):
+    """The process of a worker."""
+
+    pid: int
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        """Wait for its end. Returns its exit status; of one that was killed, minus the signal's number."""
+
+
+Descriptors = tuple[int, int, int]
+"""A worker's standard input, output and error."""
+
+Start = Callable[[str, Sequence[str], Mapping[str, str], Path, Descriptors], Worker]
+"""Starts `python -m` with a module and its arguments; environment, home and current folder, descriptors."""
+
+
+SIDE_BY_SIDE = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+"""For workers that share the cores with others. Threads of torch that wait spin otherwise, and take a core from a worker
+that has work: two traces on two cores took 16 s, and take 9. Those of OpenBLAS wait for one another; a pass that computes
+much has threads of its own."""
+
+
+def run_worker(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    on_phase: Callable[[str], None] = lambda phrase: None,
+    on_memory: Callable[[int], None] = lambda rss: None,
+    on_start: Callable[[Worker], None] = lambda worker: None,
+    start: Start | None = None,
+) -> WorkerResult:
+    """Run `python -m module` on a request and wait for its result.
+
+    log: file that takes everything the worker prints. environment: variables that this worker has
+    besides, unless the user set them.
+    on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
+        from another thread. on_start: called with the process; what it raises ends the worker. start: `spawn` by default.
+
+    Raises the SdflowError that the worker raised, OSError when it met a full disk, or PassError when it crashed or was
+    killed. Whatever ends this call, the worker process is gone when it returns.
+    """
+    started = time.perf_counter()
+    with scratch_folder("home") as home, log.open("wb") as sink:
+        variables = dict(environment or {}) | clean_environment(home)
+        with _started(start or spawn, module, variables, home, sink) as (worker, requests, answers, ended):
+            on_start(worker)
+            with _watched(worker, on_memory, ended):
+                try:
+                    requests.write(json.dumps(request).encode() + b"\n")
+                    requests.flush()
+                except BrokenPipeError:
+                    pass  # it died at start: the empty answer below says so, with the log
+                for line in answers:
+                    if line == _ENDED:
+                        break
+                    try:
+                        message = json.loads(line)
+                    except ValueError:
+                        continue  # killed while it wrote
+                    if "phase" in message:
+                        on_phase(message["phase"])
+                    elif "error" in message:
+                        raise rebuilt_error(message["error"], log)
+                    elif "result" in message:
+                        return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
+                worker.kill()  # what it left behind; before it is waited for, as its id is its own until then
+                raise _death(worker.wait(), log)
+
+
+def spawn(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], home: Path, descriptors: Descriptors
+) -> Worker:
+    """Start a new Python process on a module of sdflow, in `home`."""
+    stdin, stdout, stderr = descriptors
+    return _Spawned(
+        python_command(module, *arguments),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        cwd=home,
+        start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
+    )
+
+
+class _Spawned(subprocess.Popen[bytes]):
+    """A worker that is killed with everything that it has started."""
+
+    def kill(self) -> None:
+        if self.returncode is None:  # it was not waited for: the id is still its own
+            kill_session(self.pid)
+            super().kill()
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of sdflow; nothing is imported from the current folder (-P)."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """The environment of a worker: what finds programs, libraries and devices. No secrets, proxies or telemetry."""
+
+    def is_kept(name: str) -> bool:
+        return name.upper() in _KEPT or name.upper().startswith(_KEPT_PREFIXES)
+
+    kept = {name: value for name, value in os.environ.items() if is_kept(name)}
+    here = str(Path(sdflow.__file__).parents[1])
+    if "site-packages" not in Path(here).parts:  # a checkout: the new process must find it too
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [here, kept.get("PYTHONPATH")]))
+    homes = dict.fromkeys(("HOME", "USERPROFILE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), str(home))
+    return (
+        kept | _SILENCED | homes | {"TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor")}
+    )  # else among the temporary ones
+
+
+@contextmanager
+def _started(
+    start: Start, module: str, environment: Mapping[str, str], home: Path, sink: IO[bytes]
+) -> Iterator[tuple[Worker, IO[bytes], IO[bytes], int]]:
+    """A worker, the pipes to it and from it, and a descriptor to write to when it has ended: whatever it has started may hold its
+    end of the pipe, so that no end comes. It is gone at the end."""
+    theirs, to_worker = os.pipe()
+    from_worker, answers = os.pipe()
+    requests = open(to_worker, "wb")  # noqa: SIM115, PTH123  (closing it may fail, below)
+    with open(from_worker, "rb") as stream:  # noqa: PTH123  (a descriptor)
+        try:
+            worker = start(module, (), environment, home, (theirs, answers, sink.fileno()))
+        except BaseException:
+            os.close(answers)
+            raise
+        finally:
+            os.close(theirs)
+        try:
+            yield worker, requests, stream, answers
+        finally:
+            worker.kill()
+            worker.wait()
+            os.close(answers)
+            with suppress(BrokenPipeError):  # what it did not read
+                requests.close()
+
+
+@contextmanager
+def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> Iterator[None]:
+    """Looks at a worker's memory a few times a second, and writes to `ended` when it is no more."""
+    import psutil
+
+    done = threading.Event()
+
+    def watch() -> None:
+        try:
+            process = psutil.Process(worker.pid)
+            while process.status() != psutil.STATUS_ZOMBIE:
+                if done.wait(POLL_SECONDS):
+                    return
+                on_memory(process.memory_info().rss)
+        except psutil.NoSuchProcess:
+            pass
+        os.write(ended, b"\n" + _ENDED)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
+    """What a worker raised, of what it told. log: what it printed, for errors that are not sdflow's."""
+    if error["errno"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
+    kind = getattr(errors, error["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, SdflowError):
+        return kind(error["what"], where=error["where"], remedy=error["remedy"])
+    return PassError(f"{error['kind']}: {error['what']}", remedy=_last_output(log))
+
+
+def _death(status: int, log: Path) -> PassError:
+    if status < 0:
+        name = signal.Signals(-status).name
+        likely = ", most likely because memory ran out" if name == "SIGKILL" else ""
+        return PassError(f"the process was killed by {name}{likely}", remedy=_last_output(log))
+    return PassError(f"the process ended with status {status} and no result", remedy=_last_output(log))
+
+
+def _last_output(log: Path, lines: int = 25) -> str | None:
+    text = log.read_text(errors="replace").splitlines()
+    return "\n".join(["its last output:", *(f"  | {line}" for line in text[-lines:])]) if text else None
+
+
+def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any]) -> NoReturn:
+    """The worker's side: read the request, do `work(request, phase)`, answer, exit. Never returns."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libraries print belongs in the log, not between the answers
+    request = json.loads(sys.stdin.buffer.readline() or b"null")
+    if request is None:
+        os._exit(1)
+    adopt_orphans()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    deny_network()
+
+    def answer(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        kill_descendants(os.getpid())
+        with suppress(OSError):  # the log may lie on the disk that is full
+            traceback.print_exception(kind, error, trace)
+            sys.stderr.flush()
+        if isinstance(error, ImportError):
+            from sdflow.machine.packages import of_missing_module
+
+            if (told := of_missing_module(error)) is not None:
+                kind, error = UsageError, told
+        where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
+        what = error.what if isinstance(error, SdflowError) else str(error)
+        number = error.errno if isinstance(error, OSError) else None
+        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy, "errno": number})
+        os._exit(1)
+
+    sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
+    result = work(request, lambda phrase: answer(phase=phrase))
+    kill_descendants(os.getpid())  # before the result counts: what it left could still write
+    answer(result=result, peak_memory=peak_memory())
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(0)  # no exit handlers: some libraries send their telemetry there
+
+
+def _end_with_parent() -> None:
+    # A raw read: a buffered one holds a lock that the interpreter wants at exit.
+    while os.read(0, 4096):
+        continue
+    try:
+        kill_descendants(os.getpid())
+    finally:
+        os._exit(1)
+
+
+def deny_network() -> None:
+    """Make every host look-up and every connection of this process raise PassError, except to local sockets."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+            raise PassError(f"a pass tried to look up the host {arguments[0]!r}", remedy="passes work without network")
+        if event == "socket.connect" and isinstance(arguments[1], tuple):
+            raise PassError(f"a pass tried to connect to {arguments[1]!r}", remedy="passes work without network")
+
+    sys.addaudithook(hook)
+
+
+def limit_memory(most: int) -> None:
+    """From now on this process gets no more than `most` bytes of memory of its own: whoever asks for more is told so, by
+    MemoryError. What it maps from files does not count. Nothing on Windows, which has no such limit; on macOS it is not held."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def peak_memory() -> int:
+    """The highest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, VmHWM starts anew at exec
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import psutil
+
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "peak_wset", info.rss))

@@ -1,0 +1,1 @@
+"""Whole commands over a build: run, bake, init, fix, structures."""

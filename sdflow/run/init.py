@@ -1,0 +1,258 @@
+"""`sdflow init`: a workflow for a model, a target and LoRAs, complete and commented."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from sdflow.config import load_workflow
+from sdflow.config.matrix import slug
+from sdflow.config.problems import nearest
+from sdflow.config.workflow import LoraSpec
+from sdflow.disk.atomic_write import write_whole
+from sdflow.disk.input_file import is_regular, read_input
+from sdflow.disk.shipped import shipped_workflow, shipped_workflows
+from sdflow.errors import SdflowError, UsageError
+from sdflow.families import EXCHANGEABLE
+from sdflow.inspection import Description, inspect
+from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, PIPELINE
+from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
+from sdflow.passes.registry import catalog
+from sdflow.run.bake import parse_lora
+from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
+from sdflow.sources.sample import sample_folder
+from sdflow.sources.synthetic import require_model
+from sdflow.targets import TARGETS, find_target
+
+_KINDS = (CHECKPOINT, PIPELINE)
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """What the workflow is for.
+
+    model: as a workflow names one; None: that of the base. loras: FILE or FILE:SCALE. target: None: cpu. base: the
+    workflow to extend; None: what the model or the first LoRA says.
+    """
+
+    out: Path
+    model: str | None = None
+    target: str = "cpu"
+    loras: Sequence[str] = ()
+    base: str | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known."""
+
+    base: str
+    reference: str | None
+    of: str | None
+    comment: str
+    pickled: bool = False
+
+
+def write_workflow(request: InitRequest) -> Path:
+    """Write the workflow, check it, and give its path.
+
+    Raises UsageError for what does not go together or cannot be told, CheckpointError for a file that is damaged.
+    """
+    find_target(request.target, "--target")
+    if request.out.exists() and not request.force:
+        raise UsageError(
+            "is there already", where=str(request.out), remedy="Name another with --out, or write over it: --force."
+        )
+    if request.out.exists() and not is_regular(request.out):
+        raise UsageError(
+            "is no file that could be written over", where=str(request.out), remedy="Name another with --out."
+        )
+    if not request.out.parent.is_dir():
+        raise UsageError("there is no such folder", where=str(request.out.parent), remedy="Name another with --out.")
+    loras = [parse_lora(text) for text in request.loras]
+    found = [_inspected(lora) for lora in loras]
+    model = _model(request, [each for each in found if each is not None])
+    for lora in found:
+        if lora is not None and lora.of and model.of is not None and model.of not in lora.of:
+            raise UsageError(
+                f"is a LoRA for {' or '.join(lora.of)}, and the model is {model.of}",
+                where=lora.path,
+                remedy="Name a model that it was made for, with --model.",
+            )
+    text = _text(request, model, list(zip(loras, found, strict=True)))
+    before = read_input(request.out) if request.out.exists() else None
+    write_whole(request.out, text.encode())
+    try:
+        load_workflow(request.out, catalog=catalog())
+    except SdflowError:
+        if before is None:
+            request.out.unlink()
+        else:
+            write_whole(request.out, before)
+        raise
+    return request.out
+
+
+def _inspected(lora: LoraSpec) -> Description | None:
+    """What a LoRA's file is; None for one of the hub, and for a folder of several."""
+    if lora.reference.startswith("hf:"):
+        return None
+    path = Path(lora.reference)
+    described = inspect(path / lora.weight_name if lora.weight_name else path)
+    if len(described) != 1:
+        return None
+    (found,) = described
+    if found.kind != "LoRA":
+        raise UsageError(f"is no LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
+    if found.workflow is None:
+        raise UsageError(" ".join(found.notes), where=found.path, remedy="See `sdflow inspect`.")
+    return found
+
+
+def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
+    if request.model is None:
+        architecture = architecture_for(loras[0].of) if loras else USUAL
+        if request.base is not None:
+            return _Model(_known(request.base), None, None, "")
+        if architecture is None:
+            raise UsageError(
+                f"nothing in {loras[0].path} says which generation of models it is for",
+                where="--lora",
+                remedy="Name the model: --model FILE.",
+            )
+        return _Model(base_of(architecture), None, title_of(architecture), "")
+    parsed = parse_reference(request.model)
+    if isinstance(parsed, SyntheticReference):
+        require_model(request.model, parsed.architecture)
+        base = _known(request.base) if request.base else base_of(parsed.architecture)
+        return _Model(base, request.model, title_of(parsed.architecture), "random weights")
+    if isinstance(parsed, HubReference):
+        return _of_the_hub(request, request.model)
+    if isinstance(parsed, SampleReference):
+        (found,) = inspect(sample_folder(parsed.name))
+        return _of_description(request, found, request.model)
+    assert isinstance(parsed, LocalReference)
+    described = inspect(parsed.path)
+    if len(described) != 1:
+        raise UsageError(
+            f"holds {len(described)} files of weights", where=str(parsed.path), remedy="Name one of them with --model."
+        )
+    reference = _from(request.out, parsed.path)
+    if parsed.architecture is not None:
+        base = _known(request.base) if request.base else base_of(parsed.architecture)
+        return _Model(base, f"{reference}#{parsed.architecture}", title_of(parsed.architecture), described[0].kind)
+    return _of_description(request, described[0], reference)
+
+
+def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
+    if found.kind not in _KINDS or found.workflow is None:
+        lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
+        option = " Give a LoRA with --lora." if found.kind == "LoRA" else ""
+        raise UsageError(
+            f"is no model that a pipeline can be built of, but: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
+            where=found.path,
+            remedy=f"Name a checkpoint or a folder in diffusers' layout.{option}",
+        )
+    lines = yaml.safe_load(found.workflow)
+    over = lines["extends"]
+    base = _known(request.base) if request.base else over if isinstance(over, str) else f"[{', '.join(over)}]"
+    comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
+    return _Model(base, reference, " or ".join(found.of), comment, bool(lines.get("allow_pickle")))
+
+
+def _of_the_hub(request: InitRequest, reference: str) -> _Model:
+    """A repository is not asked what it is: those that the shipped workflows name are known, for others one is named."""
+    if request.base is not None:
+        return _Model(_known(request.base), reference, None, "")
+    for name in shipped_workflows():
+        path = shipped_workflow(name)
+        assert path is not None
+        if yaml.safe_load(path.read_text(encoding="utf-8")).get("model") == reference.partition("@")[0]:
+            return _Model(name, reference, None, "")
+    raise UsageError(
+        "what is in this repository cannot be told from here",
+        where=reference,
+        remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
+    )
+
+
+def _known(base: str) -> str:
+    """The name of a shipped workflow, as `base/sd15.yaml` or `sd15`."""
+    name = base if "/" in base else f"base/{base}"
+    name = name if name.endswith(".yaml") else f"{name}.yaml"
+    if shipped_workflow(name) is None:
+        raise UsageError(
+            f"no workflow {name} ships with sdflow", where="--base", remedy=nearest(name, shipped_workflows())
+        )
+    return name
+
+
+def _from(out: Path, path: Path) -> str:
+    """A path as the workflow names it: from its folder on where it lies below, else whole."""
+    folder = out.absolute().parent
+    path = path.absolute()
+    if not path.is_relative_to(folder):
+        return str(path)
+    below = path.relative_to(folder).as_posix()
+    return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
+
+
+def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Description | None]]) -> str:
+    of = model.of or "the model"
+    file, name = shlex.quote(request.out.name), slug(request.out.stem) or "pipeline"
+    others = ", ".join(name for name in TARGETS if name != request.target)
+    lines = [
+        f"# {of[0].upper()}{of[1:]} for {request.target}, written by `sdflow init`.",
+        f"#   sdflow validate {file}    what is wrong in this file, if anything is",
+        f"#   sdflow plan {file}        what would be built",
+        f"#   sdflow run {file}         build, verify, measure; then",
+        f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"',
+        "",
+        f"extends: {model.base}    # the chain of passes of each submodel; it ships with sdflow",
+    ]
+    if model.reference is None:
+        lines += ["# model: models/my_model.safetensors    # in place of the base's own", ""]
+    else:
+        lines += [
+            f"model: {quoted(model.reference)}" + (f"    # {_one_line(model.comment)}" if model.comment else ""),
+            "",
+        ]
+    if model.pickled:
+        lines += ["allow_pickle: true    # read with weights_only=True: nothing that is in it runs", ""]
+    lines += [f"target: {request.target}    # or a list; the others are {others}", ""]
+    if loras:
+        lines += ["loras:    # merged into the weights, in this order; scale 1.0 is in full"]
+        lines += [_lora(request, lora, found) for lora, found in loras]
+    else:
+        lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
+    lines += ["", "# components:    # from elsewhere, in place of the model's own"]
+    lines += [f"#   {component}: my_{component}.safetensors" for component in EXCHANGEABLE]
+    lines += ["", "verify: quick    # each part is held to PyTorch; full: more of it, false: not at all", ""]
+    triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
+    if triggers:
+        lines += ["evaluate:    # what is measured when it is built; null: nothing"]
+        lines += [f"  image: {{prompt: {quoted(', '.join(['a photo', *triggers]))}}}    # with the trigger words"]
+    else:
+        lines += ["# evaluate:    # what is measured when it is built; null: nothing"]
+        lines += ["#   image: {prompt: a horse on the moon, seed: 0}"]
+    return "\n".join(lines) + "\n"
+
+
+def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> str:
+    hub = lora.reference.startswith("hf:")
+    file = lora.reference if hub else _from(request.out, Path(lora.reference))
+    name = f", weight_name: {quoted(lora.weight_name)}" if lora.weight_name else ""
+    details = {} if found is None else found.details
+    told = [f"{what}: {details[what]}" for what in ("rank", DRAWS_WITH, "trigger words") if what in details]
+    comment = f"    # {_one_line('; '.join(told))}" if told else ""
+    return f"  - {{file: {quoted(file)}{name}, scale: {lora.scale!r}}}{comment}"
+
+
+def _one_line(text: str) -> str:
+    """A text that may stand in a comment."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

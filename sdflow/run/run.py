@@ -1,0 +1,303 @@
+"""The main job: execute a workflow's plan, verify what it gives, assemble its pipelines, evaluate them.
+
+Artifacts that do not pass stay in the cache and are not assembled: the pipeline folder that was there before stays.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sdflow.build.assemble import assemble, require_replaceable
+from sdflow.build.buildable import require_buildable
+from sdflow.build.execute import Executor
+from sdflow.build.finished_plan import content_of, of_refiner
+from sdflow.build.listener import Listener, Steps
+from sdflow.build.plan import PipelinePlan, Plan, make_plan
+from sdflow.config.workflow import VerifySpec, Workflow
+from sdflow.disk.atomic_write import require_makable
+from sdflow.disk.file_stamp import check_stamps
+from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
+from sdflow.errors import UsageError, VerificationError, require_utf8, telling
+from sdflow.evaluate import EvaluationResult, evaluate
+from sdflow.machine.packages import DRAWS, REFERENCE, how_to_install, missing, require_packages
+from sdflow.machine.providers import require_package
+from sdflow.manifest import REFINER
+from sdflow.processes.worker_group import WorkerGroup
+from sdflow.run.disk_space import require_space
+from sdflow.store import Cache
+from sdflow.store.remote import Claim
+from sdflow.targets import TARGETS
+from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
+
+_ONE_AT_A_TIME = threading.Lock()
+"""A verification wants the whole machine: two whole models are in memory in turn."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `sdflow run` was asked to do. Paths: folders for pipelines and for measurements. on: the cluster for the steps."""
+
+    out: Path
+    results: Path
+    copy: bool = False
+    rebuild: bool = False
+    check: bool = False
+    verify: bool = True
+    evaluate: bool = True
+    require_target: bool = False
+    keep_failed: bool = False
+    jobs: int | None = None
+    on: str | None = None
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """A built pipeline: its folder, the steps of each submodel, the seconds it took, its verification, what was measured."""
+
+    plan: PipelinePlan
+    folder: Path
+    steps: Steps
+    seconds: float
+    verification: Verification | None = None
+    evaluation: EvaluationResult | None = None
+
+    @property
+    def ran(self) -> int:
+        """How many steps did not come from the cache."""
+        return sum(step.ran for chain in self.steps.values() for step in chain)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Everything one run did, and the seconds it took."""
+
+    pipelines: tuple[PipelineResult, ...]
+    seconds: float
+
+
+def run_workflow(
+    workflow: Workflow,
+    cache: Cache,
+    options: RunOptions,
+    listener: Listener,
+    planned: Callable[[Plan], None] = lambda plan: None,
+) -> RunResult:
+    """Build, verify and assemble every pipeline of a workflow, side by side; then evaluate them, one after the other.
+
+    planned: called with the plan before anything runs; what it raises ends the run.
+    Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
+    """
+    started = time.perf_counter()
+    remove_abandoned_scratch()
+    for folder, option in ((options.out, "--out"), (options.results, "--results")):
+        require_utf8(str(folder.resolve()), option)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
+        with telling(f"{folder} cannot be made", option, "name another folder"):
+            require_makable(folder)
+    workers = _workers(options.on)
+    if options.require_target and options.evaluate:
+        require_packages("what --require-target asks for, measuring on the target,", *DRAWS)
+    if options.require_target:  # what is known beforehand costs no build
+        for pipeline in workflow.pipelines:
+            require_package(TARGETS[pipeline.target])
+    plan = make_plan(workflow, cache, download=True)
+    planned(plan)
+    for each in plan.pipelines:
+        require_replaceable(options.out / each.pipeline.name, cache)
+    require_buildable(plan, cache, rebuild=options.rebuild or options.check)
+    copies = options.copy or sys.platform == "win32"
+    require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
+    executor = Executor(
+        cache,
+        listener,
+        rebuild=options.rebuild,
+        check=options.check,
+        keep_failed=options.keep_failed,
+        jobs=options.jobs,
+        workers=workers,
+    )
+    with cache.lease():
+        finished = executor.run_all(
+            plan.pipelines,
+            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options),
+        )
+        evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
+    return RunResult(tuple(evaluated), time.perf_counter() - started)
+
+
+def _workers(on: str | None) -> Callable[[int | None, Callable[[str], None]], WorkerGroup]:
+    """What makes the group that runs the steps. Raises UsageError for a place that is none."""
+    if on is None:
+        return WorkerGroup
+    from sdflow.processes.on_ray.cluster import ray_address
+    from sdflow.processes.on_ray.group import RayGroup
+
+    return partial(RayGroup, ray_address(on))
+
+
+def _assemble(
+    plan: PipelinePlan, steps: Steps, begun: float, group: WorkerGroup, executor: Executor, options: RunOptions
+) -> PipelineResult:
+    folder = options.out / plan.pipeline.name
+    if options.copy:
+        for chain in steps.values():
+            executor.cache.check(chain[-1].record.artifact)
+    refiner = plan.refiner
+    assert plan.checkpoint is not None, "planned with download=True"
+    stamps = [*plan.checkpoint.companion_stamps]
+    if refiner is not None and refiner.checkpoint is not None:
+        stamps += refiner.checkpoint.companion_stamps
+
+    def check() -> None:
+        group.check()
+        check_stamps(stamps)  # they are copied, and what was verified is what goes in
+
+    checked = plan.pipeline.verify if options.verify else None
+    if checked is not None and (absent := missing(*REFERENCE)):
+        executor.listener.note(
+            f"{plan.pipeline.name}: not verified: the PyTorch model that it would be held to needs {', '.join(absent)}, which "
+            f"this machine does not have ({how_to_install(*absent)})"
+        )
+        checked = None
+    level = checked.level if checked else None
+    content = content_of(plan, steps, verified=level)
+    inside = None if refiner is None else content_of(refiner, of_refiner(steps), verified=level)
+    what: dict[str, Any] = {**vars(content), "refiner": inside, "check": check}
+    verification = None
+    if checked is not None:
+        with scratch_folder("verify") as scratch:
+            trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch itself stays locked
+            assemble(trial, **what)
+            with _alone(group):
+                verification = _verify(plan, checked, trial, executor, options, group)
+    assembled = assemble(
+        folder,
+        **what,
+        copy=options.copy,
+        keeper=executor.cache,
+        digests=executor.cache.stat,
+    )
+    if assembled.mended:
+        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled anew: {assembled.mended}")
+    if not assembled.pinned:
+        executor.listener.note(
+            f"{plan.pipeline.name}: the cache is read-only, so that nothing keeps its owner's `cache gc` from what {folder} "
+            "links to; --copy makes a folder that stands alone"
+        )
+    result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
+    executor.listener.note(
+        f"{plan.pipeline.name}: done in {result.seconds:.1f} s, {result.ran} of {sum(map(len, steps.values()))} steps ran"
+    )
+    return result
+
+
+def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> PipelineResult:
+    planned = pipeline.plan.pipeline
+    spec = planned.evaluate
+    if not options.evaluate or (spec.latency is None and spec.image is None):
+        return pipeline
+    if absent := missing(*DRAWS):
+        executor.listener.note(
+            f"{planned.name}: not measured: what draws needs {', '.join(absent)}, which this machine does not have "
+            f"({how_to_install(*absent)})"
+        )
+        return pipeline
+    evaluation = evaluate(
+        pipeline.folder,
+        spec,
+        planned.target,
+        name=planned.name,
+        results=options.results,
+        required=options.require_target,
+        progress=executor.listener.note,
+    )
+    evaluation.raise_for_failure()
+    pipeline = replace(pipeline, evaluation=evaluation)
+    verification = pipeline.verification
+    if verification is None or verification.cached or not evaluation.measured or planned.target == "cpu":
+        return pipeline  # the CPU has run it already
+    return replace(pipeline, verification=_on_device(pipeline, executor, options))
+
+
+def _on_device(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> Verification:
+    """Hold a pipeline that was just verified on the CPU to PyTorch where it was measured. Raises VerificationError."""
+    plan, spec = pipeline.plan, pipeline.plan.pipeline.verify
+    assert spec is not None, "it was verified"
+    verified = verify(
+        _subject(plan, pipeline.folder),
+        spec,
+        executor.cache,
+        run_on=plan.pipeline.target,
+        progress=lambda phrase: executor.listener.note(f"{plan.pipeline.name} verify: {phrase}"),
+    )
+    report = write_reports(verified, options.results)
+    if not verified.result.passed:
+        raise VerificationError(
+            verified.result.failure(),
+            where=plan.pipeline.name,
+            remedy=f"It was assembled and measured, and is right on the CPU: this device computes otherwise. Report: {report}.",
+        )
+    return verified.result
+
+
+def _verify(
+    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions, group: WorkerGroup
+) -> Verification:
+    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
+    pipeline, subject = plan.pipeline, _subject(plan, folder)
+    verified: Verified = verify(
+        subject,
+        spec,
+        executor.cache,
+        progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
+        group=group,
+    )
+    report = write_reports(verified, options.results)
+    if not verified.result.passed:
+        kept = options.out / pipeline.name
+        raise VerificationError(
+            verified.result.failure(),
+            where=pipeline.name,
+            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. Without verification "
+            "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
+        )
+    if executor.cache.remote is not None:
+        found = verified.result
+        executor.cache.remote.vouch(found.artifacts.values(), Claim(found.level, found.target, found.versions))
+    return verified.result
+
+
+def _subject(plan: PipelinePlan, folder: Path) -> Subject:
+    pipeline = plan.pipeline
+    assert plan.checkpoint is not None, "planned with download=True"
+    return Subject(
+        pipeline.name,
+        pipeline.target,
+        folder,
+        plan.checkpoint,
+        plan.loras,
+        image=pipeline.evaluate.image or own_image(pipeline.model),
+        allow_fallback=pipeline.evaluate.allow_fallback,
+        refiner=None if plan.refiner is None else _subject(plan.refiner, folder / REFINER),
+    )
+
+
+@contextmanager
+def _alone(group: WorkerGroup) -> Iterator[None]:
+    """One verification at a time. Raises GroupEndedError when the group is ended while it waits."""
+    while not _ONE_AT_A_TIME.acquire(timeout=0.2):
+        group.check()
+    try:
+        group.check()
+        yield
+    finally:
+        _ONE_AT_A_TIME.release()

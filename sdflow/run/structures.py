@@ -1,0 +1,248 @@
+"""`sdflow cache export` and `import`: structures to take along to machines that lack what makes them.
+
+A structure that is exported is one that a plan of this version asks for, down to the versions of the packages that are
+installed: it was found by its key, or made for it. Each was proven before: bound to random weights of its architecture (or to
+the checkpoint of the workflow that was named), assembled, and verified at the quick level, as any pipeline is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sdflow import __version__
+from sdflow.artifact import Record
+from sdflow.build.buildable import require_buildable
+from sdflow.build.execute import Executor
+from sdflow.build.listener import Listener, Steps
+from sdflow.build.plan import PipelinePlan, Plan, make_plan
+from sdflow.config import load_workflow
+from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
+from sdflow.disk.locked_folder import scratch_folder
+from sdflow.disk.shipped import shipped_workflow
+from sdflow.errors import UsageError
+from sdflow.families import ARCHITECTURES
+from sdflow.inspection.lines import base_of
+from sdflow.machine.packages import REFERENCE, require_packages, versions
+from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
+from sdflow.run.run import RunOptions, run_workflow
+from sdflow.sources.same_architecture import config_defaults
+from sdflow.store import Cache
+from sdflow.store.archive import Archive, import_archive, write_archive
+from sdflow.verify import Verification
+
+SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An archive that was written. structures: what it holds, as `about` in it says. bytes: of the file; unpacked: of what is
+    in it."""
+
+    path: Path
+    structures: Sequence[dict[str, Any]]
+    bytes: int
+    unpacked: int
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An archive that was read. new: what was not in the cache yet."""
+
+    path: Path
+    archive: Archive
+    new: Sequence[Record]
+
+
+def export_structures(
+    names: Sequence[str],
+    targets: Sequence[str],
+    path: Path,
+    cache: Cache,
+    listener: Listener,
+    *,
+    verify: bool = True,
+    jobs: int | None = None,
+) -> Exported:
+    """Write the structures of architectures, by name, and of workflows, by file, for these targets into one file.
+
+    What is not cached is made. targets: none: those of the workflows. verify: prove each first.
+    Raises UsageError for what is not known or carries its weights, and all that a run raises.
+    """
+    if verify:
+        require_packages("verifying what is exported", *REFERENCE)
+    workflows = [_workflow(name, targets, verify) for name in names]
+    records: list[Record] = []
+    told, architectures = [], list[dict[str, Any]]()
+    with cache.lease():
+        for name, workflow in zip(names, workflows, strict=True):
+            made = (
+                _verified(workflow, cache, listener, jobs) if verify else _unverified(workflow, cache, listener, jobs)
+            )
+            for each in made:
+                structures = list(_structures(each.steps))
+                records += structures
+                told.append(_told(name, each, structures))
+                architectures += [config for config in _architectures(each.steps) if config not in architectures]
+        about = {"sdflow": __version__, "versions": versions(), "structures": told, "architectures": architectures}
+        size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
+    unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
+    return Exported(path, told, size, sum(unpacked.values()))
+
+
+def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
+    """The workflow whose chains make the structures: of an architecture with random weights, or a file's."""
+    overrides = []
+    if name.endswith(SUFFIX):
+        path: Path | None = Path(name)
+    elif name in ARCHITECTURES:
+        path, overrides = shipped_workflow(base_of(name)), [f"model=synthetic:{name}"]
+    else:
+        raise UsageError(
+            f"no architecture is called {name!r}",
+            where="--structures",
+            remedy=f"Known: {', '.join(ARCHITECTURES)}; or name a workflow, FILE{SUFFIX}.",
+        )
+    assert path is not None, "it ships with sdflow"
+    loaded = load_workflow(path, catalog=catalog(), overrides=overrides, targets=targets)
+
+    def of_structures(pipeline: PipelineSpec) -> PipelineSpec:
+        return replace(
+            pipeline,
+            evaluate=EvaluateSpec(latency=None, image=None),
+            verify=VerifySpec() if verify else None,
+            refiner=None if pipeline.refiner is None else of_structures(pipeline.refiner),
+        )
+
+    return replace(loaded, pipelines=tuple(of_structures(pipeline) for pipeline in loaded.pipelines))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One architecture for one target."""
+
+    pipeline: PipelineSpec
+    steps: Steps
+    verification: Verification | None = None
+
+
+def _verified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
+    """Whole pipelines, verified, in a folder for the moment."""
+    with scratch_folder("export") as scratch:
+        options = RunOptions(out=scratch / "pipelines", results=scratch / "results", evaluate=False, jobs=jobs)
+        run = run_workflow(workflow, cache, options, listener, planned=_require_structures)
+        return [_Made(each.plan.pipeline, each.steps, each.verification) for each in run.pipelines]
+
+
+def _unverified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
+    """The graphs alone: nothing is bound to them."""
+    plan = make_plan(workflow, cache, download=True)
+    _require_structures(plan)
+    graphs = replace(plan, pipelines=tuple(map(_without_weights, plan.pipelines)))
+    require_buildable(graphs, cache)
+    executor = Executor(cache, listener, jobs=jobs)
+    return [_Made(each.pipeline, executor.run(each)) for each in graphs.pipelines]
+
+
+def _without_weights(plan: PipelinePlan) -> PipelinePlan:
+    chains = tuple(replace(chain, steps=chain.steps[:-1], carried=()) for chain in plan.chains)
+    return replace(plan, chains=chains, refiner=None if plan.refiner is None else _without_weights(plan.refiner))
+
+
+def _require_structures(plan: Plan) -> None:
+    """Raises UsageError for a chain that makes no structure."""
+    for each in plan.every:
+        carried = [chain.submodel for chain in each.chains if chain.steps[-1].weights == "carried"]
+        _refuse(carried, each.pipeline.name)
+
+
+def _structures(steps: Steps) -> Iterator[Record]:
+    # A pass may look at a weight when it runs: its chain carries them then.
+    _refuse([name for name, chain in steps.items() if any(each.step.weights == "carried" for each in chain)], "export")
+    for chain in steps.values():
+        yield from (each.record for each in chain if each.step.weights == "symbolic")
+
+
+def _architectures(steps: Steps) -> Iterator[dict[str, Any]]:
+    """The config.json of each, and what its entries are where another release of its library left them out."""
+    for chain in steps.values():
+        source = chain[0].step.source
+        assert source is not None, "it was built"
+        yield {"config": source.load["config"], "defaults": config_defaults(source.load["config"])}
+
+
+def _refuse(carried: Sequence[str], where: str) -> None:
+    if carried:
+        raise UsageError(
+            f"the graphs of {', '.join(carried)} have their weights in them: there is nothing to take along",
+            where=where,
+            remedy="`sdflow plan` says why they carry them.",
+        )
+
+
+def _told(name: str, made: _Made, records: Sequence[Record]) -> dict[str, Any]:
+    """What the archive says of the structures of one architecture for one target."""
+    verified = None
+    if (verification := made.verification) is not None:
+        verified = {"level": verification.level, "versions": dict(verification.versions)}
+    return {
+        "name": Path(name).name,
+        "target": made.pipeline.target,
+        "model": made.pipeline.model,
+        "submodels": list(made.steps),
+        "actions": [record.action.digest for record in records],
+        "bytes": sum({record.artifact.digest: record.artifact.bytes for record in records}.values()),
+        "verified": verified,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def import_structures(path: Path, cache: Cache) -> Imported:
+    """Bring the structures of a file into the cache, where plans find them.
+
+    Raises UsageError for a file that is no such archive, is damaged or of a newer format, and for one whose passes are not those
+    of this sdflow; then the cache is as it was.
+    """
+
+    def accept(archive: Archive) -> None:
+        for entry in archive.entries:
+            content = entry.action.content
+            if (
+                not entry.action.of_step
+                or content.get("weights") != "symbolic"
+                or not isinstance(content.get("uses"), dict)
+            ):
+                raise UsageError(
+                    "holds something else than structures", where=str(path), remedy="Nothing was imported."
+                )
+            _require_pass(archive, content.get("pass"), path)
+        known = archive.about.get("architectures", [])
+        maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
+        if not _are_maps(maps):
+            raise UsageError(
+                "does not say of which architectures it is", where=str(path), remedy="Nothing was imported."
+            )
+
+    archive, new = import_archive(path, cache, accept)
+    return Imported(path, archive, new)
+
+
+def _are_maps(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, dict) for each in found)
+
+
+def _require_pass(archive: Archive, named: Any, path: Path) -> None:
+    """Of a pass of sdflow's own it must be the version that is here: no plan would find it."""
+    name, version = (named.get("name"), named.get("version")) if isinstance(named, dict) else (None, None)
+    if name not in OWN | APPENDED:
+        return
+    here = find_pass(name, Path()).version
+    if version != here:
+        raise UsageError(
+            f"sdflow {archive.about.get('sdflow')!s:.20} wrote it, whose {name} is of version {version!r:.10}; here it is {here}",
+            where=str(path),
+            remedy="Nothing was imported: no plan would find it. Install that sdflow, or write it with this one.",
+        )

@@ -1,0 +1,207 @@
+"""The denoisers of a pipeline: one for each size and number of images, made when it is first wanted, and kept."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from sdflow.errors import PassError, SlowerWarning, UsageError
+from sdflow.families.approximation import EXACT, REUSE, Approximation
+from sdflow.families.request import Conditions
+from sdflow.machine.memory import available_bytes
+from sdflow.runtime.denoiser.control import Control, ControlledDenoiser
+from sdflow.runtime.denoiser.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
+from sdflow.runtime.denoiser.loop import Start
+from sdflow.runtime.sessions.bound import Bound
+from sdflow.runtime.sessions.submodel import Submodel
+from sdflow.runtime.sessions.working_bytes import row_bytes
+from sdflow.runtime.vae import tile_side
+
+SHARE = 0.5
+"""Of the memory that is free but for them, what denoisers in parts may take that are kept for further images: each has its
+scratch, on the CPU weights too. Those of the present image are kept in any case."""
+
+
+Key = tuple[Any, ...]
+"""A size, a number of images, and what is left out."""
+
+
+class DenoiserSource(Protocol):
+    """What a pipeline's call gets its denoiser from."""
+
+    def get(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None,
+        controls: Mapping[str, Control],
+        axes: Mapping[str, int],
+        *,
+        guess: bool,
+        fewer: Approximation = EXACT,
+    ) -> Denoiser:
+        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
+
+        rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
+        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes. fewer: what is left out; UsageError
+        where it cannot be.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Give the memory of all of them back, and of the graphs that they are made of."""
+        ...
+
+
+class Denoisers(DenoiserSource):
+    """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
+    image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split:
+    take it apart (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the
+    decoder, as of `sdflow.runtime.vae.tile_side`."""
+
+    def __init__(
+        self,
+        model: Submodel,
+        nets: Mapping[str, Submodel],
+        texts: Sequence[Submodel],
+        decoder: Submodel,
+        scale: int,
+        tokens: Mapping[str, int],
+        *,
+        split: bool,
+        low_memory: bool,
+        tiles: bool | None = None,
+    ) -> None:
+        self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
+        self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
+        self._tokens = tokens
+        self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
+        self._taken: dict[Key, int] = {}
+
+    def unload(self) -> None:
+        self.kept.clear()
+        self._taken.clear()
+        for submodel in (self._model, *self._nets.values()):
+            submodel.unload()
+
+    def get(
+        self,
+        start: Start,
+        rows: int,
+        conditions: Conditions | None,
+        controls: Mapping[str, Control],
+        axes: Mapping[str, int],
+        *,
+        guess: bool,
+        fewer: Approximation = EXACT,
+    ) -> Denoiser:
+        if fewer:
+            self._require_parts(fewer)
+        images, channels, *size = start.noise.shape
+        shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
+        tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
+        sizes = {"batch": rows, **tokens, "latent_height": size[0], "latent_width": size[1], **axes}
+        if self._nets:  # also without an image for any: what the last call added is there still
+            sizes |= {"height": size[0] * self._scale, "width": size[1] * self._scale}
+            whole = WholeDenoiser(self._model, shape, sizes)
+            return ControlledDenoiser(whole, self._nets, controls, sizes, images, guess=guess)
+        if self._model.path is None or not self._split:
+            return WholeDenoiser(self._model, shape, sizes)
+        layers = 0 if fewer.reuse is None else fewer.reuse.layers
+        texts = self._texts if conditions is None else ()
+        if fewer.guidance is None:
+            return self._parted(shape, sizes, layers, texts, needed={})
+        half = {**sizes, "batch": rows // 2}
+        keys = {_key(shape, layers, each): each for each in (sizes, half)}
+        denoiser = self._parted(shape, sizes, layers, texts, needed=keys)
+        return PartlyGuidedDenoiser(denoiser, self._parted(shape, half, layers, (), needed=keys), rows)
+
+    def _require_parts(self, fewer: Approximation) -> None:
+        """Raises UsageError where the denoiser is not taken apart."""
+        where = ", ".join(fewer.settings())
+        if self._nets:
+            raise UsageError(
+                "what ControlNets add is new in every step, in all layers: there a step is not cut short",
+                where=where,
+                remedy="Draw without it, or with a pipeline without ControlNets.",
+            )
+        if self._model.path is None or not self._split:
+            raise UsageError(
+                "this target compiles the denoiser as a whole, so that no part of it can be left out",
+                where=where,
+                remedy="Draw without it, or on the target cpu or cuda.",
+            )
+
+    def _parted(
+        self,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+        layers: int,
+        texts: Sequence[Submodel],
+        *,
+        needed: Container[Key],
+    ) -> Denoiser:
+        """needed: those that the present image takes besides."""
+        key = _key(shape, layers, sizes)
+        if key not in self.kept:
+            taken = self._bytes(shape, sizes["batch"])
+            self._make_room(taken, needed)
+            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts), taken
+        self.kept.move_to_end(key)
+        return self.kept[key]
+
+    def _bytes(self, shape: tuple[int, ...], rows: int) -> int:
+        """What a denoiser in parts takes."""
+        model, (height, width) = self._model, shape[2:]
+        assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        weights = 0 if model.weights is not None else sum(each.stat().st_size for each in model.path.parent.iterdir())
+        return weights + rows * row_bytes(model.part.model, model.config, (height, width), model.place.device)
+
+    def _make_room(self, wanted: int, needed: Container[Key]) -> None:
+        """Let those go that were not used for the longest time, until so many bytes are within the share."""
+        held = sum(self._taken.values())
+        most = SHARE * (available_bytes(self._model.place.device) + held)
+        for key in [key for key in self.kept if key not in needed]:
+            if held + wanted <= most:
+                return
+            del self.kept[key]
+            held -= self._taken.pop(key)
+
+    def _made(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
+    ) -> Denoiser:
+        """texts: that are not encoded yet."""
+        with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
+            parted = pool.submit(_parted_or_whole, self._model, shape, sizes, layers)
+            others: list[Future[Bound]] = []
+            if not self._low_memory:
+                others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
+                if tile_side(self._decoder, shape[2], shape[3], self._scale, self._tiles) is None:
+                    others.append(pool.submit(self._decoder.bound, **self._decoder.shapes({**sizes, "batch": 1})))
+            made = parted.result()
+            for each in others:
+                each.result()
+        return made
+
+
+def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int]) -> Key:
+    return (shape, layers, *sizes.values())
+
+
+def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
+    """The sizes of the axes of text tokens, by name, in these conditions."""
+    shapes = {name: tuple(value.shape) for name, value in conditions.inputs.items()}
+    return denoiser.part.model.token_sizes(denoiser.config, shapes)
+
+
+def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int) -> Denoiser:
+    try:
+        return PartedDenoiser(model, shape, sizes, layers)
+    except PassError as error:
+        if layers:
+            raise UsageError(f"the denoiser cannot be taken apart: {error}", where=REUSE) from error
+        warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
+        return WholeDenoiser(model, shape, sizes)

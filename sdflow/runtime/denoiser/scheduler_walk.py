@@ -1,0 +1,164 @@
+"""diffusers' own scheduler, stepped with unit vectors in place of latents, noises and outputs of the UNet.
+
+A vector is as long as there are terms, and only those exist that the scheduler still remembers: a walk of 10,000 steps takes
+megabytes. https://arxiv.org/abs/2010.02502 and its successors are linear in all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sdflow.errors import UsageError
+from sdflow.families.noising import Clean, Noising
+
+if TYPE_CHECKING:
+    import torch
+
+Span = tuple[float | None, float | None]
+NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
+"""The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
+
+MOST_DRAWS = 2
+"""Noises that a scheduler may draw in a step."""
+
+
+class Row(NamedTuple):
+    """Before a run, or behind the last. given: what the UNet is given, or the result, float64 (terms). known: the same for what
+    an inpainting mask keeps. scale: what the scheduler multiplied the latents by. clean: of the run; None behind the last."""
+
+    given: torch.Tensor
+    known: torch.Tensor
+    scale: float
+    clean: Clean | None
+
+
+class Walk:
+    """One way through a schedule, from a copy of the scheduler at its beginning.
+
+    Arguments as of `sdflow.runtime.denoiser.schedule.trace`. unit: the length of the vectors. timesteps: of the runs.
+    draws: how many
+    noises the scheduler has drawn so far. first_output: the place of the outputs among the terms, behind as many noises as may
+    be drawn.
+    Raises UsageError where no step is left.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        steps: int,
+        strength: float,
+        from_image: bool,
+        inpaint: bool,
+        eta: float,
+        spread: bool,
+        span: Span,
+        noising: Noising,
+        tokens: int,
+        unit: float,
+    ) -> None:
+        if not 0 < strength <= 1:
+            raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
+        self._scheduler = scheduler = fresh(scheduler, {})
+        self._noising = noising
+        noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
+        left = steps - (0 if spread else noising.skipped(steps, strength))
+        if left == 0:
+            raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
+        skipped = (steps - left) * scheduler.order
+        begin, end = span
+        if begin is not None:
+            skipped = len(scheduler.timesteps) - _behind(scheduler, begin)
+        self.timesteps = scheduler.timesteps[skipped:]
+        if end is not None:
+            self.timesteps = self.timesteps[: int((self.timesteps >= _cutoff(scheduler, end)).sum())]
+        runs = len(self.timesteps)
+        if runs == 0:
+            raise UsageError(
+                f"no step is left of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the way",
+                remedy="Take more steps.",
+            )
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(skipped)
+        self._begins_with_image, self._from_image, self._inpaint = begin is not None, from_image, inpaint
+        self._eta, self._unit = eta, unit
+        self.draws, self.first_output = 0, FIRST_DRAWN + MOST_DRAWS * runs
+        self._terms = self.first_output + runs
+
+    def runs(self) -> Iterator[Row]:
+        """A row for each run, in order, and one for the result."""
+        scheduler, timesteps, inpaint = self._scheduler, self.timesteps, self._inpaint
+        noise, image = self._vector(NOISE), self._vector(IMAGE)
+        accepted = inspect.signature(scheduler.step).parameters
+        options = {"eta": self._eta} if "eta" in accepted else {}
+        noising = self._noising
+        if self._from_image:  # noqa: SIM108
+            latents = noising.noised(scheduler, image, noise, timesteps[:1])
+        else:
+            latents = noising.first(scheduler, noise)
+        if self._begins_with_image:
+            latents = image
+        known, draw = latents, self._drawing()
+        for index, timestep in enumerate(timesteps):
+            given = noising.scaled(scheduler, latents, timestep)
+            scale = given.norm() / latents.norm()
+            clean = noising.clean(scheduler, timestep)
+            yield Row(given.reshape(-1), (known * scale).reshape(-1), float(scale), clean)
+            output = self._vector(self.first_output + index)
+            with draw:
+                latents = scheduler.step(output, timestep, latents, **options).prev_sample
+            if inpaint:
+                last = index + 1 == len(timesteps)
+                known = image if last else noising.noised(scheduler, image, noise, timesteps[index + 1 : index + 2])
+        yield Row(latents.reshape(-1), known.reshape(-1), 1.0, None)
+
+    def _vector(self, place: int) -> torch.Tensor:
+        """(1 image, terms, 1, 1): schedulers mind the number of axes."""
+        import torch
+
+        made = torch.zeros(1, self._terms, 1, 1, dtype=torch.float64)
+        made[0, place] = self._unit
+        return made
+
+    def _drawing(self) -> Any:
+        """While it is entered, a scheduler's `torch.randn` gives the next unit vector."""
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        walk = self
+
+        class Draw(TorchFunctionMode):  # type: ignore[misc]
+            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function is not torch.randn:
+                    return function(*args, **(kwargs or {}))
+                if FIRST_DRAWN + walk.draws == walk.first_output:
+                    raise UsageError(
+                        f"{type(walk._scheduler).__name__} draws more than {MOST_DRAWS} noises a step",
+                        remedy="Take another one.",
+                    )
+                walk.draws += 1
+                return walk._vector(FIRST_DRAWN + walk.draws - 1)
+
+        return Draw()
+
+
+def _cutoff(scheduler: Any, place: float) -> int:
+    """The timestep of a place on the way, as diffusers' pipelines round it."""
+    steps: int = scheduler.config.num_train_timesteps
+    return round(steps - place * steps)
+
+
+def _behind(scheduler: Any, place: float) -> int:
+    """How many timesteps lie behind it. A scheduler of second order has two a step, the first one: it is not cut in between."""
+    count = int((scheduler.timesteps < _cutoff(scheduler, place)).sum())
+    return count + 1 if scheduler.order == 2 and count % 2 == 0 else count
+
+
+def fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
+    """A copy at its beginning, with what diffusers' pipelines of the family set in its config."""
+    config = {**scheduler.config}
+    # diffusers notes here which entries the config lacked, and from_config would ignore what is set for them below.
+    config.pop("_use_default_values", None)
+    config.update((name, value) for name, value in fixed.items() if name in config)
+    return type(scheduler).from_config(config)

@@ -1,0 +1,274 @@
+"""A denoiser in three parts, so that nothing is computed twice: once per image, once per schedule, once per step.
+
+    text      the prompt's inputs -> the keys and values of every cross-attention          once per image
+    timestep  all timesteps of a schedule at once -> the projected time embeddings        once per schedule
+    step      sample, those values -> out_sample                                          once per step
+
+With guidance, `sample` has N rows and `out_sample` 2 N, without and with the prompt: what depends on the text in no way
+is computed for N rows, and doubled where the text comes in. That is exact as long as both halves of the batch hold the
+same latents and the same timestep, as classifier-free guidance has it.
+
+The parts are cut out of the artifact's graph by what its nodes depend on, for fixed sizes (`specialize`); the artifact
+stays as it is, and the parts read its data file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.errors import PassError
+from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.sessions.specialize import specialize
+
+_ONE_SCALE = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
+SAMPLE, TIMESTEP, STEPS = "sample", "timestep", "steps"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The three parts, each a ModelProto that names the artifact's data file for its weights.
+
+    text: the model's other inputs (encoder_hidden_states and its like, of `rows` rows) -> `text_values`.
+    timestep: `timestep` of shape [steps], any number -> `time_values`, each with `steps` rows.
+    step: `sample` (latents of `latents` rows), `text_values` as they are, `time_values` -> `out_sample` of `rows` rows.
+        Of a time value, one step's row is wanted, repeated: as many rows as the step's input says.
+    rows: the batch of the model as a whole; latents: rows of `sample`, half as many with guidance.
+    """
+
+    text: Any
+    timestep: Any
+    step: Any
+    text_values: tuple[str, ...]
+    time_values: tuple[str, ...]
+    rows: int
+    latents: int
+
+
+def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
+    """Cut a denoiser's ModelProto into parts for these sizes.
+
+    sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole model, 2 N with guidance.
+    guidance: the rows of `sample` stand for both halves of the batch.
+    Raises PassError for an odd batch with guidance, and for a graph whose time embedding cannot be computed for several
+    timesteps at once, among them one that is quantized with one scale for all its rows: beside others a timestep would not be
+    what it is alone.
+    """
+    rows = sizes["batch"]
+    if guidance and rows % 2:
+        raise PassError(f"a batch of {rows} has no two halves", where="split", remedy="Give an even batch.")
+    whole = specialize(model, sizes)
+    half = specialize(model, {**sizes, "batch": rows // 2}) if guidance else whole
+    reach = _reach(whole.graph)
+    inputs = {item.name for item in whole.graph.input}
+    text_inputs = inputs - {SAMPLE, TIMESTEP}
+    kinds = {"text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
+    for index, node in enumerate(whole.graph.node):
+        kinds[_kind(reach[_output(node)], text_inputs, guidance)].append(index)
+    if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
+        raise PassError(
+            f"{shared[0].name} quantizes a value that depends on the timestep alone, with one scale for all timesteps",
+            where="split",
+            remedy='Keep these layers as they are: keep: ["/time_embedding/*", "*/time_emb_proj/*"], say; they are computed '
+            "once for all steps.",
+        )
+    made = {
+        kind: {name for index in found for name in whole.graph.node[index].output if name}
+        for kind, found in kinds.items()
+    }
+    made["latents"].add(SAMPLE) if guidance else None
+
+    text, rest = [whole.graph.node[i] for i in kinds["text"]], [copied(whole.graph.node[i]) for i in kinds["rest"]]
+    text = [*map(copied, text), *_unpack_keys_and_values(rest, made["text"], _types(whole.graph))]
+    made["text"].update(name for node in text for name in node.output)
+    halves = {_output(node): node for node in half.graph.node}
+    latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
+    doubles, moved = _double(rest, made["latents"], whole.graph)
+    step_nodes = [*latents, *doubles, *moved, *rest]
+    results = [item.name for item in whole.graph.output]
+    text_values = _read(step_nodes, made["text"], results)
+    time_values = _read(step_nodes, made["time"], results)
+
+    text_model = _model(whole, "text", text, sorted(text_inputs), text_values)
+    half_constants = _separate(latents, half.graph, whole.graph) if guidance else []
+    extra = sorted(text_inputs.intersection(_read(step_nodes, text_inputs, [])))
+    step_model = _model(whole, "step", step_nodes, [SAMPLE, *extra, *text_values, *time_values], results)
+    step_model.graph.initializer.extend(half_constants)
+    if guidance:
+        _set_types(step_model.graph, half.graph, [SAMPLE, *_read(latents, set(time_values), [])])
+    time_model = _timestep_part(whole, kinds["time"], time_values)
+    step_model = specialize(step_model, {})  # with the shapes of all values again
+    return Parts(text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows)
+
+
+def _kind(reached: frozenset[str], text_inputs: Collection[str], guidance: bool) -> str:
+    if reached and reached <= set(text_inputs):
+        return "text"
+    if reached == {TIMESTEP}:
+        return "time"
+    if guidance and not reached & set(text_inputs):
+        return "latents"
+    return "rest"
+
+
+def _reach(graph: Any) -> dict[str, frozenset[str]]:
+    """Value -> the inputs of the graph that it depends on."""
+    found = {item.name: frozenset([item.name]) for item in graph.input}
+    for node in graph.node:
+        reached = frozenset[str]().union(*(found.get(name, frozenset()) for name in node.input))
+        found.update(dict.fromkeys(node.output, reached))
+    return found
+
+
+def _output(node: Any) -> str:
+    return next(str(name) for name in node.output if name)
+
+
+def _types(graph: Any) -> dict[str, Any]:
+    return {item.name: item.type for item in (*graph.input, *graph.value_info, *graph.output)}
+
+
+def _shape(kind: Any) -> tuple[int, ...]:
+    return tuple(axis.dim_value for axis in kind.tensor_type.shape.dim)
+
+
+def _read(nodes: Sequence[Any], values: Collection[str], results: Sequence[str]) -> tuple[str, ...]:
+    """Those of `values` that nodes read or that are results, in the order in which they are met."""
+    names = dict.fromkeys([*(name for node in nodes for name in node.input), *results])
+    return tuple(name for name in names if name in values)
+
+
+def _unpack_keys_and_values(rest: Sequence[Any], text: Collection[str], types: dict[str, Any]) -> list[Any]:
+    """Nodes for the text part that take packed keys and values, (B, L, heads, 2, size), apart; their readers in `rest`
+    are changed to read (B, L, heads x size) each. Otherwise the provider takes them apart again in every step
+    (attention_prepare_qkv.cu, PrepareQkv_MHA_PackedKV)."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    nodes: dict[str, list[Any]] = {}
+    for node in rest:
+        packed = node.input[1] if node.op_type == "MultiHeadAttention" and len(node.input) == 2 else ""
+        if packed not in text:
+            continue
+        batch, length, heads, _, size = _shape(types[packed])
+        parts = [f"{packed}/key", f"{packed}/value"]
+        shape = numpy_helper.from_array(np.array([batch, length, heads * size], np.int64))
+        nodes[packed] = [
+            helper.make_node("Split", [packed], [f"{part}/split" for part in parts], f"{packed}/Split", axis=3),
+            helper.make_node("Constant", [], [f"{packed}/shape"], f"{packed}/Constant", value=shape),
+            *(helper.make_node("Reshape", [f"{p}/split", f"{packed}/shape"], [p], f"{p}/Reshape") for p in parts),
+        ]
+        for part in parts:
+            element = types[packed].tensor_type.elem_type
+            types[part] = helper.make_tensor_type_proto(element, (batch, length, heads * size))
+        node.input[:] = [node.input[0], *parts]
+    return [node for found in nodes.values() for node in found]
+
+
+def _double(rest: Sequence[Any], latents: Collection[str], whole: Any) -> tuple[list[Any], list[Any]]:
+    """Nodes that double the rows of what `rest` reads of the latents' part, and Transposes to do behind, not before,
+    the doubling: else a value that is read in both layouts is doubled twice. `rest` is changed to read the doubles."""
+    from onnx import helper
+
+    producers = {name: node for node in whole.node for name in node.output if name}
+    names: dict[str, str] = {}
+    moved: dict[str, Any] = {}
+    for node in rest:
+        for index, name in enumerate(node.input):
+            if name not in latents:
+                continue
+            producer = producers.get(name)
+            if producer is not None and producer.op_type == "Transpose" and producer.input[0] in latents:
+                if name not in moved:
+                    moved[name] = copied(producer)
+                    moved[name].name += "/both"
+                    moved[name].input[0] = names.setdefault(producer.input[0], f"{producer.input[0]}/both")
+                    moved[name].output[0] = f"{name}/both"
+                node.input[index] = f"{name}/both"
+            else:
+                node.input[index] = names.setdefault(name, f"{name}/both")
+    doubles = [helper.make_node("Concat", [a, a], [b], f"{b}/Concat", axis=0) for a, b in names.items()]
+    return doubles, list(moved.values())
+
+
+def _separate(nodes: Sequence[Any], half: Any, whole: Any) -> list[Any]:
+    """The constants of `nodes`, which come from the graph `half`, that have other values in `whole`, renamed; the nodes
+    are changed to read them."""
+    values = {tensor.name: tensor for tensor in whole.initializer}
+    renamed: dict[str, Any] = {}
+    for tensor in half.initializer:
+        other = values.get(tensor.name)
+        if other is None or tensor.SerializeToString() != other.SerializeToString():
+            renamed[tensor.name] = copied(tensor)
+            renamed[tensor.name].name += "/half"
+    used: set[str] = set()
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            if name in renamed:
+                node.input[index] = renamed[name].name
+                used.add(name)
+    return [renamed[name] for name in sorted(used)]
+
+
+def _model(whole: Any, name: str, nodes: Sequence[Any], inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """A ModelProto of these nodes with the initializers that they read. Its inputs and outputs have `whole`'s types."""
+    import onnx
+
+    types = _types(whole.graph)
+    model = onnx.ModelProto(ir_version=whole.ir_version)
+    model.opset_import.extend(whole.opset_import)
+    graph = model.graph
+    graph.name = name
+    graph.node.extend(nodes)
+    read = {value for node in nodes for value in node.input}
+    graph.initializer.extend(copied(tensor) for tensor in whole.graph.initializer if tensor.name in read)
+    for values, field in ((inputs, graph.input), (outputs, graph.output)):
+        for value in values:
+            field.add(name=value).type.CopyFrom(types.get(value) or _unpacked_type(types, value))
+    return model
+
+
+def _unpacked_type(types: Mapping[str, Any], value: str) -> Any:
+    """The type of a key or value that `_unpack_keys_and_values` made."""
+    from onnx import helper
+
+    packed = types[value.rpartition("/")[0]]
+    batch, length, heads, _, size = _shape(packed)
+    return helper.make_tensor_type_proto(packed.tensor_type.elem_type, (batch, length, heads * size))
+
+
+def _set_types(graph: Any, source: Any, names: Sequence[str]) -> None:
+    types = _types(source)
+    for item in graph.input:
+        if item.name in names:
+            item.type.CopyFrom(types[item.name])
+
+
+def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -> Any:
+    """The nodes between `timestep` and `outputs` for any number of timesteps: without the Expand that gives each image
+    of the batch its own. Raises PassError if they do not give one row for each timestep."""
+    from onnx import helper
+
+    nodes, same = [], {}  # type: list[Any], dict[str, str]
+    types = _types(whole.graph)
+    for index in indices:
+        node = copied(whole.graph.node[index])
+        node.input[:] = [same.get(name, name) for name in node.input]
+        if node.op_type == "Expand" and len(_shape(types[node.output[0]])) == 1:
+            same[node.output[0]] = node.input[0]
+        else:
+            nodes.append(node)
+    model = _model(whole, "timestep", nodes, [TIMESTEP], outputs)
+    (timestep,) = model.graph.input
+    timestep.type.CopyFrom(helper.make_tensor_type_proto(timestep.type.tensor_type.elem_type, [STEPS]))
+    checked = {item.name: _shape(item.type) for item in specialize(model, {STEPS: 3}).graph.output}
+    for item in model.graph.output:
+        if checked[item.name][:1] != (3,) or checked[item.name][1:] != _shape(item.type)[1:]:
+            raise PassError(
+                f"{item.name} has the shape {list(checked[item.name])} for 3 timesteps: not a row for each",
+                where="split",
+                remedy="Use the whole graph.",
+            )
+        item.type.tensor_type.shape.dim[0].dim_param = STEPS
+    return model

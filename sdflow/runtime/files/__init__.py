@@ -1,0 +1,1 @@
+"""Files that drawing reads and writes: the pipeline folder, images, their text."""

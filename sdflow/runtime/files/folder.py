@@ -1,0 +1,294 @@
+"""A pipeline folder: what is in it, and its submodels on a target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
+from sdflow.disk.input_file import read_json
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.families import FAMILIES, family_of_index
+from sdflow.families.base import ONNX_COMPONENT, Family
+from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import adapter_count
+from sdflow.families.latents import Latents
+from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.runtime.files.trial import try_companion
+from sdflow.runtime.sessions.device_weights import DeviceWeights
+from sdflow.runtime.sessions.engine_cache import Profile, Shapes, keeps_engines
+from sdflow.runtime.sessions.live_weights import LiveWeights
+from sdflow.runtime.sessions.place import place
+from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
+from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
+from sdflow.sources.load import load_companion
+from sdflow.targets import Target
+
+SCHEDULER = "scheduler"
+"""What every family calls the companion that has the steps."""
+
+TAKEN_APART = ("cpu", "cuda")
+"""The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
+
+
+def folder_family(folder: Path) -> Family:
+    """The family of a pipeline folder, by its model_index.json.
+
+    Raises UsageError when there is no pipeline, or one of another kind.
+    """
+    index = read_index(folder)
+    if (family := family_of_index(index, assembled=True)) is not None:
+        return family
+    name = index.get("_class_name")
+    known = ", ".join(name for family in FAMILIES.values() for name in family.assembled_as.values())
+    raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
+
+
+def refiner_of(folder: Path) -> Path | None:
+    """The pipeline folder of what refines its images, as its sdflow.json says: in it, or beside it; None: nothing does.
+
+    Raises UsageError for one that is not there.
+    """
+    refiner = read_manifest(folder).origin.refiner if (folder / MANIFEST_FILE).exists() else None
+    if refiner is None:
+        return None
+    # Not through links: `..` is the folder around this one.
+    found = folder / refiner if ".." not in Path(refiner).parts else Path(os.path.normpath(folder.resolve() / refiner))
+    if not found.is_dir():
+        raise UsageError(f"its refiner {found} is not there", where=str(folder), remedy=DAMAGED)
+    return found
+
+
+def every_artifact(folder: Path) -> dict[str, str]:
+    """Submodel -> the digest of its artifact; of its refiner, `refiner/SUBMODEL`."""
+    refiner, found = refiner_of(folder), read_manifest(folder).artifacts
+    if refiner is None:
+        return found
+    return found | {f"{REFINER}/{name}": digest for name, digest in read_manifest(refiner).artifacts.items()}
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """model_index.json. Raises UsageError when there is no pipeline."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise UsageError(f"there is no pipeline here: {INDEX_FILE} is missing", where=str(folder))
+    return _read_json(index)
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    """The entries of model_index.json that the family reads; diffusers' defaults for those that are not there."""
+    index = read_index(folder)
+    return {name: index.get(name, default) for name, default in folder_family(folder).options.items()}
+
+
+def onnx_submodels(folder: Path) -> list[str]:
+    """The submodels of a pipeline folder that hold an ONNX graph, in order. Raises UsageError when there is no pipeline."""
+    components = read_index(folder)
+    return list(folder_family(folder).ordered(name for name in components if components[name] == ONNX_COMPONENT))
+
+
+def folder_latents(folder: Path) -> Latents:
+    """What the latents of a pipeline folder are. Raises UsageError when a config does not say it."""
+    family = folder_family(folder)
+    try:
+        return family.latents(_configs(folder))
+    except (KeyError, TypeError, ValueError, CheckpointError) as error:
+        what = f"has no entry {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
+        raise UsageError(f"a config.json of the submodels {what}", where=str(folder), remedy=DAMAGED) from error
+
+
+def folder_defaults(folder: Path) -> dict[Task, Defaults]:
+    """What a call of a pipeline folder takes where the caller says nothing, for each task.
+
+    Raises UsageError for a folder that lacks the denoiser or the scheduler's config.
+    """
+    family = folder_family(folder)
+    configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
+    said = read_manifest(folder).origin.said if (folder / MANIFEST_FILE).exists() else {}
+    scheduler = folder / SCHEDULER / family.companions[SCHEDULER].file
+    return family.defaults_of(configs, _read_json(scheduler, finite=False), said)
+
+
+def folder_task(folder: Path) -> Task:
+    """What a pipeline folder is made for. Raises UsageError when a config cannot be read."""
+    return folder_family(folder).task(_configs(folder))
+
+
+def folder_needed(folder: Path) -> tuple[str, ...]:
+    """The submodels that a pipeline folder cannot draw without. Raises UsageError when a config cannot be read."""
+    return folder_family(folder).needed(_configs(folder))
+
+
+def folder_adapters(folder: Path) -> int:
+    """How many IP-Adapters a pipeline folder has. Raises UsageError when a config cannot be read."""
+    return adapter_count(submodel_config(folder, folder_family(folder).denoiser))
+
+
+def _configs(folder: Path) -> dict[str, Config]:
+    return {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
+
+
+SIZES = (
+    "hidden_size", "in_channels", "latent_channels", "max_position_embeddings", "out_channels", "projection_dim",
+    "sample_size", "time_cond_proj_dim",
+)  # fmt: skip
+"""Entries of a config.json that say how much is made in memory when something is drawn."""
+
+MOST = 1 << 20
+
+
+def _are_levels(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(each) is int and 0 < each <= MOST for each in value))
+
+
+READ_ENTRIES: Mapping[str, Callable[[Any], bool]] = {
+    "block_out_channels": _are_levels,
+    "decoder_block_out_channels": _are_levels,
+    "scaling_factor": lambda value: type(value) in (int, float) and value != 0,
+}
+"""Entries that what draws computes with, and whether a value is one that it can."""
+
+
+class Config(dict[str, Any]):
+    """A config.json. An entry that it lacks is told as that, whoever looks for it."""
+
+    def __init__(self, entries: Mapping[str, Any], path: Path) -> None:
+        super().__init__(entries)
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(f"has no entry {name!r}", where=str(self.path), remedy=DAMAGED)
+
+
+def submodel_config(folder: Path, submodel: str) -> Config:
+    """The config.json of one submodel. Raises UsageError when it is missing or damaged."""
+    path = folder / submodel / CONFIG_FILE
+    config = Config(_read_json(path), path)
+    side = config.get("sample_size")
+    if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:  # as diffusers allows
+        config["sample_size"] = side[0]
+    for name in SIZES:
+        size = config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size <= MOST):
+            raise UsageError(f"its {name} is {size!r:.40}", where=str(path), remedy=DAMAGED)
+    for name, fits in READ_ENTRIES.items():
+        if name in config and not fits(config[name]):
+            raise UsageError(f"its {name} is {config[name]!r:.40}", where=str(path), remedy=DAMAGED)
+    return config
+
+
+def load_submodel(
+    folder: Path,
+    submodel: str,
+    target: Target,
+    *,
+    family: Family | None = None,
+    shapes: Shapes | None = None,
+    cuda_graphs: Container[str] | None = None,
+    lazy: bool = False,
+    options: LoadOptions = PLAIN,
+    live: LiveWeights | None = None,
+    shared: DeviceWeights | None = None,
+) -> Submodel:
+    """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
+
+    family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
+    may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
+    for each set of shapes. live: weights that its sessions read from there. shared: the others on the device, where the same
+    model is loaded already.
+    """
+    where = place("cuda" if target.session.needs_cuda else "cpu")
+    model = (folder / submodel / MODEL_FILE).resolve()
+    fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
+    if where.stream is not None:
+        options = replace(options, stream=where.stream.cuda_stream)
+    weights = (shared or DeviceWeights(model, where.device)) if fixed else None
+    config = submodel_config(folder, submodel)
+    part = (family or folder_family(folder)).part(submodel).of(config)
+
+    known = keeps_engines(target) and (folder / MANIFEST_FILE).exists()
+    artifact = read_manifest(folder).artifacts.get(submodel) if known else None
+
+    def load(
+        wanted: Shapes | None,
+        graph: Any = None,
+        capture: bool = False,
+        edits: Sequence[Edit] = (),
+        profile: Profile | None = None,
+    ) -> Any:
+        held = None
+        inputs: dict[str, Any] = {}
+        if graph is None and (edits or live is not None):
+            graph = read_edited(model, edits)
+        if live is not None:
+            graph, inputs = live.open(graph)
+        if weights is not None and graph is not None:
+            with where.current():
+                held = weights.of(graph)
+        return create_session(
+            model,
+            target,
+            options,
+            shapes=wanted or shapes,
+            graph=graph,
+            weights=held,
+            live=inputs,
+            capture=capture and fixed,
+            artifact=artifact,
+            profile=profile,
+        )
+
+    loaded = Submodel(
+        load,
+        part,
+        config,
+        where,
+        static_shapes=target.session.static_shapes,
+        profiles=target.session.profiles,
+        path=model if target.name in TAKEN_APART else None,
+        fixed=fixed,
+        outputs=None if part.read is None else part.read(config),
+        weights=weights,
+    )
+    if not lazy and not fixed and (shapes is not None or not target.session.profiles):
+        loaded.load(shapes)
+    return loaded
+
+
+def load_companions(folder: Path) -> dict[str, Any]:
+    """Tokenizers, scheduler and, if there is one, feature extractor of a pipeline folder, by name.
+
+    Raises UsageError for one that is missing or damaged.
+    """
+    family, there = folder_family(folder), onnx_submodels(folder)
+    loaded = {}
+    for name, companion in family.companions.items():
+        if not companion.wanted(there):
+            continue
+        if not (folder / name).is_dir():
+            raise UsageError("there is no such folder", where=str(folder / name), remedy=DAMAGED)
+        try:
+            loaded[name] = load_companion(companion, folder / name, str(folder / name))
+        except CheckpointError as error:
+            what = error.what.removeprefix(f"its {name} ")  # the folder says that
+            raise UsageError(what, where=error.where, remedy=DAMAGED) from error
+        try_companion(loaded[name], str(folder / name), DAMAGED)
+    lengths = {name: each.model_max_length for name, each in loaded.items() if hasattr(each, "model_max_length")}
+    if len({*lengths.values()}) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise UsageError(
+            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {told}",
+            where=str(folder),
+            remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
+        )
+    return loaded
+
+
+def _read_json(path: Path, *, finite: bool = True) -> dict[str, Any]:
+    try:
+        return dict(read_json(path, finite=finite))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy=DAMAGED) from error

@@ -1,0 +1,61 @@
+"""Images: arrays to PIL images, and PNG files that say how they were made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.disk.atomic_write import replacing
+from sdflow.errors import VerificationError
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+SETTINGS_CHUNK = "sdflow"
+
+
+def to_pil(images: torch.Tensor) -> list[Image]:
+    """PIL images from float NHWC in [0, 1]; they are rounded where they are."""
+    return pil_of(rounded(images).cpu())
+
+
+def rounded(images: torch.Tensor) -> torch.Tensor:
+    """Pixels as bytes, from float in [0, 1]."""
+    import torch
+
+    return (images * 255).round().to(torch.uint8)
+
+
+def pil_of(pixels: torch.Tensor) -> list[Image]:
+    """PIL images from bytes, NHWC, in the processor's memory."""
+    from PIL import Image
+
+    return [Image.fromarray(image) for image in pixels.numpy()]
+
+
+def unfinite(values: torch.Tensor) -> torch.Tensor:
+    """How many are NaN or infinite, where the values are: nothing waits for it."""
+    return (~values.isfinite()).sum()
+
+
+def require_finite(count: int, of: int, submodel: str) -> None:
+    """Raises VerificationError when so many of the values that a submodel gave for an image are NaN or infinite: it would be
+    drawn black."""
+    if count:
+        raise VerificationError(
+            f"there is no image: {count:,} of the {of:,} values that the {submodel} gave are NaN or infinite",
+            remedy="`sdflow verify` finds where they come from; where float16 is too narrow, with --fix also what to do.",
+        )
+
+
+def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
+    """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
+    from PIL.PngImagePlugin import PngInfo
+
+    chunk = PngInfo()
+    chunk.add_itxt(SETTINGS_CHUNK, json.dumps(settings, ensure_ascii=False, sort_keys=True))
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=chunk)

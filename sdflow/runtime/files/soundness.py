@@ -1,0 +1,80 @@
+"""Whether the files of a pipeline folder are still what was built: by the digests in its manifest.
+
+A file is read once. What was found is noted with its stat, as the cache does: for what a folder links to in the cache
+itself, where the build has noted it already; for a folder that stands alone in `user_folder("digests")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sdflow.digest import digest_file
+from sdflow.disk.user_folder import user_folder
+from sdflow.errors import CacheError, UsageError, VerificationError
+from sdflow.manifest import Manifest, read_manifest
+from sdflow.runtime.files.folder import folder_family, onnx_submodels, refiner_of
+from sdflow.runtime.sessions.session import DAMAGED
+from sdflow.store import StatCache
+from sdflow.store.layout import Layout
+
+FOLDER_VARIABLE = "SDFLOW_DIGESTS"
+
+READERS = 4
+"""Files that are read at a time."""
+
+Digest = Callable[[Path], str]
+
+
+def require_sound(folder: Path, manifest: Manifest, submodels: Sequence[str]) -> None:
+    """Raises VerificationError when a file of one of the submodels is missing or is not what the manifest says."""
+    wanted = []
+    for name in submodels:
+        if (part := manifest.parts.get(name)) is not None:
+            digest = _digests(folder / name)
+            wanted += [(folder / name / entry.path, entry.sha256, digest) for entry in part.files]
+    with ThreadPoolExecutor(READERS) as threads:
+        found = threads.map(lambda file: _digest(file[0], file[2]), wanted)
+        for (path, expected, _), sha256 in zip(wanted, found, strict=True):
+            if sha256 != expected:
+                raise VerificationError(
+                    "its content is not what was built",
+                    where=str(path),
+                    remedy=f"{DAMAGED} --no-check takes it all the same.",
+                )
+
+
+def require_sound_pipeline(folder: Path, *, checker: bool = True) -> None:
+    """The same of a whole pipeline folder and of its refiner. checker: the safety checker is loaded too.
+
+    Raises UsageError for what is no pipeline folder.
+    """
+    for each in (folder, refiner_of(folder)):
+        if each is not None:
+            absent = None if checker else folder_family(each).checker
+            require_sound(each, read_manifest(each), [name for name in onnx_submodels(each) if name != absent])
+
+
+def _digest(path: Path, digest: Digest) -> str:
+    try:
+        return digest(path)
+    except OSError as error:
+        raise VerificationError(
+            f"cannot be read: {error.strerror or error}", where=str(path), remedy=DAMAGED
+        ) from error
+    except CacheError as error:
+        raise VerificationError(error.what, where=error.where, remedy=error.remedy) from error
+
+
+def _digests(submodel: Path) -> Digest:
+    """How the digests of a submodel's files are found: by the notes of the cache that it lies in, else by the user's."""
+    place = submodel.resolve()
+    if place != submodel.absolute():
+        for above in place.parents:
+            if (layout := Layout(above)).is_ours():
+                return StatCache(layout).digest
+    try:
+        return StatCache(Layout(user_folder("digests", FOLDER_VARIABLE))).digest
+    except UsageError:  # a user without a home
+        return digest_file

@@ -1,0 +1,1 @@
+"""ONNX Runtime sessions of submodels: devices, bound tensors, weights on a device, shapes, tuning."""

@@ -1,0 +1,124 @@
+"""The tensors that a session reads and writes, bound to it by address: a run copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import VerificationError
+from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
+from sdflow.runtime.sessions.cublas import small_workspaces
+from sdflow.runtime.sessions.place import Place
+
+if TYPE_CHECKING:
+    import onnxruntime
+    import torch
+
+
+class Bound:
+    """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
+
+    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
+    that session; the following ones replay it.
+    """
+
+    def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
+        import onnxruntime
+
+        axes = [size for value in (*session.get_inputs(), *session.get_outputs()) for size in value.shape]
+        fixed = all(isinstance(size, int) for size in axes)
+        self.inputs = inputs
+        self.outputs: dict[str, torch.Tensor] = {}
+        self._session: onnxruntime.InferenceSession = session
+        self._place = place
+        self._options = onnxruntime.RunOptions()
+        if place.stream is not None:
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
+        self._unprepared = place.stream is not None
+        self._io = session.io_binding()
+        for name, tensor in (*inputs.items(), *_live(session).items()):
+            self._io.bind_input(name, *self._described(tensor))
+        if fixed:
+            self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session that runs."""
+        return self._session
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
+        if self.outputs:
+            self._run()
+        else:
+            self._find_outputs()
+        return self.outputs
+
+    def _run(self) -> None:
+        import onnxruntime
+
+        try:
+            if self._unprepared:
+                self._prepare()
+            self._session.run_with_iobinding(self._io, self._options)
+        except onnxruntime_errors(onnxruntime) as error:
+            raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
+
+    def _prepare(self) -> None:
+        """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces
+        that they took go back to the device: what the arena holds when a run is captured stays."""
+        import onnxruntime
+
+        self._unprepared = False
+        trial = onnxruntime.RunOptions()
+        trial.add_run_config_entry("gpu_graph_id", "-1")
+        trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+        with small_workspaces():  # cuBLAS may make its handles only now
+            self._session.run_with_iobinding(self._io, trial)
+
+    def _find_outputs(self) -> None:
+        """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""
+        import torch
+
+        names = [value.name for value in self._session.get_outputs()]
+        for name in names:
+            self._io.bind_output(name, self._place.device, 0)
+        self._run()
+        found = dict(zip(names, self._io.get_outputs(), strict=True))
+        self._bind_outputs({name: value.shape() for name, value in found.items()})
+        if self._place.stream is not None:
+            self._run()
+            return
+        for name, value in found.items():
+            self.outputs[name].copy_(torch.from_numpy(value.numpy()))
+
+    def _bind_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        import torch
+
+        for value in self._session.get_outputs():
+            dtype = getattr(torch, numpy_type(value))
+            tensor = torch.empty(tuple(shapes[value.name]), dtype=dtype, device=self._place.device)
+            self.outputs[value.name] = tensor
+            self._io.bind_output(value.name, *self._described(tensor))
+
+    def _described(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        import numpy as np
+
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        return self._place.device, 0, dtype, tuple(tensor.shape), tensor.data_ptr()
+
+
+def data_inputs(session: Any) -> list[Any]:
+    """The inputs of a session but for those that are its weights."""
+    return [value for value in session.get_inputs() if value.name not in _live(session)]
+
+
+def _live(session: Any) -> Mapping[str, torch.Tensor]:
+    live: Mapping[str, torch.Tensor] = getattr(session, "live", {})
+    return live
+
+
+def input_types(session: Any) -> dict[str, str]:
+    """Name -> numpy type name, of the same inputs."""
+    return {value.name: numpy_type(value) for value in data_inputs(session)}

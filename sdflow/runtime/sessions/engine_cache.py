@@ -1,0 +1,165 @@
+"""Where providers keep what they compile for a device: engines of TensorRT, programs of MIGraphX.
+
+    ENGINES/<provider>-<machine>/machine.json            what the key of the machine is made of
+                                 timing/                 what TensorRT measured of kernels: for all models
+                                 <model>/                the engines of one graph with its weights, for some shapes
+
+TensorRT's provider calls an engine by the model's file name and the names of its nodes (`TRTGenerateId`), not by its weights:
+in one folder the engine of a checkpoint would draw for another of the same architecture. Nor does it look at the driver or, in
+the name of the timing cache, at versions. So both are in the key here, and no two models share a folder.
+
+Its weight-stripped engines are no way around that: they are built for identical weights (`kREFIT_IDENTICAL` in
+tensorrt_execution_provider.cc), and written out again with them. `sdflow.bench.tensorrt` builds refittable ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import digest_json
+from sdflow.disk.atomic_write import write_whole
+from sdflow.disk.user_folder import user_folder, writing
+from sdflow.machine.device import cuda_device, driver_version
+from sdflow.machine.packages import installed_versions
+from sdflow.targets import CACHE_DIR, ONNXRUNTIME_FLAVOURS, TIMING_DIR, Target
+
+FOLDER_VARIABLE = "SDFLOW_ENGINES"
+TENSORRT = "TensorrtExecutionProvider"
+MACHINE_FILE = "machine.json"
+MODEL_FILE = "model.json"
+
+Shapes = Mapping[str, Sequence[int]]
+"""Input name -> its size along each axis."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The shapes that one engine takes, input by input: the smallest, those that it is tuned for, the largest."""
+
+    smallest: Mapping[str, tuple[int, ...]]
+    usual: Mapping[str, tuple[int, ...]]
+    largest: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Profile:
+        """For these shapes alone."""
+        exact = {name: tuple(shape) for name, shape in shapes.items()}
+        return cls(exact, exact, exact)
+
+    def with_shapes(self, shapes: Shapes) -> Profile:
+        """Wide enough for these too; itself, where it is. A wider one is tuned for the largest: whichever sizes came first, those
+        that were drawn have one engine."""
+
+        def each(extreme: Any, known: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+            return {name: tuple(map(extreme, known[name], shape)) for name, shape in shapes.items()}
+
+        smallest, largest = each(min, self.smallest), each(max, self.largest)
+        return self if (smallest, largest) == (self.smallest, self.largest) else Profile(smallest, largest, largest)
+
+    def only(self, names: Container[str]) -> Profile:
+        """Of these inputs alone."""
+        return Profile(*({key: each[key] for key in each if key in names} for each in vars(self).values()))
+
+    def options(self) -> dict[str, str]:
+        """As TensorRT's provider takes them: `sample:2x4x64x64,encoder_hidden_states:2x77x768`."""
+        named = {"min": self.smallest, "opt": self.usual, "max": self.largest}
+        return {
+            f"trt_profile_{word}_shapes": ",".join(
+                f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in each.items()
+            )
+            for word, each in named.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: {key: list(sizes) for key, sizes in each.items()} for name, each in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class EngineFolders:
+    """engines: of one model. timing: of all models on this machine."""
+
+    engines: Path
+    timing: Path
+
+    def filled(self, options: Mapping[str, str]) -> dict[str, str]:
+        """A provider's options with these folders in place of what stands for them."""
+        places = {CACHE_DIR: str(self.engines), TIMING_DIR: str(self.timing)}
+        return {name: _replaced(value, places) for name, value in options.items()}
+
+
+def keeps_engines(target: Target) -> bool:
+    """Whether a provider of the target keeps what it compiles."""
+    return any(CACHE_DIR in value for options in target.session.options.values() for value in options.values())
+
+
+def engine_folders(
+    root: Path | None, target: Target, provider: str, model: str, profile: Profile | None = None
+) -> EngineFolders:
+    """Made if they are not there. root: None for the user's. model: the digest of a graph with its weights.
+
+    Raises UsageError for a folder that cannot be written.
+    """
+    machine = machine_key(provider)
+    root = engine_root() if root is None else root
+    short = provider.removesuffix("ExecutionProvider").lower()
+    here = root.absolute() / f"{short}-{digest_json(machine)[:16]}"
+    what = {
+        "model": model,
+        "options": {name: dict(each) for name, each in target.session.options.items()},
+        "profile": None if profile is None else profile.to_json(),
+    }
+    found = EngineFolders(here / digest_json(what)[:32], here / "timing")
+    with writing("engines", here, FOLDER_VARIABLE):
+        for folder in (found.engines, found.timing):
+            folder.mkdir(parents=True, exist_ok=True)
+        for path, content in ((here / MACHINE_FILE, machine), (found.engines / MODEL_FILE, what)):
+            if not path.exists():
+                write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+    return found
+
+
+def engine_root() -> Path:
+    """The user's folder of engines; it may not exist yet. Raises UsageError when there is no such place."""
+    return user_folder("engines", FOLDER_VARIABLE)
+
+
+def machine_key(provider: str) -> dict[str, Any]:
+    """What an engine depends on besides its model: device, driver, versions."""
+    return {
+        "provider": provider,
+        "device": cuda_device().get("accelerator"),
+        "compute_capability": _compute_capability(),
+        "driver": driver_version(),
+        "cuda": cuda_device().get("cuda"),
+        "tensorrt": tensorrt_version() if provider == TENSORRT else None,
+        "packages": installed_versions(*ONNXRUNTIME_FLAVOURS),
+    }
+
+
+def tensorrt_version() -> int | None:
+    """Of the library that the provider loads, as TensorRT counts: 101500 for 10.15.0. None where it is not found."""
+    name = "nvinfer_10.dll" if sys.platform == "win32" else "libnvinfer.so.10"
+    try:
+        return int(ctypes.CDLL(name).getInferLibVersion())
+    except (OSError, AttributeError):
+        return None
+
+
+def _compute_capability() -> str | None:
+    if not cuda_device():
+        return None
+    import torch
+
+    return ".".join(map(str, torch.cuda.get_device_capability(0)))
+
+
+def _replaced(value: str, places: Mapping[str, str]) -> str:
+    for mark, place in places.items():
+        value = value.replace(mark, place)
+    return value

@@ -1,0 +1,122 @@
+"""Weights of a submodel that may be written between two runs: its sessions read them from memory of ours.
+
+They are inputs of the graphs. What is an input is neither folded nor packed by ONNX Runtime, so what is written is what the next
+run reads; in a captured CUDA graph too, whose addresses stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.onnx_model.files import data_span, is_external
+from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.sessions.session import read_graph
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+
+class LiveWeights:
+    """Some weights of one model. Not for several threads at once."""
+
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        """own: the values that the model has, by the names of its initializers, on the device. They are left as they are."""
+        self._own = dict(own)
+        self._slots = {name: value.clone() for name, value in own.items()}
+        self._held = dict(own)
+
+    @property
+    def size(self) -> int:
+        """Of the memory that is written, in bytes."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def open(self, graph: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
+        """A copy of a graph, or of a part of it, that takes these as inputs; and what they are to be bound to."""
+        from onnx import ModelProto, helper
+
+        live = [tensor for tensor in graph.graph.initializer if tensor.name in self._slots]
+        others = [copied(tensor) for tensor in graph.graph.initializer if tensor.name not in self._slots]
+        opened = ModelProto()
+        opened.CopyFrom(graph)
+        del opened.graph.initializer[:]
+        opened.graph.initializer.extend(others)
+        matrices = _as_products(opened, {tensor.name: tuple(tensor.dims) for tensor in live})
+        slots = {
+            tensor.name: self._slots[tensor.name].view(matrices.get(tensor.name, tuple(tensor.dims))) for tensor in live
+        }
+        opened.graph.input.extend(
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, list(slots[tensor.name].shape))
+            for tensor in live
+        )
+        return opened, slots
+
+    def hold(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Let the next runs read these, and the model's own where there are none. On a GPU, queued on the current stream."""
+        for name, slot in self._slots.items():
+            wanted = values.get(name, self._own[name])
+            if self._held[name] is not wanted:
+                slot.copy_(wanted)
+                self._held[name] = wanted
+
+
+def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Change NhwcConv of a live weight into a product of matrices, in place; the shapes that those weights have then.
+
+    ONNX Runtime's CUDA provider takes no NhwcConv whose weight is an input. Over single pixels it is that product: (images, rows,
+    columns, channels) times the transpose of (filters, 1, 1, channels).
+    """
+    from onnx import helper
+
+    shapes: dict[str, tuple[int, int]] = {}
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "NhwcConv" or node.input[1] not in live:
+            nodes.append(node)
+            continue
+        image, weight, *bias = node.input
+        shapes[weight] = (live[weight][0], live[weight][-1])
+        product = f"{node.output[0]}/product" if bias else node.output[0]
+        nodes.append(
+            helper.make_node("FusedMatMul", [image, weight], [product], node.name, domain="com.microsoft", transB=1)
+        )
+        if bias:
+            nodes.append(helper.make_node("Add", [product, bias[0]], [node.output[0]], f"{node.name}/Add"))
+    kept = [copied(node) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return shapes
+
+
+def over_single_pixels(node: onnx.NodeProto) -> bool:
+    """Whether a convolution is a product of matrices."""
+    from onnx import helper
+
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    ones = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0}
+    return (
+        attributes.get("kernel_shape") is not None
+        and all(set(attributes.get(name, [])) <= {value} for name, value in ones.items())
+        and attributes.get("group", 1) == 1
+        and attributes.get("auto_pad", b"NOTSET") == b"NOTSET"
+    )
+
+
+def own_values(model: Path, names: Collection[str], device: str) -> dict[str, torch.Tensor]:
+    """Weights of a model's data file by their names. On the CPU they stay in the file until they are read, which must stay as
+    it is."""
+    import numpy as np
+    import torch
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    found = {}
+    for tensor in read_graph(model).graph.initializer:
+        if tensor.name in names and is_external(tensor):
+            location, offset, _ = data_span(tensor)
+            dtype = np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+            # Copy on write: torch wants memory that it may write to.
+            data = np.memmap(model.parent / location, dtype, "c", offset, tuple(tensor.dims))
+            found[tensor.name] = torch.from_numpy(data).to(device)
+    return found

@@ -1,0 +1,157 @@
+"""Which execution provider took each node of a session, and whether that is what the target promises.
+
+Nodes that only compute shapes are told apart: GPU providers leave them to the CPU on purpose, because a shape is known
+there first. They cost a device no transfer that it would not have anyway, and are reported, not held against a target.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import VerificationError
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime.sessions.engine_cache import Shapes
+from sdflow.runtime.sessions.session import PLAIN, LoadOptions, create_session
+from sdflow.targets import CPU_PROVIDER, Target
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnxruntime
+
+SMALL_INITIALIZER = 100
+"""Elements; as kSmallInitializerThreshold in ONNX Runtime's core/framework/fallback_cpu_capability.cc."""
+
+_SHAPE_SOURCES = frozenset({"Shape", "Size"})
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """A node and the provider that runs it. One that a provider fused from several counts as its parts."""
+
+    name: str
+    op_type: str
+    domain: str
+    provider: str
+
+    def __str__(self) -> str:
+        op_type = f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+        return f"{self.name or '(no name)'} ({op_type}) on {self.provider}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a submodel's nodes run.
+
+    nodes: provider -> number of nodes. shapes_on_cpu: how many of the CPU's only compute shapes. fallen: the other
+    nodes that the target's provider did not take. own_kernels: how many run in `sdflow.runtime.kernels`.
+    """
+
+    provider: str
+    nodes: dict[str, int]
+    shapes_on_cpu: int
+    fallen: tuple[PlacedNode, ...]
+    own_kernels: int = 0
+
+    def require_complete(self, where: str, name_at_most: int = 8) -> None:
+        """Raises VerificationError, naming the first nodes, when part of the graph fell to another provider."""
+        if self.fallen:
+            named = "".join(f"\n    {node}" for node in self.fallen[:name_at_most])
+            more = len(self.fallen) - name_at_most
+            raise VerificationError(
+                f"{len(self.fallen)} of {sum(self.nodes.values())} nodes do not run on {self.provider}:{named}"
+                + (f"\n    and {more} more" if more > 0 else ""),
+                where=where,
+                remedy="Choose passes that fit the target, or allow it: `evaluate: {allow_fallback: true}`.",
+            )
+
+
+def placement(session: onnxruntime.InferenceSession, model: Path) -> Placement:
+    """Where ONNX Runtime put the nodes of `model` when it made this session, whose first provider is the target's.
+
+    `sdflow.runtime.sessions.session` has ONNX Runtime record it. Nodes count before the fusions that happen afterwards.
+    Raises VerificationError when this ONNX Runtime does not tell; `placement_by_profile` always can.
+    """
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        raise VerificationError("this ONNX Runtime does not tell which provider took a node", where=str(model))
+    placed = [
+        PlacedNode(node.name, node.op_type, node.domain, part.ep_name)
+        for part in session.get_provider_graph_assignment_info()
+        for node in part.get_nodes()
+    ]
+    return judge(placed, session.get_providers()[0], shape_computation(model))
+
+
+def placement_by_profile(
+    model: Path,
+    target: Target,
+    inputs: Mapping[str, np.ndarray],
+    options: LoadOptions = PLAIN,
+    shapes: Shapes | None = None,
+) -> Placement:
+    """The same from the profile of one run, in a session of its own: the kernels that ran, after all fusions."""
+    with tempfile.TemporaryDirectory() as folder:
+        session = create_session(model, target, replace(options, profile=Path(folder) / "run"), shapes=shapes)
+        session.run(None, dict(inputs))
+        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        provider = session.get_providers()[0]
+    placed = [
+        PlacedNode(event["name"].removesuffix("_kernel_time"), event["args"]["op_name"], "", event["args"]["provider"])
+        for event in events
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time")
+    ]
+    return judge(placed, provider, shape_computation(model))
+
+
+def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[str]) -> Placement:
+    """Sort the nodes of a session. shape_nodes: names of the nodes that may be on the CPU whatever the target."""
+    nodes = list(placed)
+    others = [node for node in nodes if node.provider != provider]
+    shapes = [node for node in others if node.provider == CPU_PROVIDER and node.name and node.name in shape_nodes]
+    return Placement(
+        provider=provider,
+        nodes=dict(sorted(Counter(node.provider for node in nodes).items())),
+        shapes_on_cpu=len(shapes),
+        fallen=tuple(node for node in others if node not in shapes),
+        own_kernels=sum(node.domain == DOMAIN for node in nodes),
+    )
+
+
+def shape_computation(model: Path) -> set[str]:
+    """The names of the nodes of a model file that compute nothing but shapes."""
+    return {node.name for node in shape_nodes(load_graph(model).graph)}
+
+
+def shape_nodes(graph: Any) -> list[Any]:
+    """The nodes of a graph that compute nothing but shapes.
+
+    Shape and Size do; and every node with an input from such a node whose other inputs are from such nodes, too, or are
+    constants or initializers of at most 100 elements. That is the rule of ONNX Runtime's GetCpuPreferredNodes without
+    its allowance for graph inputs, which are data: what it moves beyond this is reported as fallen.
+    """
+    known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
+    from_shapes: set[str] = set()
+    found = []
+    for node in graph.node:  # in topological order, as ONNX demands
+        inputs = [name for name in node.input if name]
+        if node.op_type == "Constant":
+            known.update(node.output)
+        elif node.op_type in _SHAPE_SOURCES or (
+            any(name in from_shapes for name in inputs) and all(name in from_shapes or name in known for name in inputs)
+        ):
+            from_shapes.update(node.output)
+            found.append(node)
+    return found
+
+
+def _elements(dims: Iterable[Any]) -> int:
+    count = 1
+    for size in dims:
+        count *= int(size)
+    return count

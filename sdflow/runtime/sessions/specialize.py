@@ -1,0 +1,274 @@
+"""A graph for fixed sizes: shape arithmetic is computed here, ahead of time, and leaves the graph.
+
+What is left has static shapes throughout and no node that ONNX Runtime's CUDA provider would place on the CPU for the
+sake of a shape, so that a CUDA graph can capture it. The artifact on disk stays general; weights stay where they are,
+in its data file, unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from sdflow.errors import PassError
+from sdflow.onnx_model.float8 import FLOAT8_MATMUL
+from sdflow.onnx_model.nodes import copied, in_order
+
+FOLDED_ELEMENTS = 1 << 14
+"""Values with more elements than this are computed by the graph: only shapes, masks and indices are folded."""
+
+_Shape = tuple[int, ...]
+
+
+def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | None = None) -> Any:
+    """A copy of a ModelProto with its inputs' named axes fixed, and everything folded that does not depend on data.
+
+    sizes: axis name -> size; each named axis of the inputs must be there. outputs: those that are wanted, all by
+    default. CLIP's pooled output, which Stable Diffusion 1 and 2 do not use, takes an ArgMax of integers: it has no CUDA
+    kernel, so with that output the text encoder cannot be captured. Folded values become initializers under their own
+    names; all values have their shapes in `value_info`.
+    Raises PassError for an axis without a size, an output that is not there, an operator whose output shape is not
+    known, or a graph that onnx cannot follow.
+    """
+    import onnx
+    from onnx.shape_inference import InferenceError
+
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    if outputs is not None:
+        if missing := sorted(set(outputs) - {item.name for item in graph.output}):
+            raise PassError(f"the model has no output {missing[0]!r}", where="specialize")
+        kept = [copied(item) for item in graph.output if item.name in outputs]
+        del graph.output[:]
+        graph.output.extend(kept)
+    for item in graph.input:
+        for axis in item.type.tensor_type.shape.dim:
+            if not axis.HasField("dim_value"):
+                if axis.dim_param not in sizes:
+                    raise PassError(
+                        f"the axis {axis.dim_param!r} of {item.name} has no size",
+                        where="specialize",
+                        remedy=f"Give a size for each axis; known: {', '.join(sorted(sizes)) or 'none'}.",
+                    )
+                axis.dim_value = sizes[axis.dim_param]
+    try:
+        _Folding(result).run()
+    except (InferenceError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        # What onnx raises of a graph that is none: sizes beyond all bounds, values that nothing gives, nodes without inputs.
+        raise PassError(
+            f"its shapes cannot be followed: {type(error).__name__}: {error}",
+            where="specialize",
+            remedy="The graph is damaged: build the pipeline again, sdflow run.",
+        ) from error
+    return result
+
+
+class _Folding:
+    """One walk over the nodes, in order: each is computed, if it can be, or its output shapes are found."""
+
+    def __init__(self, model: Any) -> None:
+        import onnx
+
+        self.model, self.graph = model, model.graph
+        self.schemas = onnx.defs
+        self.opsets = {entry.domain: entry.version for entry in model.opset_import}
+        self.types: dict[str, Any] = {item.name: item.type for item in self.graph.input}
+        self.known: dict[str, Any] = {}
+        for tensor in self.graph.initializer:
+            self.types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                self.known[tensor.name] = onnx.numpy_helper.to_array(tensor)
+
+    def run(self) -> None:
+        import onnx
+
+        initializers = {tensor.name for tensor in self.graph.initializer}
+        kept = []
+        for node in in_order(self.graph.node):
+            values = self._computed(node)
+            if values is None:
+                self._infer(node)
+                kept.append(node)
+                continue
+            for name, value in values.items():
+                self.known[name] = value
+                data_type = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+                self.types[name] = onnx.helper.make_tensor_type_proto(data_type, value.shape)
+        nodes = self._wanted(kept)
+        read = {name for node in nodes for name in node.input} | {item.name for item in self.graph.output}
+        for name in sorted(read.intersection(self.known) - initializers):
+            self.graph.initializer.append(onnx.numpy_helper.from_array(self.known[name], name))
+        tensors = [copied(tensor) for tensor in self.graph.initializer if tensor.name in read]
+        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
+        self.graph.node.extend(nodes)
+        self.graph.initializer.extend(tensors)
+        for item in self.graph.output:
+            item.type.CopyFrom(self.types[item.name])
+        inner = (name for node in nodes for name in node.output if name)
+        outputs = {item.name for item in self.graph.output}
+        for name in inner:
+            if name not in outputs:
+                self.graph.value_info.add(name=name).type.CopyFrom(self.types[name])
+
+    def _wanted(self, kept: Sequence[Any]) -> list[Any]:
+        """Copies of the nodes that the outputs come from."""
+        wanted = {item.name for item in self.graph.output}
+        nodes = []
+        for node in reversed(kept):
+            if wanted.intersection(node.output):
+                wanted.update(node.input)
+                nodes.append(copied(node))
+        return nodes[::-1]
+
+    def _computed(self, node: Any) -> dict[str, Any] | None:
+        """The values of a node's outputs, or None if they depend on data or are many."""
+        import numpy as np
+        from onnx.reference import ReferenceEvaluator
+
+        if node.op_type == "Shape" and node.domain == "":
+            shape = self._shape(node.input[0])
+            start, end = (next((a.i for a in node.attribute if a.name == key), None) for key in ("start", "end"))
+            return {node.output[0]: np.array(shape[start:end], np.int64)}
+        if node.domain != "" or any(name and name not in self.known for name in node.input):
+            return None
+        feeds = {name: self.known[name] for name in node.input if name}
+        self._infer(node)
+        if any(_elements(self._shape(name)) > FOLDED_ELEMENTS for name in node.output if name):
+            return None
+        results = ReferenceEvaluator(node).run(None, feeds)
+        return {name: np.asarray(value) for name, value in zip(node.output, results, strict=False) if name}
+
+    def _shape(self, name: str) -> _Shape:
+        return tuple(axis.dim_value for axis in self.types[name].tensor_type.shape.dim)
+
+    def _infer(self, node: Any) -> None:
+        import onnx
+
+        if onnx.defs.has(node.op_type, self.opsets.get(node.domain, 1), node.domain):
+            inferred = self._infer_standard(node)
+        elif node.op_type in CONTRIB_SHAPES:
+            shapes = CONTRIB_SHAPES[node.op_type](node, [self._shape(name) if name else () for name in node.input])
+            element = self.types[node.input[TYPED_BY.get(node.op_type, 0)]].tensor_type.elem_type
+            types = (onnx.helper.make_tensor_type_proto(element, shape) for shape in shapes)
+            inferred = dict(zip(node.output, types, strict=False))
+        else:
+            inferred = {}
+        for name in node.output:
+            if name and not _is_static(inferred.get(name)):
+                raise PassError(
+                    f"the shape of output {name!r} of {node.op_type} {node.name!r} is not known",
+                    where="specialize",
+                    remedy="Add the operator to CONTRIB_SHAPES in sdflow/runtime/sessions/specialize.py.",
+                )
+            if name:
+                self.types[name] = inferred[name]
+
+    def _infer_standard(self, node: Any) -> dict[str, Any]:
+        import onnx
+
+        version = self.opsets.get(node.domain, 1)
+        schema = self.schemas.get_schema(node.op_type, version, node.domain)
+        names = [name for name in node.input if name]
+        data = {name: onnx.numpy_helper.from_array(self.known[name]) for name in names if name in self.known}
+        opsets = list(self.model.opset_import)
+        types = {name: self.types[name] for name in names}
+        return dict(
+            onnx.shape_inference.infer_node_outputs(
+                schema, node, types, data, opset_imports=opsets, ir_version=self.model.ir_version
+            )
+        )
+
+
+def _elements(shape: _Shape) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _is_static(value: Any) -> bool:
+    if value is None or not value.tensor_type.HasField("shape"):
+        return False
+    return all(axis.HasField("dim_value") for axis in value.tensor_type.shape.dim)
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    import onnx
+
+    return next((onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
+
+
+_Rule = Callable[[Any, Sequence[_Shape]], Sequence[_Shape]]
+
+
+def _same(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    return [inputs[0]] * len(node.output)
+
+
+def _half_of_last(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    return [(*inputs[0][:-1], inputs[0][-1] // 2)]
+
+
+def _nhwc_conv(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """Input (N, H, W, C), weight (M, kH, kW, C): the rule of Conv in another order of axes."""
+    image, kernel = inputs[0], inputs[1]
+    pads = _attribute(node, "pads", [0, 0, 0, 0])
+    strides, dilations = _attribute(node, "strides", [1, 1]), _attribute(node, "dilations", [1, 1])
+    rows = [
+        (image[1 + i] + pads[i] + pads[i + 2] - dilations[i] * (kernel[1 + i] - 1) - 1) // strides[i] + 1
+        for i in (0, 1)
+    ]
+    return [(image[0], *rows, kernel[0])]
+
+
+def _multi_head_attention(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """Query (B, S, hidden), or packed with key and value as (B, S, heads, 3, size); see ContribOperators.md."""
+    query = inputs[0]
+    if len(query) == 5:
+        return [(query[0], query[1], query[2] * query[4])]
+    value = inputs[2] if len(inputs) > 2 else ()
+    if len(value) == 4:  # (B, heads, L, size)
+        return [(query[0], query[1], value[1] * value[3])]
+    return [(query[0], query[1], value[2] if value else query[2])]
+
+
+def _attention(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """Input (B, S, C), weights (C, 3 x hidden)."""
+    sizes = _attribute(node, "qkv_hidden_sizes", None)
+    hidden = sizes[2] if sizes else inputs[1][1] // 3
+    return [(*inputs[0][:2], hidden)]
+
+
+def _product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """x (..., K), weight (N, K)."""
+    return [(*inputs[0][:-1], inputs[1][0])]
+
+
+def _integer_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """x (..., K), weight (K, N)."""
+    return [(*inputs[0][:-1], inputs[1][1])]
+
+
+CONTRIB_SHAPES: Mapping[str, _Rule] = {
+    "Attention": _attention,
+    "BiasAdd": _same,
+    "BiasGelu": _same,
+    "BiasSplitGelu": _half_of_last,
+    "FastGelu": _same,
+    FLOAT8_MATMUL: _product,
+    "Gelu": _same,
+    "GroupNorm": _same,
+    "LayerNormalization": _same,
+    "MatMulIntegerToFloat": _integer_product,
+    "MultiHeadAttention": _multi_head_attention,
+    "NhwcConv": _nhwc_conv,
+    "QuickGelu": _same,
+    "SkipGroupNorm": _same,
+    "SkipLayerNormalization": _same,
+}
+"""Operators of com.microsoft and of sdflow -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX
+Runtime's fusions write into graphs of any opset. SkipLayerNormalization's mean and deviation are never asked for."""
+
+TYPED_BY: Mapping[str, int] = {"MatMulIntegerToFloat": 2}
+"""Of those whose output is not of their first input's element type: the input whose it is of."""

@@ -1,0 +1,209 @@
+"""A submodel on a device: its inputs and outputs are torch tensors that stay where they are, one set for each shape.
+
+The CPU and the GPU run the same code. On CUDA everything is queued on one stream, shared with torch, and no run waits;
+a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import PassError, SlowerWarning, VerificationError
+from sdflow.families.part import Part
+from sdflow.runtime.sessions.bound import Bound, input_types
+from sdflow.runtime.sessions.device_weights import DeviceWeights
+from sdflow.runtime.sessions.dimensions import free_dimensions
+from sdflow.runtime.sessions.engine_cache import Profile, Shapes
+from sdflow.runtime.sessions.place import Place
+from sdflow.runtime.sessions.session import read_graph
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+    import onnxruntime
+
+KEPT = 4
+"""For how many shapes a submodel keeps its tensors; on CUDA with each a session and a captured graph of it."""
+
+LoadSession = Callable[..., "onnxruntime.InferenceSession"]
+"""Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto and whether it may
+be captured, to a session; `edits` of the whole graph."""
+
+Edit = Callable[["onnx.ModelProto"], None]
+"""Changes a graph in place, before a session is made of it."""
+
+
+class Submodel:
+    """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
+
+    load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. profiles: it wants
+    to know between which shapes they will be. path: of the model. fixed: a session is made of that for each set of shapes, its
+    shape arithmetic folded (`specialize`), which can be captured. outputs: those that are wanted of it, None for all. weights:
+    what its sessions share on the device. edits: what is changed in the graph as it is loaded.
+    """
+
+    def __init__(
+        self,
+        load: LoadSession,
+        part: Part,
+        config: Mapping[str, Any],
+        place: Place,
+        *,
+        static_shapes: bool = False,
+        profiles: bool = False,
+        path: Path | None = None,
+        fixed: bool = False,
+        outputs: Sequence[str] | None = None,
+        weights: DeviceWeights | None = None,
+        edits: Sequence[Edit] = (),
+    ) -> None:
+        self.part = part
+        self.config = config
+        self.place = place
+        self.path = path
+        self.static_shapes, self.profiles = static_shapes, profiles
+        self._load, self._fixed, self._outputs, self.weights = load, fixed, outputs, weights
+        self._edits = tuple(edits)
+        self._session: Any = None
+        self._session_shapes: Shapes | None = None
+        self._profile: Profile | None = None
+        self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+        self.reached = 0
+        """Bytes that its largest run so far was expected to take: its session holds them."""
+
+    @property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The session of the whole graph; loaded if it is not."""
+        return self.load()
+
+    def load(self, shapes: Shapes | None = None) -> onnxruntime.InferenceSession:
+        """Load the session unless it is there; for these shapes, where the target wants them static."""
+        if self.profiles and shapes is not None:
+            return self._load_profiled(shapes)
+        wanted = shapes if self.static_shapes else None
+        if self._session is None or (wanted is not None and wanted != self._session_shapes):
+            self.unload()
+            self._session, self._session_shapes = self._load(wanted, edits=self._edits), wanted
+        return self._session
+
+    def _load_profiled(self, shapes: Shapes) -> onnxruntime.InferenceSession:
+        """The session for these shapes and for those that came before."""
+        profile = Profile.of(shapes) if self._profile is None else self._profile.with_shapes(shapes)
+        if self._session is None or profile != self._profile:
+            if self._profile not in (None, profile):
+                warnings.warn(
+                    f"{self.part.name}: an engine is built for further sizes, which takes minutes the first time",
+                    SlowerWarning,
+                    stacklevel=3,
+                )
+            self.unload()
+            self._session, self._profile = self._load(None, edits=self._edits, profile=profile), profile
+        return self._session
+
+    def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
+        """The same submodel with one more change of its graph, or read by another config; it loads sessions of its own."""
+        config = self.config if config is None else config
+        return Submodel(
+            self._load,
+            self.part,
+            config,
+            self.place,
+            static_shapes=self.static_shapes,
+            profiles=self.profiles,
+            path=self.path,
+            fixed=self._fixed,
+            outputs=None if self.part.read is None else self.part.read(config),
+            weights=self.weights,
+            edits=self._edits if edit is None else (*self._edits, edit),
+        )
+
+    def unload(self) -> None:
+        """Give the sessions' memory and all bound tensors back."""
+        self._bound.clear()
+        self._session = None
+        self.reached = 0
+        if self.weights is not None:
+            self.weights.release()
+
+    def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
+        """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
+        return self._load(None, graph, capture)
+
+    def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Input name -> shape where the graph's axes have these sizes, by name."""
+        return {port.name: port.shape(sizes) for port in self.part.model.ports(self.config).inputs}
+
+    @property
+    def input_types(self) -> dict[str, str]:
+        """Input name -> numpy type name."""
+        if self._session is not None or self.path is None:
+            return input_types(self.session)
+        from onnx.helper import tensor_dtype_to_np_dtype
+
+        inputs = read_graph(self.path).graph.input
+        return {item.name: tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type).name for item in inputs}
+
+    def bound(self, **shapes: tuple[int, ...]) -> Bound:
+        """The tensors for inputs of these shapes, zero at first.
+
+        Raises VerificationError when the graph has other inputs.
+        """
+        import torch
+
+        key = tuple(sorted(shapes.items()))
+        if key in self._bound:
+            self._bound.move_to_end(key)
+            return self._bound[key]
+        session = self._session_for(shapes)
+        types = input_types(session)
+        if shapes.keys() != types.keys():
+            raise VerificationError(
+                f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
+                remedy="The graph and its config.json belong to different models: build the pipeline again, sdflow run.",
+            )
+        while len(self._bound) >= KEPT:
+            self._bound.popitem(last=False)
+        with self.place.current():
+            inputs = {
+                name: torch.zeros(shapes[name], dtype=getattr(torch, dtype), device=self.place.device)
+                for name, dtype in types.items()
+            }
+            self._bound[key] = Bound(session, self.place, inputs)
+        return self._bound[key]
+
+    def _session_for(self, shapes: Shapes) -> Any:
+        """A session of the graph for these shapes alone, or the one of the whole graph."""
+        from sdflow.runtime.sessions.specialize import specialize
+
+        if not self._fixed or self.path is None:
+            return self.load(shapes)
+        try:
+            graph = read_edited(self.path, self._edits)
+            sizes = free_dimensions(graph, shapes, str(self.path))
+            return self.part_session(specialize(graph, sizes, self._outputs))
+        except PassError as error:
+            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", SlowerWarning, stacklevel=2)
+            return self.load(shapes)
+
+    def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays to arrays, cast to the types that the graph declares, by way of the bound tensors."""
+        import torch
+
+        bound = self.bound(**{name: value.shape for name, value in inputs.items()})
+        with self.place.current():
+            for name, value in inputs.items():
+                bound.inputs[name].copy_(torch.from_numpy(value))
+            outputs = bound.run()
+            return {name: tensor.to("cpu", copy=True).numpy() for name, tensor in outputs.items()}
+
+
+def read_edited(model: Path, edits: Sequence[Edit]) -> onnx.ModelProto:
+    """The model without its external data, changed. Raises VerificationError as `read_graph`, and what the edits raise."""
+    graph = read_graph(model)
+    for edit in edits:
+        edit(graph)
+    return graph

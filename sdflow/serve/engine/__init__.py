@@ -1,0 +1,1 @@
+"""The engine: images at different steps share runs of the denoiser."""

@@ -1,0 +1,107 @@
+"""Engines side by side, each in a thread with sessions of its own, that take from one queue.
+
+On a CPU a small model does not keep all cores busy: two images, each drawn by one core, are finished before one is drawn by
+both and then the other. How many lanes there are, a measurement says (`sdflow.serve.engine.loading`). A GPU has one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.jobs import Job, Message, Turned
+
+WAIT_SECONDS = 0.005
+"""Between two looks whether what the only jobs wait for is there."""
+
+Tell = Callable[[Message], None]
+
+
+@dataclass
+class _Lane:
+    engine: Engine
+    cancelled: list[str] = field(default_factory=list)
+
+
+class Lanes:
+    """The engines of a process. tell: is told what happens, by one thread at a time. share: as of `Waiting`."""
+
+    def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
+        self.waiting = Waiting(share)
+        self._tell, self._telling = tell, threading.Lock()
+        self._lanes: list[_Lane] = []
+        self._drawing: list[int] = []
+        self._ended = False
+
+    def add(self, make: Callable[[Waiting, Tell], Engine]) -> None:
+        """One more engine; only before they run."""
+        self._drawing.append(0)
+        self._lanes.append(_Lane(make(self.waiting, partial(self._told, len(self._lanes)))))
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [lane.engine for lane in self._lanes]
+
+    def submit(self, job: Job) -> None:
+        """Draw this when there is a place for it."""
+        self.waiting.add(job)
+
+    def cancel(self, request: str) -> None:
+        """Draw no more of a request; what is being drawn of it ends at its next step."""
+        with self.waiting.changed:
+            for lane in self._lanes:
+                lane.cancelled.append(request)
+            self.waiting.cancel(request)
+
+    def look_again(self) -> None:
+        """What a job waits for may be there now."""
+        with self.waiting.changed:
+            self.waiting.changed.notify_all()
+
+    def end(self) -> None:
+        """Draw no more at all: `run` returns."""
+        with self.waiting.changed:
+            self._ended = True
+        self.look_again()
+
+    def run(self) -> None:
+        """Draw until the end. The first engine runs in this thread: a GPU's captured graphs belong to the thread that warmed
+        up."""
+        for lane in self._lanes[1:]:
+            threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
+        self._run(self._lanes[0])
+
+    def _run_or_die(self, lane: _Lane) -> None:
+        """What nobody foresaw ends the process, as it does in the first lane: it is started again."""
+        try:
+            self._run(lane)
+        except BaseException as error:  # noqa: BLE001  (a thread would end alone, and its images never)
+            traceback.print_exception(error)
+            os._exit(1)
+
+    def _run(self, lane: _Lane) -> None:
+        changed, engine, stuck = self.waiting.changed, lane.engine, False
+        while True:
+            with changed:
+                if stuck:
+                    changed.wait(WAIT_SECONDS)
+                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy)
+                if self._ended:
+                    return
+                cancelled, lane.cancelled = lane.cancelled, []
+            for request in cancelled:
+                engine.cancel(request)
+            stuck = not engine.turn()  # what it waits for is being made
+
+    def _told(self, number: int, message: Message) -> None:
+        with self._telling:
+            if isinstance(message, Turned):
+                self._drawing[number] = message.drawing
+                message = replace(message, drawing=sum(self._drawing))
+            self._tell(message)

@@ -1,0 +1,197 @@
+"""The pipelines of a server, loaded, warm and measured: for one lane with all cores, or for several
+(`sdflow.serve.engine.lanes`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sdflow.errors import UsageError, VerificationError
+from sdflow.machine.device import cores
+from sdflow.manifest import read_manifest
+from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
+from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.jobs import Failed, Image, Job, Message
+from sdflow.targets import find_target
+
+if TYPE_CHECKING:
+    from sdflow.serve.engine.served_pipeline import ServedPipeline
+    from sdflow.serve.worker_options import WorkerOptions
+
+WARM_UP = "warm-up"
+
+MOST_LANES = 8
+
+SMALL_SECONDS = 0.1
+"""Several lanes are tried where a run of the denoiser takes less: larger models keep all cores busy, and need their memory."""
+
+MOST_DELAYED = 8
+"""How many times as long other work on the machine may make a run."""
+
+GAIN = 0.95
+"""Several lanes must take at most this part of the time that one takes."""
+
+OURS = 0.8
+"""The part of the processor's time that lanes get on a machine that does nothing else."""
+
+ROUNDS = 2
+STEPS = 8
+"""Of the images that lanes are measured by."""
+
+
+@dataclass(frozen=True)
+class LoadedLane:
+    """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it.
+    first: that loading all of it and drawing an image of each took."""
+
+    pipelines: Mapping[str, ServedPipeline]
+    seconds: Mapping[str, Mapping[int, float]]
+    first: float
+
+    @property
+    def places(self) -> int:
+        """How many images it draws at once."""
+        return max(max(each) for each in self.seconds.values())
+
+
+def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
+    """As many as the options say, or as a measurement finds best. Raises VerificationError for what cannot draw, UsageError for
+    several lanes of what is no CPU."""
+    threads = options.threads or cores() or 1
+    one = _load(options, options.threads)
+    on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
+    if on_device and (options.lanes or 1) > 1:
+        raise UsageError(
+            f"{on_device[0]} draws on a GPU, which has one lane",
+            where="--lanes",
+            remedy="Leave it out: batches fill it.",
+        )
+    count = options.lanes or min(threads, MOST_LANES)
+    measured = options.lanes is None
+    if count == 1 or on_device or (measured and not all(_small(one, each, threads) for each in one.seconds)):
+        return [one]
+    several = [_load(options, max(1, threads // count)) for _ in range(count)]
+    if measured and not all(_pays(several, one, name, threads) for name in one.pipelines):
+        return [one]
+    return several
+
+
+def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
+    from sdflow.serve.engine.served_pipeline import ServedPipeline
+
+    begun = time.perf_counter()
+    pipelines = {
+        name: ServedPipeline.load(folder, threads, options.checker) for name, folder in options.pipelines.items()
+    }
+    seconds = {name: warm(name, each, options) for name, each in pipelines.items()}
+    return LoadedLane(pipelines, seconds, time.perf_counter() - begun)
+
+
+def patience_of(lane: LoadedLane, options: WorkerOptions) -> Patience:
+    """How long a piece of work may take: as the options say, or as the first took. What compiles for every new size, as TensorRT
+    does, may take as long as a request."""
+    pixels = {name: each.base.latents.image_size**2 for name, each in lane.pipelines.items()}
+    if options.stall is not None:
+        return Patience(options.stall, options.stall, pixels)
+    targets = [
+        find_target(read_manifest(folder).origin.target, str(folder)).session for folder in options.pipelines.values()
+    ]
+    compiles = any(each.profiles or each.static_shapes for each in targets)
+    measured = options.deadline if compiles else TIMES * lane.first
+    return Patience(max(LEAST_SECONDS, min(measured, options.deadline)), max(LEAST_SECONDS, options.deadline), pixels)
+
+
+def _small(lane: LoadedLane, name: str, threads: int) -> bool:
+    """Whether a run of the denoiser takes so little that its threads wait for each other. Where that may be other work on the
+    machine, the processor's time tells."""
+    taken = lane.seconds[name][1]
+    if not SMALL_SECONDS <= taken < MOST_DELAYED * SMALL_SECONDS:
+        return taken < SMALL_SECONDS
+    return spent([lane], name, 1).processor / (threads * STEPS) < SMALL_SECONDS
+
+
+def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str, threads: int) -> bool:
+    """Whether several lanes are done with as many images earlier than one."""
+    images = max(one.places, sum(each.places for each in several))
+    for lane in several:
+        spent([lane], name, 1)  # what the first image makes
+    side_by_side, alone = list[Spent](), list[Spent]()
+    for _ in range(ROUNDS):
+        side_by_side.append(spent(several, name, images))
+        alone.append(spent([one], name, images))
+    return sooner(side_by_side, alone, cores=len(several) * max(1, threads // len(several)))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds, and seconds of the processor in them."""
+
+    wall: float
+    processor: float
+
+
+def sooner(several: Sequence[Spent], one: Sequence[Spent], cores: int) -> bool:
+    """Whether several lanes are done sooner than one. cores: that they use.
+
+    Where others use the machine too, all lanes get little of it, and what takes longer says nothing of how it would be alone.
+    Then the processor's time decides: alone, several lanes take theirs divided by the cores, and one takes that at least.
+    """
+    best = min(several, key=lambda each: each.wall)
+    if best.processor >= OURS * cores * best.wall:
+        return best.wall < GAIN * min(each.wall for each in one)
+    return GAIN * min(each.processor for each in several) < min(each.processor for each in one)
+
+
+def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
+    """What these lanes take for so many images, each of few steps."""
+    from sdflow.serve.engine.engine import Engine
+
+    job, waiting = warm_up_job(name, lanes[0].pipelines[name]), Waiting()
+    steps = {"num_inference_steps": max(STEPS, job.arguments["num_inference_steps"])}
+    for number in range(images):
+        waiting.add(replace(job, index=number, arguments=steps))
+
+    def draw(lane: LoadedLane) -> None:
+        engine = Engine(lambda job: lane.pipelines[name], {name: lane.seconds[name]}, _nobody, waiting=waiting)
+        while engine.busy:
+            engine.turn()
+
+    begun, used = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(draw, lanes))
+    return Spent(time.perf_counter() - begun, time.process_time() - used)
+
+
+def _nobody(message: Message) -> None:
+    """Is told."""
+
+
+def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
+    """Draw once, so that what the first image would wait for is there; seconds of a run by size of the batch."""
+    from sdflow.serve.engine.engine import Engine
+
+    said: list[Message] = []
+    engine = Engine(lambda job: pipeline, {name: {1: 1.0}}, said.append)
+    engine.submit(warm_up_job(name, pipeline))
+    while engine.busy:
+        engine.turn()
+    for failed in said:
+        if isinstance(failed, Failed):
+            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
+    if pipeline.why_alone is not None:
+        return {1: 1.0}
+    return pipeline.measure(options.batch_sizes)
+
+
+def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
+    """The least that takes every submodel of a pipeline along: of the model's own size, with what it must start from."""
+    base = pipeline.base
+    side, task = base.latents.image_size, base.task
+    image = None if task == "text" else Image("RGB", (side, side), b"\x80" * (3 * side * side))
+    mask = Image("L", (side, side), b"\xff" * (side * side)) if task == "inpaint" else None
+    few = replace(base.defaults[task], steps=2 if len(pipeline.stages) == 1 else 10)
+    steps = {"num_inference_steps": few.steps_at(few.strength)}
+    return Job(WARM_UP, 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)

@@ -1,0 +1,117 @@
+"""Signs of life of the process that draws, and the end of one that shows none, as it was stopped or a kernel never ends.
+
+The worker says twice a second that it is there, from a thread of its own, and whether an image has not gone on for too long. What
+is too long is measured: several times what loading and the first image took, and more for larger images.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sdflow.serve.jobs import Lost
+
+if TYPE_CHECKING:
+    from sdflow.serve.engine.lanes import Lanes
+    from sdflow.serve.jobs import Job
+
+PULSE_SECONDS = 0.5
+
+LEAST_SECONDS, TIMES = 60.0, 10
+"""A piece of work may take so long at least, and so many times what the slowest took at the start."""
+
+START_SECONDS = 300.0
+"""How long nothing may be heard of a process that has measured nothing yet."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A sign of life. stuck: seconds for which an image has not gone on, if that is too long. silence: how long nothing may be
+    heard from now on."""
+
+    stuck: float | None = None
+    silence: float = START_SECONDS
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a piece of work may take. seconds: of an image of the model's own size. most: of any. pixels: of the own size of
+    each pipeline; larger images may take longer, as attention does, by the square."""
+
+    seconds: float
+    most: float
+    pixels: Mapping[str, int]
+
+    def of(self, jobs: tuple[Job, ...]) -> float:
+        """For a lane that draws these."""
+        sizes = [1.0]
+        for job in jobs:
+            given, own = job.arguments, self.pixels[job.pipeline]
+            sizes.append(given.get("height", 0) * given.get("width", 0) / own)
+        return min(self.seconds * max(sizes) ** 2, self.most)
+
+
+class Pulses:
+    """The worker's. tell: is told each, in a thread of its own."""
+
+    def __init__(self, tell: Callable[[Pulse], None]) -> None:
+        self._tell = tell
+        self._watched: tuple[Lanes, Patience] | None = None
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def watch(self, lanes: Lanes, patience: Patience) -> None:
+        """Tell of these, too, from now on."""
+        self._watched = lanes, patience
+        self._tell(Pulse(None, patience.seconds))
+
+    def _beat(self) -> None:
+        known: dict[int, tuple[int, float]] = {}
+        while True:
+            time.sleep(PULSE_SECONDS)
+            if self._watched is None:
+                self._tell(Pulse())
+                continue
+            lanes, patience = self._watched
+            stuck, any_drawn = None, any(engine.jobs for engine in lanes.engines)
+            for number, engine in enumerate(lanes.engines):
+                before, seconds = known.get(number, (-1, 0.0))
+                # Looks are counted, not the clock: it goes on while all of sdflow is stopped by Ctrl-Z.
+                waits = engine.busy and (bool(engine.jobs) or not any_drawn)  # else, for room beside another lane's
+                seconds = seconds + PULSE_SECONDS if waits and engine.progress == before else 0.0
+                known[number] = engine.progress, seconds
+                if seconds > patience.of(engine.jobs):
+                    stuck = seconds
+            self._tell(Pulse(stuck, patience.seconds))
+
+
+class Watchdog:
+    """The server's, of one worker. give_up: ends that, and is told why; in a thread of its own."""
+
+    def __init__(self, give_up: Callable[[Lost], None]) -> None:
+        self._give_up = give_up
+        self._last = Pulse()
+        self._heard, self._ended = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def hear(self, pulse: Pulse | None) -> None:
+        """Something was heard of it."""
+        self._last = self._last if pulse is None else pulse
+        self._heard.set()
+
+    def end(self) -> None:
+        """It is gone."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        silent = 0.0
+        while not self._ended.wait(PULSE_SECONDS):
+            silent = 0.0 if self._heard.is_set() else silent + PULSE_SECONDS
+            self._heard.clear()
+            stuck = self._last.stuck
+            if stuck is not None or silent > self._last.silence:
+                what = f"no heartbeat for {silent:g} s" if stuck is None else f"no progress for {stuck:g} s"
+                self._give_up(Lost("WorkerHung", f"{what}, so it was killed"))
+                return

@@ -1,0 +1,217 @@
+"""One run of the denoiser for images that stand at different steps, with other schedules, prompts and guidance.
+
+The denoiser is taken apart (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image,
+what depends
+on the timestep once for a schedule; both have a row for each image in the part that is run at every step, so each image
+brings its own. An image without guidance takes both rows of a batch with guidance, and only the second is used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import PassError
+from sdflow.machine.onnx_runtime import numpy_type
+from sdflow.runtime.denoiser.schedule import Schedule
+from sdflow.runtime.denoiser.split import SAMPLE, TIMESTEP
+from sdflow.runtime.sessions.bound import Bound, data_inputs
+from sdflow.runtime.sessions.submodel import Submodel
+from sdflow.serve.engine.cuts import Cuts
+from sdflow.serve.engine.elsewhere import OneAhead
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 256
+"""Bytes; kernels read several values at once."""
+
+TABLES_KEPT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """What the prompt of one image gives: values by name, each with a row for the negative prompt and one for the prompt, or
+    without guidance only that one. (halves, rows of it, ...)."""
+
+    values: Mapping[str, torch.Tensor]
+    halves: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an image asks for. sample: its latents as the model reads them, (channels, rows, columns). times: of its
+    schedule, a row for each step; index: which."""
+
+    sample: torch.Tensor
+    texts: Texts
+    times: torch.Tensor
+    index: int
+
+
+class SharedSteps:
+    """The runs of one denoiser for images of one size."""
+
+    def __init__(self, model: Submodel, sizes: Mapping[str, int], cuts: Cuts) -> None:
+        """sizes: of the graph's axes by name, without `batch`. Raises PassError for a graph that cannot be taken apart."""
+        if model.path is None:
+            raise PassError("this target runs whole graphs only")
+        self._model, self.sizes = model, dict(sizes)
+        self._path, self._cuts = model.path, cuts
+        parts = cuts.of(model.path, {**sizes, "batch": 2}, guidance=True)
+        text, timestep = model.part_session(parts.text), model.part_session(parts.timestep, capture=False)
+        self._timestep_session = timestep
+        self._time_values = parts.time_values
+        self._text_values = parts.text_values
+        with model.place.current():
+            self._text = Bound(text, model.place, _zeros(text, model.place.device))
+        self._tables: list[tuple[Schedule, torch.Tensor]] = []
+        self._forms: dict[tuple[int, int], _Form] = {}
+        self._hold: Callable[[], None] = lambda: None
+        self._ahead = OneAhead(model.place)
+
+    def holding(self, hold: Callable[[], None]) -> SharedSteps:
+        """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""
+        other = copy.copy(self)
+        other._hold, other._tables = hold, []
+        return other
+
+    def texts(self, conditions: Mapping[str, torch.Tensor], halves: int) -> Texts:
+        """What the step reads of these conditions: of one image, `halves` rows."""
+        with self._model.place.current():
+            self._hold()
+            for name, value in conditions.items():
+                self._text.inputs[name].copy_(value)  # a single row goes to both
+            found: dict[str, torch.Tensor] = {**self._text.inputs, **self._text.run()}  # a step may read either
+            return Texts({name: value.unflatten(0, (2, -1))[-halves:].clone() for name, value in found.items()}, halves)
+
+    def times(self, schedule: Schedule) -> torch.Tensor:
+        """(steps, width): what the step reads of each timestep of a schedule."""
+        import torch
+
+        for known, table in self._tables:
+            if known is schedule:
+                return table
+        with self._model.place.current():
+            self._hold()
+            given = {TIMESTEP: schedule.timesteps.reshape(-1)}
+            values = Bound(self._timestep_session, self._model.place, given).run()
+            table = torch.cat([values[name].flatten(1) for name in self._time_values], dim=1)
+        self._tables = [*self._tables[-TABLES_KEPT + 1 :], (schedule, table)]
+        return table
+
+    def run(self, steps: Sequence[Step], size: int) -> list[torch.Tensor]:
+        """What the model makes of each: (halves, channels, rows, columns). size: of the batch, at least as many. On a GPU it is
+        queued, and the run before it is done.
+
+        Raises VerificationError when the provider cannot.
+        """
+        form = self.form(size, max(step.texts.halves for step in steps))
+        with self._model.place.current():
+            self._hold()
+            found = form.run(steps)
+            self._ahead.queued()
+            return found
+
+    def form(self, size: int, halves: int) -> _Form:
+        """The session for a batch of so many images, made when it is first wanted."""
+        if (size, halves) not in self._forms:
+            guided = halves == 2
+            parts = self._cuts.of(self._path, {**self.sizes, "batch": size * halves}, guidance=guided)
+            if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
+                raise PassError("a batch of another size is taken apart in another way", where="split")
+            session = self._model.part_session(parts.step)
+            with self._model.place.current():
+                self._forms[size, halves] = _Form(session, self._model, self._time_values, size, halves)
+        return self._forms[size, halves]
+
+    def forget(self, size: int) -> None:
+        """Give the memory of the batches of this size back."""
+        for key in [key for key in self._forms if key[0] == size]:
+            del self._forms[key]
+
+
+class _Form:
+    """The step for one size of batch. An image keeps its place from one run to the next, so that its texts are copied once."""
+
+    def __init__(self, session: Any, model: Submodel, times: Sequence[str], size: int, halves: int) -> None:
+        """times: the inputs that hold what a timestep gives, in the order of a table's columns."""
+        self._size, self._halves, self._place = size, halves, model.place
+        inputs = _zeros(session, model.place.device)
+        self._times, own, self._picked = _in_one_piece({name: inputs[name] for name in times}, size)
+        self._bound = Bound(session, model.place, {**inputs, **own})
+        self._sample = inputs[SAMPLE]
+        self._texts = {name: value for name, value in inputs.items() if name not in times and name != SAMPLE}
+        self._placed: list[Texts | None] = [None] * size
+
+    def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        import torch
+
+        with self._place.current():
+            places = self._places([step.texts for step in steps])
+            rows: list[torch.Tensor] = [steps[0].times[steps[0].index]] * self._size
+            samples = [steps[0].sample] * self._size
+            for place, step in zip(places, steps, strict=True):
+                samples[place], rows[place] = step.sample, step.times[step.index]
+            self._sample.copy_(torch.stack(samples))
+            torch.take(torch.stack(rows), self._picked, out=self._times)
+            found = self._bound.run()["out_sample"].to(torch.float32, copy=True)
+            found = found.unflatten(0, (self._halves, self._size))
+            return [found[-step.texts.halves :, place] for place, step in zip(places, steps, strict=True)]
+
+    def _places(self, wanted: Sequence[Texts]) -> list[int]:
+        """Where each stands; what is new takes the place of what is not wanted now."""
+        here = {id(texts): place for place, texts in enumerate(self._placed) if texts is not None}
+        kept = {here[id(texts)] for texts in wanted if id(texts) in here}
+        free = iter(place for place in range(self._size) if place not in kept)
+        places = []
+        for texts in wanted:
+            place = here.get(id(texts), -1)
+            if place < 0:
+                place = next(free)
+                self._put(texts, place)
+            places.append(place)
+        return places
+
+    def _put(self, texts: Texts, place: int) -> None:
+        for name, target in self._texts.items():
+            target.unflatten(0, (self._halves, self._size, -1))[:, place].copy_(texts.values[name])
+        self._placed[place] = texts
+
+
+def _in_one_piece(
+    values: Mapping[str, torch.Tensor], size: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """A piece of memory, slices of it that are like these values, and which element of (images, width) goes where in it.
+
+    So one copy sets them all. The rows of each value are those of the images, one time or several.
+    """
+    import torch
+
+    dtypes = {value.dtype for value in values.values()}
+    if len(dtypes) != 1:
+        raise PassError(f"the values of a timestep are of {len(dtypes)} types", where="split")
+    (dtype,), (device, *_) = dtypes, [value.device for value in values.values()]
+    step = ALIGNMENT // dtype.itemsize
+    width = sum(value[0].numel() for value in values.values())
+    picked, begin = [], 0
+    for value in values.values():
+        image = torch.arange(len(value)) % size
+        index = image[:, None] * width + begin + torch.arange(value[0].numel())[None]
+        picked.append(torch.nn.functional.pad(index.reshape(-1), (0, -value.numel() % step)))
+        begin += value[0].numel()
+    memory = torch.zeros(sum(map(len, picked)), dtype=dtype, device=device)
+    slots = zip(values.items(), memory.split([len(each) for each in picked]), strict=True)
+    own = {name: slot[: value.numel()].view(value.shape) for (name, value), slot in slots}
+    return memory, own, torch.cat(picked).to(device)
+
+
+def _zeros(session: Any, device: str) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {
+        value.name: torch.zeros(tuple(value.shape), dtype=getattr(torch, numpy_type(value)), device=device)
+        for value in data_inputs(session)
+    }

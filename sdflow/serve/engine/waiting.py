@@ -1,0 +1,63 @@
+"""The images that wait to be drawn, in the order in which they came. Several lanes may take from it
+(`sdflow.serve.engine.lanes`).
+
+Those that are larger than the model's own size share the memory that is measured at the start: one is taken when there is room
+beside those that are being drawn, or none is. Nobody overtakes one that waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from sdflow.serve.jobs import Job
+
+
+class Waiting:
+    """For several threads. changed: notified when something came or went. share: the part of the memory that an image takes."""
+
+    def __init__(self, share: Callable[[Job], float] = lambda job: 0.0) -> None:
+        self._jobs: list[Job] = []
+        self._share = share
+        self._taken: list[Job] = []
+        self.changed = threading.Condition(threading.RLock())
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """What waits now, the oldest first."""
+        with self.changed:
+            return tuple(self._jobs)
+
+    def add(self, job: Job) -> None:
+        with self.changed:
+            self._jobs.append(job)
+            self.changed.notify_all()
+
+    def cancel(self, request: str) -> None:
+        """Without what is of this request."""
+        with self.changed:
+            self._jobs = [job for job in self._jobs if job.request != request]
+            self.changed.notify_all()
+
+    def take(self, choose: Callable[[Sequence[Job]], Job | None]) -> Job | None:
+        """What is chosen of it, which waits no more; None where there is no room for it. Nobody else takes anything meanwhile."""
+        with self.changed:
+            chosen = choose(self._jobs)
+            if chosen is None:
+                return None
+            share = self._share(chosen)
+            if share > 0:
+                if self._taken and share + sum(map(self._share, self._taken)) > 1:
+                    return None
+                self._taken.append(chosen)
+            self._jobs.remove(chosen)
+            return chosen
+
+    def release(self, job: Job) -> None:
+        """One that was taken is drawn no more."""
+        with self.changed:
+            if job in self._taken:
+                self._taken.remove(job)

@@ -1,0 +1,96 @@
+"""A connection to a client: HTTP/1.1 as uvicorn has it, for clients that go on. There are only so many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.body import transfer_seconds
+
+HEAD_SECONDS = 10.0
+"""In which the head of a request must have come. uvicorn waits for ever, and each that waits takes a file descriptor."""
+
+REFUSED_SECONDS = 1.0
+"""For which one too many stays open, so that its client reads why."""
+
+RETRY_SECONDS = 5
+
+
+class Connection(H11Protocol):
+    """It is closed when a client opens it and sends nothing, begins a request and does not go on, goes on with a request that
+    was answered, or does not read its answer. Between two requests uvicorn's own limit counts."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        # uvicorn answers 503 to whole requests beyond its limit, and holds the connections of those that never are.
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._most is not None and len(self.connections) > self._most:
+            self._refuse()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._abort_later()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_later()  # closing waits until all is read
+
+    def _refuse(self) -> None:
+        """Tell the client why, and take nothing from it."""
+        self._refused = True
+        self.connections.discard(self)
+        error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
+        response = error.response()
+        head = f"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: {len(response)}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
+        self.transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + response)
+        self.transport.write_eof()
+        self.loop.call_later(REFUSED_SECONDS, self.transport.abort)
+
+    def _watch(self) -> None:
+        """Wait for a head from now on, or for the end of a body that nobody wants; no more once it is there."""
+        their, answered = self.conn.their_state, self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
+        if their is not h11.IDLE and not (answered and their is h11.SEND_BODY):
+            self._stop_watching()
+        elif self._giving_up is None:
+            self._giving_up = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self.transport.close()
+        self._abort_later()
+
+    def _abort_later(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(transfer_seconds(self.transport.get_write_buffer_size()), self.transport.abort)
+
+    def _stop_watching(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None

@@ -1,0 +1,196 @@
+"""The LoRAs of a server: those of its folder, and those that were sent to it. Requests know them by name alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from sdflow.digest import digest_file
+from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
+from sdflow.errors import CheckpointError, UsageError
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.jobs import LoraFile
+from sdflow.serve.limits import Limits
+from sdflow.sources.loras.lora import lora_submodels
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,99}")
+_SUFFIX = ".safetensors"
+
+DEFAULTS = Limits()
+
+AT_ONCE = 2
+"""LoRAs that are being sent: until it is whole, each takes its size among the system's temporary files, too."""
+
+
+def _anything_fits(path: Path) -> None:
+    """Where there are no pipelines to look at."""
+
+
+class Loras:
+    """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
+
+    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. A process to which
+    this is passed on has another of its own. require_fit: raises CheckpointError or UsageError for a file that no pipeline can
+    draw with. limits: how many may be sent, and how large all of them may be.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        sent_below: Path | None = None,
+        require_fit: Callable[[Path], None] = _anything_fits,
+        limits: Limits = DEFAULTS,
+    ) -> None:
+        """Raises UsageError for a folder that is not there."""
+        if folder is not None and not folder.is_dir():
+            raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
+        self.folder, self.sent_below, self.require_fit, self.limits = folder, sent_below, require_fit, limits
+        remove_abandoned_scratch(sent_below)  # of servers that were killed
+        self._closing = contextlib.ExitStack()
+        self._sent = self._closing.enter_context(scratch_folder("sent-loras", sent_below))
+        self._removed: set[str] = set()
+        self._receiving: list[int] = []
+        self._naming = threading.Lock()
+        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
+
+    def close(self) -> None:
+        """Remove what was sent."""
+        self._closing.close()
+
+    def files(self) -> dict[str, Path]:
+        """Those that are there now, by name; one that was sent stands before one of the folder."""
+        own = [] if self.folder is None else sorted(self.folder.glob(f"*{_SUFFIX}"))
+        found = {path.stem: path for path in own if path.stem not in self._removed}
+        return {**found, **{path.stem: path for path in sorted(self._sent.glob(f"*{_SUFFIX}"))}}
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """All of them, in OpenAI's way to list things. One that cannot be read says why."""
+        listed = []
+        for name, path in self.files().items():
+            entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
+            try:
+                size, sha256, submodels = self._look_at(path)
+            except FileNotFoundError:  # taken away meanwhile
+                continue
+            except (CheckpointError, OSError) as error:
+                listed.append({**entry, "error": _reason(error)})
+            else:
+                listed.append({**entry, "bytes": size, "sha256": sha256, "submodels": submodels})
+        return listed
+
+    def find(self, wanted: Sequence[tuple[str, float]]) -> tuple[LoraFile, ...]:
+        """The files of these names with their scales. Raises ApiError."""
+        files, found = self.files(), []
+        for name, scale in wanted:
+            if name not in files:
+                known = ", ".join(files) or "there is none"
+                raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
+            try:
+                _, sha256, _ = self._look_at(files[name])
+            except (CheckpointError, OSError) as error:
+                raise ApiError(400, f"{name} is no LoRA: {_reason(error)}.", param="loras") from error
+            found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def receiving(self, size: int) -> Iterator[None]:
+        """While one of so many bytes is being sent. Raises ApiError where there is no room for it beside those that are there,
+        or others are being sent."""
+        with self._naming:
+            if len(self._receiving) >= AT_ONCE:
+                words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
+                raise ApiError(503, words, code="overloaded", retry_after=5)
+            sent = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")]
+            if len(sent) + len(self._receiving) >= self.limits.uploads:
+                raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {self.limits.uploads}")
+            if sum(sent) + sum(self._receiving) + size > self.limits.upload_bytes:
+                raise _no_room(
+                    f"all uploaded LoRAs may have {self.limits.upload_bytes} bytes, and this one exceeds that"
+                )
+            self._receiving.append(size)
+        try:
+            yield
+        finally:
+            with self._naming:
+                self._receiving.remove(size)
+
+    def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
+        """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, what is no LoRA, one that no
+        pipeline here can draw with, and where the disk is full: then nothing of it is left."""
+        name = name.removesuffix(_SUFFIX)
+        if not _NAME.fullmatch(name):
+            raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
+        if name in self.files():
+            raise _taken(name)
+        path = self._sent / f"{uuid.uuid4().hex}.part"
+        try:
+            with path.open("wb") as part:
+                shutil.copyfileobj(content, part)
+            return self._take(name, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise _no_room("the server's disk is full") from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _take(self, name: str, path: Path) -> dict[str, Any]:
+        try:
+            sha256, submodels = digest_file(path), lora_submodels(path)
+        except CheckpointError as error:
+            raise ApiError(400, f"this is no LoRA: {error.what}.", param="file", code="invalid_lora") from error
+        try:
+            self.require_fit(path)
+        except (CheckpointError, UsageError) as error:
+            raise ApiError(
+                400, f"no pipeline here can draw with it: {error.what}.", param="file", code="invalid_lora"
+            ) from error
+        size = path.stat().st_size
+        with self._naming:
+            if name in self.files():  # another was sent meanwhile
+                raise _taken(name)
+            path.rename(self._sent / f"{name}{_SUFFIX}")
+        return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
+
+    def remove(self, name: str) -> None:
+        """Offer it no more. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
+        with self._naming:
+            path = self.files().get(name)
+            if path is None:
+                raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
+            if path.parent == self._sent:
+                path.unlink()
+                self._read = {key: value for key, value in self._read.items() if key[0] != path}
+            else:
+                self._removed.add(name)
+
+    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...]]:
+        """Its bytes, its digest, and the submodels that it is for. Raises CheckpointError, OSError."""
+        stat = path.stat()
+        key = path, stat.st_size, stat.st_mtime_ns
+        if key not in self._read:
+            self._read[key] = digest_file(path), lora_submodels(path)
+        return stat.st_size, *self._read[key]
+
+
+def _reason(error: CheckpointError | OSError) -> str:
+    """Without the path, which is nobody's business."""
+    return error.what if isinstance(error, CheckpointError) else error.strerror or type(error).__name__
+
+
+def _no_room(why: str) -> ApiError:
+    return ApiError(507, f"{why}. Delete one: DELETE /v1/loras/NAME.", param="file", code="no_room")
+
+
+def _taken(name: str) -> ApiError:
+    return ApiError(409, f"a LoRA is named {name} already.", param="name", code="lora_exists")

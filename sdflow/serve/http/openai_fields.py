@@ -1,0 +1,161 @@
+"""The fields of OpenAI's images API, and those that sdflow takes besides, as pydantic checks them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from sdflow.disk.input_file import parse_json
+from sdflow.families.schedulers import SchedulerName
+from sdflow.runtime.drawing.kept import MOST_BLUR
+
+
+def _characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"there is half of a character at place {error.start}") from error
+    return text
+
+
+Words = Annotated[str, AfterValidator(_characters)]
+"""A text that a tokenizer can read: JSON can spell half a surrogate pair, which is none."""
+
+
+class Lora(BaseModel):
+    """A LoRA of the server's folder, by name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=200)
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
+class ControlField(BaseModel):
+    """An image for a ControlNet of the pipeline, by name. It counts from `start` to `end` of the steps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=200)
+    image: str = Field(description="In base64.")
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    start: float = Field(0.0, ge=0, le=1)
+    end: float = Field(1.0, ge=0, le=1)
+
+
+class ImagePromptField(BaseModel):
+    """An image that an IP-Adapter of the pipeline reads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: str = Field(description="In base64.")
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
+def _from_json(value: Any) -> Any:
+    """A form has texts only: what is a list there comes as JSON."""
+    if isinstance(value, str):
+        return parse_json(value)
+    return value
+
+
+class Fields(BaseModel):
+    """What both ways to draw take. Those behind `stream` are not OpenAI's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Words = Field(description="What to draw.")
+    model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
+    n: int | None = Field(1, ge=1, description="How many images.")
+    size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="url: a data URL, which holds the image itself. The server keeps no image."
+    )
+    output_format: Literal["png", "jpeg", "webp"] | None = "png"
+    output_compression: int | None = Field(None, ge=0, le=100, description="The quality of jpeg and webp.")
+    quality: str | None = Field(None, description="Has no effect: see `steps`.")
+    style: str | None = Field(None, description="Has no effect.")
+    background: Literal["auto", "opaque"] | None = None
+    moderation: str | None = Field(None, description="Has no effect.")
+    user: str | None = Field(None, description="Has no effect.")
+    stream: bool | None = Field(False, description="Answer with server-sent events.")
+    partial_images: int | None = Field(None, ge=0, description="How many unfinished images are sent on the way.")
+
+    seed: int | None = Field(None, ge=0, lt=2**63, description="Of the first image; counts up. Default: a random one.")
+    steps: int | None = Field(None, ge=1, description="Of denoising. Default: the model's.")
+    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False, description="Default: the model's.")
+    negative_prompt: Words | None = Field(None, description="What not to draw.")
+    scheduler: SchedulerName | None = Field(None, description="Default: the pipeline's.")
+    eta: float | None = Field(None, ge=0, le=1, description="How much noise DDIM and TCD add in a step.")
+    clip_skip: int | None = Field(
+        None,
+        ge=0,
+        le=30,
+        description="Last layers of the text encoders to leave out for the prompt; the negative prompt is read with all.",
+    )
+    prompt_syntax: Literal["plain", "a1111"] | None = "plain"
+    prompt_2: Words | None = Field(None, description="SDXL: another prompt for the second text encoder.")
+    negative_prompt_2: Words | None = Field(None, description="SDXL: the same for what not to draw.")
+    loras: Annotated[list[Lora], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="LoRAs of `/v1/loras`."
+    )
+    control: Annotated[list[ControlField], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="Images for the pipeline's ControlNets."
+    )
+    image_prompts: Annotated[list[ImagePromptField], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="Images for its IP-Adapters: all for the only one, or one for each in order."
+    )
+    progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
+
+
+class Generation(Fields):
+    """A request to draw from text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"prompt": "a large red circle on a blue background", "n": 2, "size": "128x128", "seed": 7, "steps": 20}
+            ]
+        },
+    )
+
+
+class Edit(Fields):
+    """A request to draw from an image, or into a part of it; the files come besides."""
+
+    strength: float | None = Field(
+        None, gt=0, le=1, description="The part of the steps that the image goes through. Default: the model's."
+    )
+    mask_blur: float | None = Field(
+        None,
+        ge=0,
+        le=MOST_BLUR,
+        description="Pixels over which what is drawn fades into what the mask keeps. Default: 0, a hard edge.",
+    )
+    whole: bool | None = Field(
+        False, description="Leave what the mask keeps as it comes out of the VAE, a little changed, as diffusers does."
+    )
+    input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
+
+
+def as_openai_edit_form() -> dict[str, Any]:
+    """The OpenAPI schema of the multipart form of an edit."""
+    schema = Edit.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    file = {"type": "string", "format": "binary"}
+    schema["properties"] = {
+        "image": {**file, "description": "PNG, JPEG or WEBP."},
+        "mask": {
+            **file,
+            "description": "Its transparent pixels are drawn; of one without transparency, the white ones.",
+        },
+        **schema["properties"],
+        "loras": {"type": "string", "description": 'As JSON: [{"name": "ink", "scale": 0.8}].'},
+        "control": {"type": "string", "description": 'As JSON: [{"name": "canny", "image": "BASE64"}].'},
+        "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
+    }
+    schema["required"] = ["image", "prompt"]
+    schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]
+    return schema

@@ -1,0 +1,136 @@
+"""Requests to jobs: one for each image, held to the limits of the server and to what the pipeline can."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.openai_fields import Edit, Fields
+from sdflow.serve.http.served_model import ServedModel
+from sdflow.serve.jobs import Beside, Image, Job, LoraFile
+from sdflow.serve.limits import Limits, read_size
+
+MOST_SEED = 2**63
+
+NOTHING = Beside()
+
+
+def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    """The pipeline of this name; the first where none is named. Raises ApiError."""
+    if name is None:
+        return next(iter(models.values()))
+    if name not in models:
+        known = ", ".join(models)
+        raise ApiError(404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found")
+    return models[name]
+
+
+def jobs_of(
+    fields: Fields,
+    model: ServedModel,
+    limits: Limits,
+    most_pixels: int | None,
+    image: Image | None,
+    mask: Image | None,
+    loras: tuple[LoraFile, ...] = (),
+    beside: Beside = NOTHING,
+) -> list[Job]:
+    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, beside: of the fields, found and
+    read.
+
+    Raises ApiError for what cannot be.
+    """
+    images, previews = fields.n or 1, fields.partial_images or 0
+    limits.require_at_most("n", images, limits.images)
+    limits.require_at_most("steps", fields.steps, limits.steps)
+    limits.require_at_most("partial_images", previews, limits.previews)
+    for param in ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2"):
+        limits.require_short(param, getattr(fields, param))
+    limits.require_at_most("loras", len(loras), limits.loras)
+    _require_start(model, image, mask)
+    if fields.scheduler is not None and fields.scheduler not in model.schedulers:
+        known = ", ".join(model.schedulers)
+        raise ApiError(
+            400, f"{model.name} cannot draw with {fields.scheduler}. Take one of {known}.", param="scheduler"
+        )
+    arguments: dict[str, Any] = {
+        **_size(fields, model, limits, most_pixels, image or next((each.image for each in beside.controls), None)),
+        "num_inference_steps": fields.steps,
+        "guidance_scale": fields.guidance_scale,
+        "eta": fields.eta,
+        "strength": fields.strength if isinstance(fields, Edit) else None,
+        **_kept(fields, mask),
+        "clip_skip": fields.clip_skip,
+        "prompt_syntax": fields.prompt_syntax or "plain",
+        "prompt_2": fields.prompt_2,
+        "negative_prompt_2": fields.negative_prompt_2,
+    }
+    first = random.SystemRandom().randrange(2**32) if fields.seed is None else fields.seed
+    request = uuid.uuid4().hex
+    return [
+        Job(
+            request,
+            index,
+            model.name,
+            fields.prompt,
+            (first + index) % MOST_SEED,
+            fields.negative_prompt,
+            {name: value for name, value in arguments.items() if value is not None},
+            image,
+            mask,
+            fields.scheduler,
+            loras,
+            previews if fields.stream else 0,
+            (fields.output_format or "png").upper(),
+            90 if fields.output_compression is None else max(1, fields.output_compression),
+            beside,
+        )
+        for index in range(images)
+    ]
+
+
+def _kept(fields: Fields, mask: Image | None) -> dict[str, Any]:
+    """What becomes of what the mask keeps, as the pipeline's call takes it."""
+    if not isinstance(fields, Edit):
+        return {}
+    for name, given in (("mask_blur", fields.mask_blur), ("whole", fields.whole)):
+        if given and mask is None:
+            raise ApiError(400, f"{name} says what becomes of what a mask keeps: send a mask too.", param=name)
+    if fields.mask_blur and fields.whole:
+        raise ApiError(400, "with whole nothing is kept, so that there is no edge to be soft.", param="mask_blur")
+    return {"mask_blur": fields.mask_blur, "whole": fields.whole or None}
+
+
+def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:
+    if image is not None and not model.from_images:
+        raise ApiError(400, f"{model.name} has no encoder, so it cannot start from an image.", param="image")
+    if model.task == "inpaint" and mask is None:
+        raise ApiError(
+            400, f"{model.name} draws into a mask: send an image and a mask to /v1/images/edits.", param="mask"
+        )
+    if model.task == "image" and image is None:
+        raise ApiError(400, f"{model.name} goes on from an image: send one to /v1/images/edits.", param="image")
+    if model.manifest.origin.refiner is not None and mask is not None:
+        raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
+
+
+def _size(fields: Fields, model: ServedModel, limits: Limits, most: int | None, image: Image | None) -> dict[str, int]:
+    """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
+    wanted, multiple = read_size(fields.size), model.latents.granularity
+    if wanted is None and image is None:
+        return {}
+    if wanted is None:
+        assert image is not None
+        width, height = (max(multiple, side - side % multiple) for side in image.size)
+        wanted = height, width
+    limits.require_size(*wanted, multiple, most)
+    return {"height": wanted[0], "width": wanted[1]}
+
+
+def size_of(jobs: list[Job], model: ServedModel) -> str:
+    """As OpenAI writes it, the width first."""
+    side, given = model.latents.image_size, jobs[0].arguments
+    return f"{given.get('width', side)}x{given.get('height', side)}"

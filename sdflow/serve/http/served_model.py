@@ -1,0 +1,147 @@
+"""What a pipeline folder tells of itself without being loaded: what `/v1/models` says, and what requests are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.families.approximation import Approximation
+from sdflow.families.defaults import Defaults, Task
+from sdflow.families.image_prompts import adapter_count
+from sdflow.families.latents import Latents
+from sdflow.manifest import NOT_SAID, Manifest, read_manifest
+from sdflow.runtime.files.folder import (
+    folder_defaults,
+    folder_family,
+    folder_latents,
+    folder_task,
+    onnx_submodels,
+    submodel_config,
+)
+from sdflow.runtime.files.soundness import require_sound_pipeline
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
+    nets: its ControlNets by name. adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    latents: Latents
+    defaults: Mapping[Task, Defaults]
+    task: Task
+    title: str
+    arguments: tuple[str, ...]
+    from_images: bool
+    checker: bool
+    created: int
+    nets: tuple[str, ...] = ()
+    adapters: int = 0
+    schedulers: tuple[str, ...] = ()
+
+    @property
+    def verified(self) -> str | None:
+        """The level at which it was verified when it was built; None where it was not, or nobody knows."""
+        said = self.manifest.origin.verified
+        return None if said == NOT_SAID else said
+
+    @property
+    def left_aside(self) -> Approximation:
+        """What the workflow says of drawing with less work. Images are exact here: they share runs, at every step with all of the
+        model."""
+        return Approximation.chosen(self.manifest.origin.said, None, None)
+
+    @property
+    def verdict(self) -> str:
+        """In words: whether it was verified, and by which measure."""
+        if not self.verified:
+            return "not verified"
+        types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
+        return f"verified, {self.verified}" + (f"; {types} within the limits that its workflow states" if types else "")
+
+    def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
+        """As OpenAI lists a model, and under `sdflow` what it is. most_pixels: of an image; None: not known yet."""
+        origin, latents = self.manifest.origin, self.latents
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "sdflow",
+            "sdflow": {
+                "family": self.title,
+                "target": origin.target,
+                "verified": self.verified,
+                "verdict": self.verdict,
+                "quantized": origin.quantized,
+                "task": self.task,
+                "from_images": self.from_images,
+                "checker": self.checker,
+                "control": list(self.nets),
+                "image_prompts": self.adapters,
+                "size": f"{latents.image_size}x{latents.image_size}",
+                "multiple": latents.granularity,
+                "max_pixels": most_pixels,
+                "defaults": {task: asdict(each) for task, each in self.defaults.items()},
+                "schedulers": list(self.schedulers),
+                "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],
+                "artifacts": self.manifest.artifacts,
+                "exact": True,
+                "left_aside": self.left_aside.settings(),
+            },
+        }
+
+
+def read_served(folder: Path, *, require_verified: bool = False, check: bool = True) -> ServedModel:
+    """What a pipeline folder says. check: whether its files are held to the digests in it.
+
+    Raises UsageError for what is no pipeline, or is not verified where it must be, VerificationError for files that are not
+    what was built.
+    """
+    manifest, family = read_manifest(folder), folder_family(folder)
+    if check:
+        require_sound_pipeline(folder)
+    model = ServedModel(
+        folder.resolve().name,
+        folder,
+        manifest,
+        folder_latents(folder),
+        folder_defaults(folder),
+        folder_task(folder),
+        family.title,
+        tuple(family.arguments),
+        family.encoder in onnx_submodels(folder),
+        family.checker in onnx_submodels(folder),
+        int((folder / "sdflow.json").stat().st_mtime),
+        tuple(family.nets(onnx_submodels(folder))),
+        adapter_count(submodel_config(folder, family.denoiser)),
+        tuple(family.noising.schedulers),
+    )
+    if require_verified and model.verified is None:
+        raise UsageError(
+            "it was not verified when it was built",
+            where=str(folder),
+            remedy="Run its workflow with --verify, or serve it without --require-verified.",
+        )
+    return model
+
+
+def read_all_served(
+    folders: Sequence[Path], *, require_verified: bool = False, check: bool = True
+) -> dict[str, ServedModel]:
+    """The pipelines by name. Raises UsageError as `read_served`, and for two of one name."""
+    found: dict[str, ServedModel] = {}
+    for folder in folders:
+        model = read_served(folder, require_verified=require_verified, check=check)
+        if model.name in found:
+            raise UsageError(
+                f"another pipeline is named {model.name} too: {found[model.name].folder}",
+                where=str(folder),
+                remedy="Requests tell them apart by the folder's name: rename one.",
+            )
+        found[model.name] = model
+    return found

@@ -1,0 +1,235 @@
+"""LoRAs that are put into the sessions of a pipeline while they live: the same bits as `sdflow bake` gives.
+
+The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`). With other LoRAs
+they are computed from the checkpoint by the recipes of the graph, on the device, and copied into place before the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.onnx_model.facts import tensor_bytes
+from sdflow.onnx_model.files import INLINE_BELOW
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime.sessions.live_weights import LiveWeights, over_single_pixels, own_values
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.loras.shared_values import Values
+from sdflow.weights.half import AtLimit
+from sdflow.weights.lora import LoraInput, Loras, Merged
+from sdflow.weights.recipe import params
+from sdflow.weights.stream import THREADS
+from sdflow.weights.structure import read_parameters, read_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from sdflow.sources.loras.lora import LoraLayer
+    from sdflow.weights.on_device import Factors
+    from sdflow.weights.recipe import Recipe
+
+READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
+"""Operators that take a weight which is no constant, and compute the same with it; NhwcConv over single pixels alone
+(`LiveWeights.open`)."""
+
+LORAS_KEPT = 4
+"""Whose factors stay on the device."""
+
+Layers = Sequence[tuple[Mapping[str, "LoraLayer"], float]]
+"""What each LoRA holds for a submodel, and how much it counts."""
+
+Names = Mapping[str, frozenset[str]]
+"""Names of initializers by submodel."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The graph of a submodel without weights, how its checkpoint is loaded, and the pipeline's own LoRAs."""
+
+    submodel: str
+    folder: Path
+    load: Any
+    own: tuple[LoraInput, ...]
+
+    @cached_property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all parameters of the module."""
+        return read_parameters(self.folder)
+
+    @cached_property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """How each initializer comes from the checkpoint, by name; of those that do."""
+        found = ((tensor, read_recipe(tensor, self.parameters, self._where)) for tensor in self._graph.initializer)
+        return {tensor.name: recipe for tensor, recipe in found if recipe is not None}
+
+    @cached_property
+    def changeable(self) -> frozenset[str]:
+        """The initializers that may be inputs: they lie in the data file, and every operator that reads them can do that."""
+        readers: dict[str, list[bool]] = {}
+        for node in self._graph.node:
+            takes = node.op_type in READERS and (node.op_type != "NhwcConv" or over_single_pixels(node))
+            for name in node.input:
+                readers.setdefault(name, []).append(takes)
+        large = {tensor.name for tensor in self._graph.initializer if tensor_bytes(tensor) >= INLINE_BELOW}
+        return frozenset(name for name in large & self.recipes.keys() if all(readers.get(name, [False])))
+
+    @cached_property
+    def usual(self) -> frozenset[str]:
+        """Those of them that LoRAs are mostly made for: linear layers, and convolutions of single pixels."""
+        return frozenset(
+            name
+            for name in self.changeable
+            if all(len(each.shape) > 1 and prod(each.shape[2:]) == 1 for each in params(self.recipes[name]))
+        )
+
+    def touched(self, layers: Layers) -> frozenset[str]:
+        """The initializers that these change."""
+        keys = {key for held, scale in layers if scale for key in held}
+        return frozenset(
+            name for name, recipe in self.recipes.items() if any(each.key in keys for each in params(recipe))
+        )
+
+    @property
+    def _where(self) -> str:
+        return str(self.folder / MODEL_FILE)
+
+    @cached_property
+    def _graph(self) -> Any:
+        return load_graph(self.folder / MODEL_FILE).graph
+
+
+class LiveLoras:
+    """Sessions of a pipeline, and what their weights are with LoRAs."""
+
+    def __init__(self, folder: Path, base: ServedPipeline, structures: Mapping[str, Structure], names: Names) -> None:
+        """names: what may be changed. Reads the parameters of the checkpoint that they come from: they stay in memory, in the
+        type that they are stored in. Raises CheckpointError when its files are not those that the pipeline was built with."""
+        place = base.base.place
+        self.names, self._structures, self._device = names, structures, place.device
+        self._kept_factors: dict[str, list[tuple[Mapping[str, LoraLayer], Factors]]] = {}
+        with place.current():
+            self._live = {}
+            for name, wanted in names.items():
+                there, model = base.base.submodels[name].weights, (folder / name / MODEL_FILE).resolve()
+                own = own_values(model, wanted, place.device) if there is None else there.tensors(wanted)
+                self._live[name] = LiveWeights(own)
+            self._own = {name: self._read_own(name) for name in names}
+        self.pipeline = base.with_submodels(folder, self._live)
+
+    @cached_property
+    def size_of_sessions(self) -> int:
+        """That it takes on a device beside the pipeline without LoRAs: the memory that is written, and the parameters of the
+        checkpoint. What the pipeline has itself is shared."""
+        read: int = sum(values.nbytes for own in self._own.values() for values in own.values())
+        return read + sum(each.size for each in self._live.values())
+
+    def covers(self, names: Names) -> bool:
+        """Whether these may be changed."""
+        return all(wanted <= self.names.get(name, frozenset()) for name, wanted in names.items())
+
+    def size(self, names: Names) -> int:
+        """How many bytes the values of these are."""
+        import numpy as np
+
+        recipes = [self._structures[name].recipes[each] for name, wanted in names.items() for each in wanted]
+        return sum(prod(recipe.shape) * np.dtype(recipe.dtype).itemsize for recipe in recipes)
+
+    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Mapping[str, Sequence[LoraInput]]) -> Values:
+        """The values of these with LoRAs, on the device. layers: all, the pipeline's own first. inputs: the files of them.
+
+        Raises CheckpointError for values that are not finite.
+        """
+        import torch
+
+        from sdflow.weights.on_device import evaluate, leaves_of, merged
+
+        device, values = torch.device(self._device), Values()
+        with self.pipeline.base.place.current():
+            for submodel, wanted in names.items():
+                factors = [(self._factors(submodel, held), scale) for held, scale in layers[submodel]]
+                recipes = {name: self._structures[submodel].recipes[name] for name in wanted}
+                leaves = [leaf for recipe in recipes.values() for leaf in leaves_of(recipe)]
+                found = merged(leaves, self._own[submodel].__getitem__, factors)
+                values[submodel] = {
+                    name: _by_itself(evaluate(recipe, found.__getitem__, device)) for name, recipe in recipes.items()
+                }
+            every = [each for found in values.values() for each in found.values()]
+            # A sum with something that is not finite is not either.
+            sums = torch.stack([each.sum(dtype=torch.float32) for each in every]) if every else torch.zeros(0)
+            finite = all(torch.isfinite(sums).tolist())
+        if not finite:
+            self._refuse(values, layers, inputs)
+        return values
+
+    def with_values(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> ServedPipeline:
+        """The pipeline with these values, by submodel and name."""
+
+        def hold() -> None:
+            for submodel, live in self._live.items():
+                live.hold(values.get(submodel, {}))
+
+        return self.pipeline.holding(hold)
+
+    def _factors(self, submodel: str, held: Mapping[str, LoraLayer]) -> Factors:
+        """Of a LoRA for a submodel; of the last ones they stay on the device, as long as what they are of is kept."""
+        import torch
+
+        from sdflow.weights.on_device import Factors
+
+        kept = self._kept_factors.setdefault(submodel, [])
+        found = next((each for each in kept if each[0] is held), None)
+        if found is None:
+            found = held, Factors(held, torch.device(self._device))
+        self._kept_factors[submodel] = [*(each for each in kept if each is not found), found][-LORAS_KEPT:]
+        return found[1]
+
+    def _read_own(self, submodel: str) -> dict[str, torch.Tensor]:
+        import numpy as np
+        import torch
+
+        from sdflow.weights.tensors import open_tensors
+
+        structure = self._structures[submodel]
+        keys = {each.key for name in self.names[submodel] for each in params(structure.recipes[name])}
+        with (
+            open_tensors(submodel, structure.load, structure.parameters) as tensors,
+            ThreadPoolExecutor(THREADS) as pool,
+        ):
+            read = pool.map(lambda key: np.array(tensors.read(key)), sorted(keys))
+            return {
+                key: torch.from_numpy(values).to(self._device) for key, values in zip(sorted(keys), read, strict=True)
+            }
+
+    def _refuse(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        layers: Mapping[str, Layers],
+        inputs: Mapping[str, Sequence[LoraInput]],
+    ) -> None:
+        """Raises CheckpointError for the first value that is not finite, naming what it is from."""
+        import torch
+
+        from sdflow.weights.finite import FiniteWeights
+        from sdflow.weights.tensors import open_tensors
+
+        for submodel, found in values.items():
+            structure = self._structures[submodel]
+            with open_tensors(submodel, structure.load, structure.parameters) as tensors:
+                finite = FiniteWeights(Merged(tensors, Loras(layers[submodel])), inputs[submodel])
+                for name, each in found.items():
+                    if not bool(torch.isfinite(each).all()):
+                        finite.look_at(structure.recipes[name], each.cpu().numpy(), AtLimit(not_finite=1))
+
+
+def _by_itself(values: torch.Tensor) -> torch.Tensor:
+    """The values as C-contiguous memory in which nothing else is."""
+    import torch
+
+    alone = values.untyped_storage().nbytes() == values.numel() * values.element_size()
+    return values.contiguous() if alone else values.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,245 @@
+"""A pipeline with LoRAs, made while others are drawn: the same bits as `sdflow bake` gives.
+
+The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph, never by adding to weights that are
+there or taking from them. Where the graph allows it they are put into sessions that live
+(`sdflow.serve.loras.live_loras`), the same
+for all LoRAs; else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are
+shared with the pipeline without LoRAs. The graph itself is the one that the cache has; nothing is exported or fused.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.digest import digest_file
+from sdflow.errors import CheckpointError, telling
+from sdflow.families import DEFAULT
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.jobs import LoraFile
+from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, Structure
+from sdflow.serve.loras.lora_structures import read_structures
+from sdflow.serve.loras.shared_values import SharedValues
+from sdflow.sources import Checkpoint
+from sdflow.sources.loras.lora import LoraLayer, read_lora, require_made_for
+from sdflow.weights.lora import LoraInput, read_loras
+
+LORAS_READ = 8
+"""How many files of LoRAs stay in memory."""
+
+COPIES = 2
+"""How often a submodel's weights lie in memory, about: a session for every size of batch may pack them for itself."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A pipeline with LoRAs, and about how many bytes of weights are its own. unused: no other one draws with its sessions."""
+
+    loras: tuple[LoraFile, ...]
+    pipeline: ServedPipeline
+    size: int
+    unused: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What LoRAs change. names: the initializers of each submodel. layers: what they hold for it. live: whether all of those may
+    be changed in sessions that live."""
+
+    loras: tuple[LoraFile, ...]
+    names: Names
+    layers: Mapping[str, Layers]
+    live: bool
+
+
+class LoraPipelines:
+    """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
+
+    `make` may be called from another thread than the rest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base: ServedPipeline,
+        checkpoint: Checkpoint,
+        structures: Mapping[str, Structure],
+        memory: int,
+        values: SharedValues | None = None,
+    ) -> None:
+        """checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes."""
+        self._values = SharedValues() if values is None else values
+        self._folder, self._base, self._memory = folder, base, memory
+        self._checkpoint, self._structures = checkpoint, structures
+        self._live: LiveLoras | None = None
+        self._files_alone = False
+        self._read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = {}
+        self._own: dict[str, Layers] = {}
+        self._made: dict[tuple[LoraFile, ...], Made] = {}
+        self._alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def open(
+        cls, folder: Path, base: ServedPipeline, cache: Path, memory: int, values: SharedValues | None = None
+    ) -> LoraPipelines:
+        """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
+        or its graphs are not in the cache."""
+        return cls(folder, base, *read_structures(folder, cache), memory, values)
+
+    def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
+        """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
+        found = self.get(loras)
+        return self.keep(self.make(loras)) if found is None else found
+
+    def get(self, loras: tuple[LoraFile, ...]) -> ServedPipeline | None:
+        """The pipeline with these if it is there: kept, or in use."""
+        loras = _counting(loras)
+        if not loras:
+            return self._base
+        if loras in self._made:
+            self._made[loras] = self._made.pop(loras)
+        return self._alive.get(loras)
+
+    def keep(self, made: Made) -> ServedPipeline:
+        """Keep one for as long as there is room beside the sessions for all LoRAs, and it is asked for more than others."""
+        while (
+            self._made
+            and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
+        ):
+            self._made.pop(next(iter(self._made)))
+        self._made[made.loras] = made
+        self._alive[made.loras] = made.pipeline
+        return made.pipeline
+
+    @property
+    def size_of_sessions(self) -> int:
+        """How many bytes those that are the same for all LoRAs take beside the pipeline."""
+        return 0 if self._live is None else self._live.size_of_sessions
+
+    @property
+    def kept(self) -> list[tuple[LoraFile, ...]]:
+        """Which are there, the last one asked for at the end."""
+        return list(self._made)
+
+    def make(self, loras: tuple[LoraFile, ...]) -> Made:
+        """The pipeline with these, in this order, which is not there. Raises CheckpointError for one that does not fit."""
+        return self.carry_out(self.read(loras))
+
+    def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
+        """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
+        loras = _counting(loras)
+        held = [self._layers(lora) for lora in loras]
+        layers: dict[str, Layers] = {
+            name: [(each[name], lora.scale) for each, lora in zip(held, loras, strict=True)]
+            for name in self._structures
+        }
+        names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
+        live = self._base.why_alone is None and all(
+            wanted <= self._structures[name].changeable for name, wanted in names.items()
+        )
+        return Wanted(loras, names, layers, live)
+
+    def carry_out(self, wanted: Wanted) -> Made:
+        """The pipeline with what was read."""
+        loras, names = wanted.loras, wanted.names
+        before, live = self._live, self._live_for(names) if wanted.live else None
+        if live is None:
+            return self._written(loras, list(names))
+        every = {name: [*self._own_layers(name), *wanted.layers[name]] for name in names}
+        inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
+        files = {name: (*self._structures[name].own, *inputs) for name in names}
+        values = self._values.get(loras, lambda: live.computed(names, every, files))
+        return Made(loras, live.with_values(values), live.size(names), live is not before)
+
+    def prepare(self) -> ServedPipeline | None:
+        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be. Raises
+        CheckpointError."""
+        live = None if self._base.why_alone is not None else self._live_for({})
+        return None if live is None else live.pipeline
+
+    def use_files(self) -> None:
+        """From now on each combination of LoRAs has files and sessions of its own; those that live are let go."""
+        self._files_alone, self._live = True, None
+
+    def _live_for(self, names: Names) -> LiveLoras | None:
+        """Sessions in which these may be changed; None where that cannot be. What is there is made anew only for weights that
+        LoRAs seldom touch."""
+        if self._files_alone:
+            return None
+        if self._live is None or not self._live.covers(names):
+            before = {} if self._live is None else self._live.names
+            wanted = {
+                name: each.usual | before.get(name, frozenset()) | names.get(name, frozenset())
+                for name, each in self._structures.items()
+            }
+            self._live = LiveLoras(self._folder, self._base, self._structures, wanted)
+        return None if self._live.pipeline.why_alone else self._live
+
+    def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, LoraLayer]]:
+        """What a LoRA holds for each submodel; the last ones stay, as they are small."""
+        if lora.sha256 not in self._read:
+            require_made_for(Path(lora.path), self._checkpoint)
+            shapes = {name: each.parameters for name, each in self._structures.items()}
+            while len(self._read) >= LORAS_READ:
+                self._read.pop(next(iter(self._read)))
+            read = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+            _require_same(lora)
+            self._read[lora.sha256] = read
+        self._read[lora.sha256] = self._read.pop(lora.sha256)
+        return self._read[lora.sha256]
+
+    def _own_layers(self, name: str) -> Layers:
+        """Of the pipeline's own LoRAs."""
+        if name not in self._own:
+            structure = self._structures[name]
+            family = structure.load.get("family", DEFAULT)
+            self._own[name] = read_loras(name, structure.own, structure.parameters, family).layers
+        return self._own[name]
+
+    def _written(self, loras: tuple[LoraFile, ...], touched: Sequence[str]) -> Made:
+        """The pipeline with submodels of its own, whose weights are written to files."""
+        from sdflow.weights.bind import BindRequest, bind
+
+        scratch = Path(tempfile.mkdtemp(prefix="sdflow-loras-"))
+        try:
+            for name in touched:
+                structure, out = self._structures[name], scratch / name
+                out.mkdir()
+                inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
+                bind(
+                    BindRequest(
+                        name,
+                        structure.folder,
+                        structure.load,
+                        (*structure.own, *inputs),
+                        (self._folder / name).resolve(),
+                        base_loras=structure.own,
+                    ),
+                    out,
+                )
+            for lora in loras:
+                _require_same(lora)
+            made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
+        except BaseException:
+            shutil.rmtree(scratch)
+            raise
+        weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
+        size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
+        return Made(loras, made, size, unused=True)
+
+
+def _require_same(lora: LoraFile) -> None:
+    """What was read is kept by its digest. Raises CheckpointError for a file that became another since it was asked for."""
+    with telling("cannot be read", lora.path, kind=CheckpointError):
+        found = digest_file(Path(lora.path))
+    if found != lora.sha256:
+        raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")
+
+
+def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:
+    """Without those that count nothing."""
+    return tuple(lora for lora in loras if lora.scale)

@@ -1,0 +1,1 @@
+"""The process that draws, and the front's view of it."""

@@ -1,0 +1,132 @@
+"""The pipelines that draw jobs. One with LoRAs is made in a thread beside the engine, which goes on with what is there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.errors import SdflowError
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.jobs import Job
+
+if TYPE_CHECKING:
+    from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
+    from sdflow.serve.loras.shared_values import SharedValues
+
+log = logging.getLogger("sdflow.serve")
+
+
+class ReadyPipelines:
+    """A pipeline without LoRAs, and with them. One is made at a time.
+
+    On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base: ServedPipeline,
+        cache: Path,
+        memory: int,
+        values: SharedValues | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what
+        was being made is there."""
+        self._folder, self._base, self._cache, self._memory = folder, base, cache, memory
+        self._values, self._changed = values, changed
+        self._beside = base.base.place.stream is None
+        self._loras: LoraPipelines | None = None
+        self._pool = ThreadPoolExecutor(1, "loras")
+        self._coming: tuple[Job, Future[Made | Wanted]] | None = None
+
+    def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
+        """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
+        request will be told; where sessions for LoRAs cannot draw, for want of memory say, requests with LoRAs get their own.
+
+        job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
+        """
+        coming = self._pool.submit(self._prepare, job, sizes if self._beside else ())
+        if not self._beside and coming.exception() is None and (live := coming.result()) is not None:
+            try:
+                warm(live)
+            except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
+                log.warning("sessions for LoRAs cannot draw, each LoRA gets its own: %s", error)
+                assert self._loras is not None, "they are of them"
+                self._loras.use_files()
+
+    def ready(self, job: Job, *, begin: bool) -> bool:
+        """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
+        if not job.loras or (self._loras is not None and self._loras.get(job.loras) is not None):
+            return True
+        if self._is_coming(job):
+            return self._coming is not None and self._coming[1].done()
+        if begin and (self._coming is None or self._coming[1].done()):
+            self._begin(job)
+        return False
+
+    def find(self, job: Job) -> ServedPipeline:
+        """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
+        if not job.loras:
+            return self._base
+        found = None if self._loras is None else self._loras.get(job.loras)
+        if found is not None:
+            return found
+        if not self._is_coming(job):
+            self._begin(job)
+        assert self._coming is not None, "it was begun"
+        (_, coming), self._coming = self._coming, None
+        return self._kept(coming)
+
+    def _is_coming(self, job: Job) -> bool:
+        """Whether what this job needs is being made, or was. What failed for another job is tried again."""
+        if self._coming is None or self._coming[0].loras != job.loras:
+            return False
+        wanted_by, coming = self._coming
+        return wanted_by is job or not coming.done() or coming.exception() is None
+
+    def _begin(self, job: Job) -> None:
+        """What was made for a job that was cancelled since may be wanted by another. What was only read is let go."""
+        from sdflow.serve.loras.lora_pipelines import Made
+
+        if self._coming is not None and self._coming[1].exception() is None:
+            assert self._loras is not None, "what was made is of them"
+            if isinstance(made := self._coming[1].result(), Made):
+                self._loras.keep(made)
+        self._coming = job, self._pool.submit(self._make, job)
+        self._coming[1].add_done_callback(lambda made: self._changed())
+
+    def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
+        from sdflow.serve.loras.lora_pipelines import Wanted
+
+        made = coming.result()
+        assert self._loras is not None, "what was made is of them"
+        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
+
+    def _make(self, job: Job) -> Made | Wanted:
+        """In the other thread."""
+        loras = self._opened()
+        wanted = loras.read(job.loras)
+        if wanted.live and not self._beside:
+            return wanted
+        made = loras.carry_out(wanted)
+        if self._beside and made.unused:
+            made.pipeline.prepare(job)
+        return made
+
+    def _prepare(self, job: Job, sizes: Sequence[int]) -> ServedPipeline | None:
+        live = self._opened().prepare()
+        if live is not None:
+            for size in sizes:
+                live.prepare(job, size)
+        return live
+
+    def _opened(self) -> LoraPipelines:
+        from sdflow.serve.loras.lora_pipelines import LoraPipelines
+
+        if self._loras is None:
+            self._loras = LoraPipelines.open(self._folder, self._base, self._cache, self._memory, self._values)
+        return self._loras

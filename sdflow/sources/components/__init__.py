@@ -1,0 +1,1 @@
+"""Components from elsewhere: another VAE or denoiser, ControlNets, IP-Adapters."""

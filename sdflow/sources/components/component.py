@@ -1,0 +1,112 @@
+"""A component of a checkpoint from elsewhere: another VAE or denoiser in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sdflow.errors import CheckpointError, PassError
+from sdflow.families import EXCHANGEABLE
+from sdflow.families.part import Part
+from sdflow.models.base import GUIDANCE, Port
+from sdflow.sources.checkpoint import (
+    Checkpoint,
+    FileDigests,
+    SubmodelCheckpoint,
+    pipeline_facts,
+)
+from sdflow.sources.components.component_source import Found, Source
+
+
+def with_component(
+    checkpoint: Checkpoint,
+    component: str,
+    reference: str,
+    *,
+    digests: FileDigests,
+    download: bool,
+    allow_pickle: bool = False,
+) -> Checkpoint:
+    """The checkpoint with the parts that are made of this component taken from elsewhere, and the facts that follow.
+
+    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
+    or damaged, or whose inputs and outputs are not those of the checkpoint's own.
+    """
+    if component not in EXCHANGEABLE or checkpoint.family.components[component][0].name not in checkpoint.submodels:
+        raise CheckpointError(
+            f"{checkpoint.reference} has no component {component!r} that can be exchanged",
+            where=reference,
+            remedy=f"Known: {', '.join(EXCHANGEABLE)}.",
+        )
+    source = Source(checkpoint, component, reference, digests, allow_pickle)
+    found = source.open(download)
+    _require_equal_ports(checkpoint, source.parts, found, reference)
+    changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
+    facts = _facts(changed, reference)
+    notes = [f"{component}: {reference} in place of the checkpoint's own.", *found.notes]
+    part = source.parts[0]
+    of_its_class = part.of(found.submodels[part.name].load["config"]).model is part.model
+    if of_its_class and facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:
+        notes.append(
+            f"{component}: latents are scaled by {facts['scaling_factor']}, by its configuration; the checkpoint's own by "
+            f"{checkpoint.facts['scaling_factor']}. It may be of another family."
+        )
+    others = checkpoint.provenance.get("components", {})
+    return replace(
+        changed,
+        provenance={**checkpoint.provenance, "components": {**others, component: found.provenance}},
+        facts=facts,
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
+    """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
+    images fit."""
+    for part in parts:
+        own = {port.name: port for port in ports_of(part, checkpoint.submodels[part.name], checkpoint.reference)}
+        other = {port.name: port for port in ports_of(part, found.submodels[part.name], reference)}
+        for name in {**own, **other}:
+            # One that takes the guidance as an input is given it, whatever was in its place.
+            if own.get(name) != other.get(name) and (name != GUIDANCE or name in own):
+                its, wanted = (f"({axes(ports[name])})" if name in ports else "not there" for ports in (other, own))
+                raise CheckpointError(
+                    f"{name} of its {part.name} is {its}, and that of {checkpoint.reference} is {wanted}",
+                    where=reference,
+                    remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
+                )
+
+
+def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
+    """Inputs and outputs of the graph that a part will be. where: its reference. Raises CheckpointError."""
+    try:
+        config = submodel.load["config"]
+        ports = part.of(config).model.ports(config)
+    except KeyError as error:
+        raise _lacking(error, where) from error
+    except PassError as error:
+        raise CheckpointError(error.what, where=where, remedy=error.remedy) from error
+    return (*ports.inputs, *ports.outputs)
+
+
+def axes(port: Port) -> str:
+    return ", ".join(map(str, port.axes))
+
+
+def _facts(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
+    configs: dict[str, Mapping[str, Any]] = {
+        checkpoint.family.part(name).component: submodel.load["config"]
+        for name, submodel in checkpoint.submodels.items()
+    }
+    scheduler = {"_class_name": checkpoint.facts["scheduler"]}
+    try:
+        return {**checkpoint.facts, **pipeline_facts(checkpoint.family, {**configs, "scheduler": scheduler})}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _lacking(error, where) from error
+
+
+def _lacking(error: Exception, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"its configuration lacks something: {error}", where=where, remedy="Save it again with a current diffusers."
+    )

@@ -1,0 +1,284 @@
+"""Where a component may come from: `sdflow.sources.components.component`, ControlNets and image encoders are read from there.
+
+A folder or repository that is the component, as save_pretrained writes it; one that is a pipeline and has it; a synthetic
+checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file holds no configuration:
+the checkpoint's own is taken, with what the file's tensors tell, and the shapes must fit it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import digest_json
+from sdflow.disk.file_stamp import file_stamp
+from sdflow.disk.input_file import is_regular, no_file
+from sdflow.errors import CheckpointError
+from sdflow.families import COMPONENT_ARCHITECTURES
+from sdflow.families.part import Part
+from sdflow.models.base import Shapes
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import (
+    Checkpoint,
+    FileDigests,
+    MissingFile,
+    SubmodelCheckpoint,
+    side_by_side,
+)
+from sdflow.sources.components.halves import begins_of, config_of_half, files_of_halves
+from sdflow.sources.folder import open_component, pinned
+from sdflow.sources.hub import component_files, open_snapshot
+from sdflow.sources.reference import (
+    PICKLE_SUFFIXES,
+    HubReference,
+    SampleReference,
+    SyntheticReference,
+    parse_reference,
+)
+from sdflow.sources.safetensors_file import digest_tensors, read_header
+from sdflow.sources.sample import sample_folder
+from sdflow.sources.single_file import part_of_file, under
+from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
+from sdflow.sources.weight_files import refuse_pickle
+
+
+@dataclass(frozen=True)
+class Found:
+    """A component that was opened: its parts by name, and JSON for the manifest. notes: what the user should hear of."""
+
+    submodels: Mapping[str, SubmodelCheckpoint]
+    provenance: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a component comes from, and the checkpoint that it is for."""
+
+    checkpoint: Checkpoint
+    component: str
+    reference: str
+    digests: FileDigests
+    allow_pickle: bool
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self.checkpoint.family.components[self.component]
+
+    def open(self, download: bool) -> Found:
+        parsed = parse_reference(self.reference)
+        if isinstance(parsed, SyntheticReference):
+            return self.synthetic(parsed)
+        if isinstance(parsed, SampleReference):
+            return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
+        if isinstance(parsed, HubReference):
+            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=download)
+        path = parsed.path
+        if parsed.architecture is not None:
+            raise CheckpointError(
+                f"a {self.component} has the architecture of the checkpoint that it is for",
+                where=self.reference,
+                remedy=f"Leave out #{parsed.architecture}.",
+            )
+        if path.is_dir():
+            return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
+        if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) and is_regular(path):
+            return self._file(path)
+        raise CheckpointError(
+            f"a file of the unknown kind {path.suffix!r}" if is_regular(path) else no_file(path),
+            where=str(path),
+            remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+        )
+
+    def synthetic(self, parsed: SyntheticReference) -> Found:
+        """From a shipped architecture with random weights."""
+        if parsed.architecture in COMPONENT_ARCHITECTURES:
+            return self._alone(parsed)
+        other = open_synthetic(self.reference, parsed.architecture, parsed.seed)
+        family = self.checkpoint.family.name
+        submodels = {
+            part.name: replace(found, load={**found.load, "family": family})
+            for part in self.parts
+            if (found := other.submodels.get(part.name)) is not None
+        }
+        if len(submodels) < len(self.parts):
+            raise CheckpointError(f"has no {self.component}", where=self.reference, remedy="Name one that has it.")
+        return Found(submodels, other.provenance)
+
+    def _alone(self, parsed: SyntheticReference) -> Found:
+        """From a shipped architecture of such a component alone, with random weights."""
+        if COMPONENT_ARCHITECTURES[parsed.architecture] != self.component:
+            raise CheckpointError(f"is no {self.component}", where=self.reference, remedy="Name one of its kind.")
+        config, family = architecture_config(parsed.architecture, self.component), self.checkpoint.family.name
+        return Found(
+            {
+                part.name: SubmodelCheckpoint(
+                    identity=synthetic_identity(part.of(config).model, config, parsed.seed),
+                    load={"kind": "synthetic", "family": family, "config": config, "seed": parsed.seed},
+                )
+                for part in self.parts
+            },
+            synthetic_provenance(parsed.architecture, parsed.seed),
+        )
+
+    def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
+        """From a folder that is the component, or a pipeline's that has it."""
+        inner = folder / self.component
+        place = inner if (inner / "config.json").is_file() else folder
+        if not (place / "config.json").is_file():
+            raise MissingFile(
+                f"holds neither {self.component}/config.json nor config.json", where=str(folder), remedy=self._as_saved
+            )
+        family = self.checkpoint.family
+        opened = open_component(place, self.component, self.parts[0], family, self.allow_pickle)
+        sum_of = opened.digests(self.digests)
+        return Found(
+            {
+                part.name: opened.submodel(part, {**opened.config, **part.config}, family, sum_of, pinned(origin))
+                for part in self.parts
+            },
+            {**origin, "files": {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}},
+            opened.notes,
+        )
+
+    def _needed(self, hub: HubReference, names: Collection[str]) -> list[str]:
+        inner = f"{self.component}/"
+        wanted = component_files(names, inner if f"{inner}config.json" in names else "", self.parts[0].model)
+        if not any(name.endswith("config.json") for name in wanted):
+            raise CheckpointError(
+                f"holds neither {inner}config.json nor config.json",
+                where=f"hf:{hub.repository}@{hub.revision}",
+                remedy=f"{self._as_saved} A single file of a repository: download it, and name the file.",
+            )
+        return wanted
+
+    @property
+    def _as_saved(self) -> str:
+        return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
+
+    def _file(self, path: Path) -> Found:
+        pickled = path.suffix.lower() in PICKLE_SUFFIXES
+        stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+        shapes = self._shapes(path)
+        if (half := config_of_half(self.parts[0], shapes)) is not None:
+            return self._halves(path, half)
+        parts, prefix = self.parts, None
+        if (config := self._instead(shapes)) is not None:
+            parts, configs = [part.of(config) for part in self.parts], {part.name: config for part in self.parts}
+        else:
+            prefix = self.prefix(shapes)
+            inside = {name.removeprefix(prefix or ""): shape for name, shape in shapes.items()}
+            configs = {part.name: {**part.model.told(self.own_config(part), inside)} for part in parts}
+            self.require_shapes(path, shapes, prefix)
+        whole, *tensors = side_by_side(self._work(path, prefix or ""))
+        content = {"tensors": tensors[0]} if tensors else {"file": whole}
+        return Found(
+            {
+                part.name: part_of_file(part, configs[part.name], self.checkpoint.family, content, stamp, prefix)
+                for part in parts
+            },
+            {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
+            (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
+        )
+
+    def _shapes(self, path: Path) -> Shapes:
+        """Of a file's tensors. Raises CheckpointError for a pickle that is not allowed."""
+        if path.suffix.lower() not in PICKLE_SUFFIXES:
+            return {name: entry.shape for name, entry in read_header(path).items()}
+        refuse_pickle(path, self.allow_pickle)
+        known = json.loads(self.digests.value(path, "pickled-shapes-1", shapes_as_json))
+        return {name: tuple(shape) for name, shape in known.items()}
+
+    def _work(self, path: Path, prefix: str) -> list[Callable[[], str]]:
+        """The digest of a file, and but for a pickle that of its tensors under the prefix."""
+        work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
+        if path.suffix.lower() not in PICKLE_SUFFIXES:
+            what, entries = f"tensors-1/{self.component}", under(read_header(path), prefix)
+            work.append(partial(self.digests.value, path, what, partial(digest_tensors, entries=entries)))
+        return work
+
+    def _halves(self, path: Path, config: Mapping[str, Any]) -> Found:
+        """From the files of both halves, of which one is named. config: of the whole, which none of them has."""
+        parts = [part.of(config) for part in self.parts]
+        files = files_of_halves(path, parts[0].model.halves(config), self._shapes)
+        stamps = [file_stamp(file) for file in files.values()]  # before the digests
+        sums = [side_by_side(self._work(file, "")) for file in files.values()]
+        pickled = len(sums[0]) == 1
+        content = {"file" if pickled else "tensors": digest_json([each[-1] for each in sums])}
+        submodels = {}
+        for part in parts:
+            made = part_of_file(part, config, self.checkpoint.family, content, stamps[0], "")
+            submodels[part.name] = replace(made, load={**made.load, "files": stamps, "begins": begins_of(files)})
+        names = " and ".join(file.name for file in files.values())
+        return Found(
+            submodels,
+            {
+                "kind": "single_file",
+                "path": str(path.absolute()),
+                "files": {file.name: each[0] for file, each in zip(files.values(), sums, strict=True)},
+            },
+            (f"{self.component}: {names} are pickled; they are loaded with weights_only=True.",) if pickled else (),
+        )
+
+    def _instead(self, shapes: Shapes) -> dict[str, Any] | None:
+        """The config of a model in the part's place whose tensors a file has; None where it has none's."""
+        for name, component in COMPONENT_ARCHITECTURES.items():
+            if component == self.component:
+                config = architecture_config(name, component)
+                telling = self.parts[0].of(config).model.telling(config)
+                if telling and all(shapes.get(key) == shape for key, shape in telling.items()):
+                    return config
+        return None
+
+    def own_config(self, part: Part) -> dict[str, Any]:
+        """The config.json of a part whose file has none."""
+        return dict(self.checkpoint.submodels[part.name].load["config"])
+
+    def prefix(self, names: Iterable[str]) -> str | None:
+        """How the component's names begin in a file in the original layout; None: the names are diffusers'."""
+        names = list(names)
+        for layout in self.parts[0].layouts:
+            if any(name.startswith(layout.prefix) for name in names):
+                return layout.prefix
+        # diffusers' blocks are `down_blocks.0`, the original ones `down.0` or `input_blocks.0`.
+        return None if any("down_blocks." in name or "up_blocks." in name for name in names) else ""
+
+    def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
+        """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
+
+        That every tensor fits is seen when it is loaded.
+        """
+        family, begins = self.checkpoint.family, self.parts[0].layouts[0].prefix
+        configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts
+                   if part.name in self.checkpoint.submodels}  # fmt: skip
+        ours: dict[str, str] = {}
+        if prefix is None:
+            ours = {each.name: name for name, each in self.parts[0].model.original_names(shapes).items()}
+        for name, wanted in family.fingerprint(configs).items():
+            if not name.startswith(begins) or wanted is None:
+                continue
+            plain = name.removeprefix(begins)
+            stored = ours.get(plain, f"{prefix or ''}{plain}")
+            if stored not in shapes:
+                raise CheckpointError(
+                    f"it holds no tensor {stored}: this is no {self.component}",
+                    where=str(path),
+                    remedy=f"Name a file with the tensors of a {self.component}, or with a whole checkpoint's.",
+                )
+            if shapes[stored] != wanted:
+                raise CheckpointError(
+                    f"{stored} is {list(shapes[stored])}, and that of {self.checkpoint.reference} is {list(wanted)}",
+                    where=str(path),
+                    remedy=f"Name a {self.component} that was made for {family.title}.",
+                )
+
+
+def shapes_as_json(path: Path) -> str:
+    """The shapes of a pickle's tensors by name, as JSON: what digests remember of it as `pickled-shapes-1`."""
+    from sdflow.sources.load import pickled_shapes
+
+    return json.dumps(pickled_shapes(path)[0])

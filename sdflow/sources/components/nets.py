@@ -1,0 +1,155 @@
+"""ControlNets beside a checkpoint: each a submodel of its own, whose outputs the checkpoint's denoiser takes.
+
+A ControlNet comes from where a component may come from (`sdflow.sources.components.component_source`). A file in the
+original layout or in diffusers' names holds no configuration: that of the denoiser says what a ControlNet for it is like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import family_of_architecture
+from sdflow.families.part import Part
+from sdflow.models.base import Shapes
+from sdflow.models.residuals import is_residual
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
+from sdflow.sources.components.component import axes, ports_of
+from sdflow.sources.components.component_source import Found, Source
+from sdflow.sources.reference import SyntheticReference
+from sdflow.sources.synthetic import synthetic_identity
+
+LATENTS = "sample"
+"""The input of a ControlNet that latents go into."""
+
+
+def with_nets(
+    checkpoint: Checkpoint,
+    nets: Mapping[str, str],
+    *,
+    digests: FileDigests,
+    download: bool,
+    allow_pickle: bool = False,
+) -> Checkpoint:
+    """The checkpoint with these ControlNets, by name, and a denoiser that takes what they give.
+
+    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for one that is missing or damaged, or made for
+    another kind of checkpoint.
+    """
+    family = checkpoint.family
+    if family.net is None:
+        raise CheckpointError(f"{family.title} has no ControlNets", where=checkpoint.reference)
+    controlled = replace(
+        checkpoint,
+        submodels={name: _controlled(family.part(name), submodel) for name, submodel in checkpoint.submodels.items()},
+    )
+    added: dict[str, SubmodelCheckpoint] = {}
+    notes: list[str] = []
+    for name, reference in nets.items():
+        part = family.part(family.net_name(name))
+        source = _Net(checkpoint, family.net.name, reference, digests, allow_pickle, part)
+        found = source.open(download)
+        added |= found.submodels
+        _require_fitting(controlled, part, found.submodels[part.name], reference)
+        notes += [f"ControlNet {name}: {reference}.", *found.notes]
+        others = controlled.provenance.get("controlnets", {})
+        provenance = {**controlled.provenance, "controlnets": {**others, name: found.provenance}}
+        controlled = replace(controlled, provenance=provenance)
+    return replace(controlled, submodels={**controlled.submodels, **added}, notes=(*checkpoint.notes, *notes))
+
+
+def _controlled(part: Part, submodel: SubmodelCheckpoint) -> SubmodelCheckpoint:
+    """The submodel as it is where a pipeline has ControlNets."""
+    if not part.controlled:
+        return submodel
+    config = {**submodel.load["config"], **part.controlled}
+    return SubmodelCheckpoint(
+        identity={**submodel.identity, "config": config_digest(config)}, load={**submodel.load, "config": config}
+    )
+
+
+@dataclass(frozen=True)
+class _Net(Source):
+    """Where a ControlNet comes from. component: what its folder is called in a pipeline that has one."""
+
+    part: Part
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return (self.part,)
+
+    def own_config(self, part: Part) -> dict[str, Any]:
+        return self._config(self.checkpoint.submodels[self.checkpoint.family.denoiser].load["config"])
+
+    def _config(self, denoiser: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self.part.model.beside(denoiser))
+
+    def synthetic(self, parsed: SyntheticReference) -> Found:
+        family = family_of_architecture(parsed.architecture)
+        denoiser = architecture_config(parsed.architecture, family.part(family.denoiser).component)
+        config = self._config(denoiser)
+        submodel = SubmodelCheckpoint(
+            identity=synthetic_identity(self.part.model, config, parsed.seed),
+            load={
+                "kind": "synthetic",
+                "family": self.checkpoint.family.name,
+                "config": config,
+                "seed": parsed.seed,
+            },
+        )
+        provenance = {"kind": "synthetic", "architecture": parsed.architecture, "seed": parsed.seed}
+        return Found({self.part.name: submodel}, provenance)
+
+    def prefix(self, names: Iterable[str]) -> str | None:
+        names = list(names)
+        if any(name in self.part.model.telling(self.own_config(self.part)) for name in names):
+            return None
+        begins = self.part.layouts[0].prefix
+        return begins if any(name.startswith(begins) for name in names) else ""
+
+    def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
+        model, config = self.part.model, self.own_config(self.part)
+        for key, wanted in model.telling(config).items():
+            stored = key if prefix is None else f"{prefix}{model.original_names([key])[key].name}"
+            if stored not in shapes:
+                raise CheckpointError(
+                    f"it holds no tensor {stored}: this is no ControlNet that sdflow knows",
+                    where=str(path),
+                    remedy="Name a ControlNet in its original names or in diffusers'. Control-LoRA, ControlNet-LLLite and "
+                    "T2I-Adapter are something else.",
+                )
+            if shapes[stored] != wanted:
+                raise CheckpointError(
+                    f"{stored} is {list(shapes[stored])}, and for {self.checkpoint.reference} it would be {list(wanted)}",
+                    where=str(path),
+                    remedy=f"Name a ControlNet that was made for {self.checkpoint.family.title}, of the same generation.",
+                )
+
+
+def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint, reference: str) -> None:
+    """Raises CheckpointError when a ControlNet takes something else than the denoiser does, or gives something else than
+    that takes."""
+    family, facts = checkpoint.family, checkpoint.facts
+    denoiser = checkpoint.submodels[family.denoiser].load["config"]
+    taken = {port.name: port for port in family.part(family.denoiser).model.ports(denoiser).inputs}
+    given = {port.name: port for port in ports_of(part, net, reference)}
+    latents = given.pop(LATENTS)
+    wrong = [
+        f"{name} is ({axes(given[name])}), and {checkpoint.reference} takes ({axes(taken[name])})"
+        for name in given
+        if name in taken and given[name] != taken[name]
+    ]
+    residuals = [{name for name in ports if is_residual(name)} for ports in (given, taken)]
+    if residuals[0] != residuals[1]:
+        wrong.append(f"it gives {len(residuals[0])} tensors, and {checkpoint.reference} takes {len(residuals[1])}")
+    if latents.axes[1] != facts["latent_channels"]:  # a denoiser for inpainting takes more; those are not its
+        wrong.append(f"it takes latents of {latents.axes[1]} channels, not {facts['latent_channels']}")
+    if (scale := part.model.scale(net.load["config"])) != facts["vae_scale_factor"]:
+        wrong.append(f"it makes its image {scale} times smaller, and the VAE {facts['vae_scale_factor']} times")
+    if wrong:
+        remedy = f"Name a ControlNet that was made for {family.title}, of the same generation."
+        raise CheckpointError(wrong[0], where=reference, remedy=remedy)

@@ -1,0 +1,1 @@
+"""LoRA files: formats, names, PEFT's configuration."""

@@ -1,0 +1,124 @@
+"""What the header of a LoRA file, and PEFT's configuration of it, say: which weights it changes, of which submodels, and how.
+
+Whatever is not a plain LoRA is refused here, from the header alone, so that every command refuses it before it builds anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sdflow.errors import CheckpointError
+from sdflow.families import FAMILIES, WITH_LORAS
+from sdflow.sources.checkpoint import listing
+from sdflow.sources.loras.adapter_kinds import MERGE_ELSEWHERE, MERGE_WITH_PEFT, kind_of_config, kind_of_tensor
+from sdflow.sources.loras.lora_names import PEFT_PREFIX, LoraName, parse_name
+from sdflow.sources.loras.peft_metadata import (
+    BESIDE,
+    METADATA_KEY,
+    PeftConfig,
+    config_beside,
+    model_class,
+    read_fields_beside,
+    read_peft_configs,
+)
+from sdflow.sources.safetensors_file import TensorEntry, read_header, read_metadata, require_floats, require_numbers
+
+PEFT_FILE = "adapter_model"
+"""How PEFT's save_pretrained calls the file of tensors, but for its suffix."""
+_PEFT_NAMES = "base_model."
+"""How all of its names begin: those of one module PEFT_PREFIX, those that several share with this alone."""
+
+
+@dataclass(frozen=True)
+class LoraHeader:
+    """names: the tensors of the file, parsed. entries: all of them. configs: PEFT's, by submodel. beside: whether that lies
+    beside the file, and is a part of the LoRA."""
+
+    names: Mapping[str, LoraName]
+    entries: Mapping[str, TensorEntry]
+    configs: Mapping[str, PeftConfig]
+    beside: bool
+
+
+def read_lora_header(path: Path) -> LoraHeader:
+    """Raises CheckpointError for a file that is no LoRA, of a kind that is not supported, or of quantized tensors."""
+    entries = read_header(path)
+    of_peft = METADATA_KEY not in read_metadata(path) and is_of_peft(path, entries)
+    fields = read_fields_beside(path) if of_peft else None
+    names = _parsed(entries, fields or {})
+    submodels = sorted({parsed.submodel for parsed in names.values()})
+    # The configuration goes first: the names of tensors tell few of PEFT's kinds, and none of its options.
+    config = None if fields is None else config_beside(path, fields)
+    configs = read_peft_configs(path, WITH_LORAS, submodels)
+    _require_lora(path, entries, names, of_peft)
+    if of_peft and config is None:
+        raise CheckpointError(
+            f"PEFT wrote it, and there is no {BESIDE} beside it, which says its alpha",
+            where=str(path),
+            remedy="Put that file beside it, and name the folder or the file on disk.",
+        )
+    if config is not None and len(submodels) > 1:
+        raise CheckpointError(
+            f"its {BESIDE} is for one model, and its tensors are for {' and '.join(submodels)}",
+            where=str(path),
+            remedy="Use a file that PEFT wrote, as it is.",
+        )
+    alphas = {name: entries[name] for name, parsed in names.items() if parsed.role == "alpha"}
+    require_numbers(path, alphas)
+    require_floats(path, {name: entry for name, entry in entries.items() if name not in alphas})
+    return LoraHeader(names, entries, configs if config is None else {submodels[0]: config}, config is not None)
+
+
+def is_of_peft(path: Path, names: Iterable[str]) -> bool:
+    """Whether PEFT's save_pretrained wrote a file, whose configuration lies beside it."""
+    return any(name.startswith(_PEFT_NAMES) for name in names) or (
+        path.stem == PEFT_FILE and path.with_name(BESIDE).is_file()
+    )
+
+
+def other_kinds(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The kinds of adapter that a file holds beside plain LoRAs: of PEFT's, as its configuration says, else as the names of its
+    tensors do, the most frequent first. Raises CheckpointError for a configuration that is none."""
+    fields = read_fields_beside(path) if is_of_peft(path, shapes) else None
+    said = None if fields is None else kind_of_config(fields.get("peft_type"))
+    if said is not None:
+        return (said.title,)
+    found = Counter(kind for name, shape in shapes.items() if (kind := kind_of_tensor(name, shape)) is not None)
+    return tuple(kind for kind, _ in found.most_common())
+
+
+def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping[str, LoraName], of_peft: bool) -> None:
+    for name, entry in entries.items():
+        if (kind := kind_of_tensor(name, entry.shape)) is not None:
+            raise CheckpointError(
+                f"{kind} is not supported (tensor {name})",
+                where=str(path),
+                remedy=MERGE_WITH_PEFT if of_peft else MERGE_ELSEWHERE,
+            )
+    strange = [name for name in entries if name not in names]
+    if strange or not names:
+        raise CheckpointError(
+            f"tensors that belong to no LoRA: {listing(strange)}" if strange else "holds no tensors",
+            where=str(path),
+            remedy="Supported are LoRAs in diffusers' (peft) and kohya's key styles.",
+        )
+
+
+def _parsed(names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, LoraName]:
+    """The names that are a LoRA's. fields: PEFT's configuration, which says what text encoder it is where the names do not."""
+    submodel = _of_class(model_class(fields))
+    parsed = {name: parts for name in names if (parts := parse_name(name)) is not None}
+    return {
+        name: replace(parts, submodel=submodel) if submodel and name.startswith(PEFT_PREFIX) else parts
+        for name, parts in parsed.items()
+    }
+
+
+def _of_class(name: str | None) -> str | None:
+    """The submodel that models of this class are: the names of PEFT's tensors do not tell one text encoder from another."""
+    parts = [part for family in FAMILIES.values() for part in family.parts if part.lora]
+    return next((part.name for part in parts if part.model.class_name == name), None)

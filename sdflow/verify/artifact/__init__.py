@@ -1,0 +1,1 @@
+"""The artifacts under test: what they compute, where they differ, and whether that passes."""

@@ -1,0 +1,144 @@
+"""What passes and what does not, from the distances of the cases alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, inf, log, sqrt
+from statistics import median, stdev
+
+from sdflow.distance import root_mean_square
+from sdflow.tolerances import (
+    AT_MOST_UNCERTAIN,
+    FLOAT16_RATIO,
+    FLOAT32_AT_MOST,
+    FLOAT32_LIMIT,
+    FLOAT32_SHARE,
+    ONE_CASE_RATIO,
+    WITHOUT_YARDSTICK,
+)
+from sdflow.verify.result import PLAIN, CaseDistance, OutputVerdict
+
+
+def judge_output(
+    name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
+) -> OutputVerdict:
+    """A float16 artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
+    they leave uncertain, and each by itself to a wider margin. Of a float32 artifact the median is held to FLOAT32_LIMIT, and
+    each case to that or to a share of its yardstick. on_device: by a provider's own kernels.
+
+    In units of its own, as one case may be fifty times as far as the others, for PyTorch too
+    (`sdflow.verify.artifact.roundings`): it would decide alone, and the others would be held to nothing.
+
+    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
+
+    A quantized artifact is held to the limit that its workflow states, each case also by itself with the wider margin, and passes
+    no other.
+    """
+    if precision not in PLAIN:
+        distance = root_mean_square(case.distance for case in cases)
+        each = stated is not None and all(case.distance <= ONE_CASE_RATIO * stated for case in cases)
+        return OutputVerdict(name, distance, 0.0, 0.0, stated, stated is not None and distance <= stated and each)
+    measured = [case for case in cases if case.yardstick != inf]
+    distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
+    yardstick = root_mean_square(case.yardstick for case in measured)
+    if precision == "float32":
+        ratio = distance / yardstick if yardstick else 0.0
+        share = _of_float32_limits(cases, on_device)
+        limit = distance / share if 0 < share < inf else FLOAT32_AT_MOST if on_device else FLOAT32_LIMIT
+        return OutputVerdict(name, distance, yardstick, ratio, limit, share <= 1)
+    if not measured:
+        distance, limit = root_mean_square(case.distance for case in cases), WITHOUT_YARDSTICK
+        return OutputVerdict(name, distance, yardstick, 0.0, limit, distance <= limit)
+    ratio = root_mean_square(times_as_far(case) for case in measured)
+    allowed = FLOAT16_RATIO * _uncertainty(measured)
+    limit = allowed * (distance / ratio if 0 < ratio < inf else yardstick)
+    each = all(times_as_far(case) <= ONE_CASE_RATIO for case in measured)
+    each &= all(case.distance <= WITHOUT_YARDSTICK for case in cases if case.yardstick == inf)
+    return OutputVerdict(name, distance, yardstick, ratio, limit, ratio <= allowed and each)
+
+
+def _of_float32_limits(cases: Sequence[CaseDistance], on_device: bool) -> float:
+    """Of a float32 artifact: what comes nearest to its limit, or goes farthest beyond, as a part of that."""
+    if on_device:
+        return max(case.distance for case in cases) / FLOAT32_AT_MOST
+    shares = [case.distance / float32_limit(case) for case in cases]
+    return max(median(case.distance for case in cases) / FLOAT32_LIMIT, *shares)
+
+
+def float32_limit(case: CaseDistance) -> float:
+    """What holds for one case of a float32 artifact."""
+    return min(FLOAT32_AT_MOST, max(FLOAT32_LIMIT, FLOAT32_SHARE * case.yardstick))
+
+
+def times_as_far(case: CaseDistance) -> float:
+    """A case in units of its yardstick. Where PyTorch loses nothing, infinite for anything else than that."""
+    if case.yardstick == 0:
+        return inf if case.distance else 0.0
+    return case.distance / case.yardstick
+
+
+def _uncertainty(cases: Sequence[CaseDistance]) -> float:
+    """A factor, 1 to AT_MOST_UNCERTAIN: two standard errors of the cases' ratios (of their logarithms).
+
+    Rounding errors are random. Where a case has few numbers, its ratio says little, and the cases' ratios scatter.
+    """
+    ratios = [log(case.distance / case.yardstick) for case in cases if 0 < case.distance < inf and case.yardstick > 0]
+    if len(ratios) < 2:
+        return 1.0
+    return min(AT_MOST_UNCERTAIN, exp(2 * stdev(ratios) / sqrt(len(ratios))))
+
+
+def judge_outputs(
+    precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
+) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
+    """A verdict on each output, and why those that fail do. stated: the workflow's limit of one that is quantized."""
+    verdicts, problems = [], []
+    for name in dict.fromkeys(each.output for each in cases):
+        of_output = [each for each in cases if each.output == name]
+        verdicts.append(judge_output(name, precision, of_output, stated, on_device=on_device))
+        if not verdicts[-1].passed:
+            problems.append(_problem(verdicts[-1], precision, of_output))
+    return verdicts, problems
+
+
+def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistance]) -> tuple[str, str]:
+    by_limit = precision == "float32"
+    worst = max(cases, key=lambda case: case.distance / float32_limit(case) if by_limit else times_as_far(case))
+    if any(case.distance == inf for case in cases):
+        first = next(case for case in cases if case.distance == inf)
+        return (
+            f"{verdict.name} has another shape, NaN or infinity at {first.case}",
+            "If values overflow fp16, keep their nodes in fp32 (OnnxFloatToFloat16: op_block_list or node_block_list), "
+            "or take weights made for fp16.",
+        )
+    if precision not in PLAIN:
+        return _beyond_stated(verdict, precision, max(cases, key=lambda case: case.distance))
+    remedy = "The graph or its weights are not those of the model: build it again with --clean_cache; if that does not "
+    remedy += "help, take passes and fusions out one by one (--set) until it passes."
+    if precision == "float32":
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        return f"{what}{verdict.limit:.2g} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+    if all(case.yardstick == inf for case in cases):
+        what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
+        return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where plain fp16 PyTorch gives no finite numbers", remedy
+    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch is "
+    what += f"{verdict.yardstick:.2g}: over its cases {verdict.ratio:.3g} times as far, at most {FLOAT16_RATIO} is allowed; "
+    if worst.yardstick:
+        return f"{what}worst at {worst.case}: {times_as_far(worst):.3g} times", remedy
+    return f"{what}worst at {worst.case}: {worst.distance:.2g} against nothing", remedy
+
+
+def _beyond_stated(verdict: OutputVerdict, precision: str, worst: CaseDistance) -> tuple[str, str]:
+    what = f"{verdict.name}, of weights in {precision}, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
+    what += f", worst at {worst.case}: {worst.distance:.2g}; "
+    if verdict.limit is None:
+        remedy = f"If that is near enough, write it down: limit: {_above(verdict.distance)} among the options of the pass that "
+        return f"{what}the workflow states no limit for it", f"{remedy}quantizes."
+    what += f"the workflow's limit is {verdict.limit:g}"
+    what += f", for one case {ONE_CASE_RATIO:g} times that" if verdict.distance <= verdict.limit else ""
+    return what, "`sdflow verify --fix` finds the layers to keep as they are (keep:); or state another limit."
+
+
+def _above(distance: float) -> str:
+    """A limit a little above, of one digit or two."""
+    return f"{1.25 * distance:.1e}"

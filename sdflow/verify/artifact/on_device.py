@@ -1,0 +1,85 @@
+"""The artifacts on hardware that is here, with the kernels of its own provider, and with ours: held to the same yardstick as
+the run on this machine's CPU beside it.
+
+A submodel is loaded as a pipeline loads it (`sdflow.runtime.files.folder`), with what `sdflow tune` chose for this
+machine. Nothing of this is kept in the cache: no digest tells one device or driver from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.distance import relative_l2
+from sdflow.errors import SdflowError
+from sdflow.families.base import Family
+from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
+from sdflow.runtime.files.folder import load_submodel
+from sdflow.runtime.sessions.session import LoadOptions
+from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
+from sdflow.targets import TARGETS
+from sdflow.verify.artifact.exact import exact_distance
+from sdflow.verify.artifact.graph import read_graph
+from sdflow.verify.artifact.judge_output import judge_outputs
+from sdflow.verify.artifact.roundings import Roundings, drawn_again, too_far
+from sdflow.verify.reference.cases import Cases
+from sdflow.verify.result import CaseDistance, DeviceVerdict, SubmodelVerdict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def run_on_device(
+    verdict: SubmodelVerdict,
+    folder: Path,
+    family: Family,
+    target: str,
+    cases: Cases,
+    roundings: Roundings | None,
+    stated: float | None = None,
+    tuning: Tuning = UNTUNED,
+) -> DeviceVerdict:
+    """Run the cases of a submodel on a target that is here. folder: the pipeline's. verdict: of the run on the CPU. roundings:
+    for cases that are too far. stated: the workflow's limit, of one that is quantized. tuning: how it is loaded."""
+    failures: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(TARGETS[target])))
+    found: list[CaseDistance] = []
+    at = "its loading"
+    try:
+        ports = {port.name for port in read_graph(folder / verdict.name / MODEL_FILE).graph.input}
+        wanted = TARGETS[target]
+        lazy = wanted.session.static_shapes  # it wants a session for each shape, and has none before
+        submodel = load_submodel(
+            folder, verdict.name, wanted, family=family, lazy=lazy, options=LoadOptions(tuning=tuning)
+        )
+
+        def run(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+            outputs: Mapping[str, np.ndarray] = submodel(**{name: given[name] for name in ports if name in given})
+            return outputs
+
+        for index, case in cases:
+            if case.name in verdict.left_out:
+                continue
+            at = case.name
+            outputs = run(cases.get(index, "inputs"))
+            half = cases.get(index, "float16")
+            for name, exact in cases.get(index, "float32").items():
+                if name in outputs:
+                    yardstick = 0.0 if exact.dtype == bool else relative_l2(half[name], exact)
+                    distance = exact_distance(outputs[name], exact, half[name])
+                    found.append(
+                        CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
+                    )
+        judged, problems = judge_outputs(verdict.precision, found, stated, on_device=True)
+        far = too_far(found, judged) if verdict.precision == "float16" else []
+        distances = roundings.distances(roundings.indices(far), run) if roundings is not None else {}
+        submodel.unload()
+    except failures as error:
+        what = error.what if isinstance(error, SdflowError) else str(error)
+        remedy = (error.remedy if isinstance(error, SdflowError) else None) or "The provider cannot run this graph."
+        return DeviceVerdict(target, (), ((f"on {target} it fails at {at}: {' '.join(what.split())}", remedy),))
+    if distances and roundings is not None:
+        judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances), on_device=True)
+    told = tuple((f"on {target}, {what}", remedy) for what, remedy in problems)
+    return DeviceVerdict(target, tuple(judged), told, "" if tuning == UNTUNED else str(tuning))

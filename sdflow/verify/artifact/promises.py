@@ -1,0 +1,328 @@
+"""What a pipeline folder promises to whoever opens it: files, digests, weights where the graph says, names and types.
+
+Nothing is run. The content of every file is read once for its digest; the weights are not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
+from sdflow.digest import digest_file, digest_tree, inside
+from sdflow.disk.input_file import read_json
+from sdflow.errors import PassError, UsageError
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family
+from sdflow.families.part import Part
+from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
+from sdflow.manifest import Part as Built
+from sdflow.models.base import EXACT, Port
+from sdflow.onnx_model.reading import load_graph
+from sdflow.runtime.files.folder import submodel_config
+from sdflow.targets import Target, find_target
+from sdflow.verify.artifact.element_types import STANDARD
+from sdflow.verify.finding import Finding, Level
+from sdflow.verify.kernels import kernel_table
+
+PAGE, LARGEST_GAP = 1 << 12, 1 << 16
+"""Writers of external data align tensors to pages, of 4 KiB and up to 64 KiB: that explains a gap before a tensor."""
+
+REBUILD = "build the pipeline again: sdflow run"
+
+PortTypes = dict[str, tuple[dict[str, str], dict[str, str]]]
+"""Submodel -> its inputs and its outputs that drawing reads: name -> type."""
+
+
+def check_promises(
+    folder: Path, target: Target | None = None, *, family: Family | None = None, digests: bool = True
+) -> list[Finding]:
+    """Everything that is wrong with an assembled pipeline folder, read without running it.
+
+    target, family: the manifest's when not given. digests: read every byte; without, sizes alone tell a damaged file.
+    Raises UsageError when the folder is no pipeline of sdflow.
+    """
+    manifest = read_manifest(folder)
+    target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
+    family = family or FAMILIES[manifest.origin.family]
+    found = [*_components(folder, family, manifest)]
+    port_types: PortTypes = {}
+    for submodel, part in sorted(manifest.parts.items()):
+        found += _files(folder / submodel, submodel, part, digests)
+        if not family.ordered([submodel]):
+            what = f"{family.title} has no such submodel"
+            found.append(Finding(submodel, "component", "error", submodel, what, "Build the pipeline again."))
+            continue
+        found += check_graph(folder / submodel, family.part(submodel), target, port_types)
+    return [*found, *_one_type(family, port_types)]
+
+
+# The folder
+
+
+def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Finding]:
+    """model_index.json, the components that it names, and the files beside the submodels."""
+    try:
+        index = read_json(folder / INDEX_FILE)
+        components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+    except (OSError, ValueError, AttributeError, IndexError) as error:
+        yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
+        return
+    companions = [name for name, companion in family.companions.items() if companion.wanted(manifest.parts)]
+    for name in (*companions, *family.needed(read_configs(folder, manifest.parts))):
+        if name not in components:
+            yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)
+    for name in components:
+        if not inside(name) or not (folder / name).is_dir():
+            yield Finding(
+                "", "component", "error", name[:100], f"{INDEX_FILE} names it and there is no such folder", REBUILD
+            )
+    for path in manifest.files:
+        name = path.split("/")[0]
+        if name == REFINER and (folder / path).exists():  # its submodels are links, as ours are
+            continue
+        if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
+            yield Finding("", "component", "error", path, "is missing", REBUILD)
+
+
+def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
+    """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `check_graph`."""
+    found = {}
+    for name in submodels:
+        with suppress(UsageError):
+            found[name] = submodel_config(folder, name)
+    return found
+
+
+def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[Finding]:
+    """A submodel's files against the manifest: all there, none besides, and what they were when they were built."""
+
+    def error(check: str, name: str, what: str) -> Finding:
+        return Finding(submodel, check, "error", name, what, REBUILD)
+
+    entries = part.files
+    if digest_tree(entries) != part.artifact:
+        yield error("digest", MANIFEST_FILE, f"its list of files is not that of artifact {part.artifact[:12]}")
+    place = folder.resolve()
+    linked = place.parent.name if place.name == "files" else part.artifact
+    if linked != part.artifact:
+        yield error("stale", "", f"links to artifact {linked[:12]}, and {part.artifact[:12]} was built")
+    changed: list[str] = []
+    for entry in entries:
+        path = folder / entry.path
+        if not path.is_file():
+            yield error("missing", entry.path, "is missing")
+        elif (size := path.stat().st_size) < entry.size and entry.path != MODEL_FILE:
+            yield error("digest", entry.path, f"is cut off: {size:,} of {entry.size:,} bytes")
+        elif size != entry.size or (digests and digest_file(path) != entry.sha256):
+            changed.append(entry.path)
+    for name in changed:
+        if name == MODEL_FILE and WEIGHTS_FILE not in changed:
+            yield error("stale", name, f"is not the graph that was built with these weights ({WEIGHTS_FILE} is)")
+        elif name == WEIGHTS_FILE and MODEL_FILE not in changed:
+            yield error(
+                "digest", name, f"holds other bytes than were built: damaged, or weights of another {MODEL_FILE}"
+            )
+        else:
+            yield error("digest", name, "holds other bytes than were built")
+    known = {entry.path for entry in entries}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known:
+            yield Finding(submodel, "unused", "error", name, "is not part of what was built", "remove it")
+
+
+# The graph and where its weights lie
+
+
+def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes | None = None) -> list[Finding]:
+    """What is wrong with a submodel's model.onnx: its versions, its external data, its inputs and outputs.
+
+    port_types: takes the types of inputs and outputs.
+    """
+    from sdflow.onnx_model.files import decode_errors
+
+    submodel = part.name
+    try:
+        model = load_graph(folder / MODEL_FILE)
+    except FileNotFoundError:
+        return [Finding(submodel, "missing", "error", MODEL_FILE, "is missing", REBUILD)]
+    except OSError as error:
+        return [Finding(submodel, "digest", "error", MODEL_FILE, f"cannot be read ({error.strerror})", REBUILD)]
+    except decode_errors() as error:
+        return [Finding(submodel, "digest", "error", MODEL_FILE, f"is no ONNX model ({error})", REBUILD)]
+    found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
+    try:
+        config = read_json(folder / CONFIG_FILE)
+        io = part.of(config).model.ports(config)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PassError) as error:
+        return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    inputs = [info for info in model.graph.input if info.name not in initializers]
+    found += _ports(submodel, "input", inputs, io.inputs)
+    found += _ports(submodel, "output", list(model.graph.output), io.outputs)
+    if port_types is not None:
+        read = None if part.read is None else part.read(config)
+        outputs = {info.name: _type(info) for info in model.graph.output if read is None or info.name in read}
+        port_types[submodel] = {info.name: _type(info) for info in inputs}, outputs
+    return found
+
+
+def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
+    """Operator sets and IR version against what the target's runtimes load; the best provider decides."""
+    opset = max((entry.version for entry in model.opset_import if entry.domain in STANDARD), default=0)
+    for rank, (provider, _, _) in enumerate(target.providers):
+        table = kernel_table(provider)
+        level: Level = "warning" if rank else "error"
+        if opset > table.opset:
+            yield Finding(
+                submodel, "opset", level, MODEL_FILE,
+                f"is of opset {opset}; {table.version} loads up to {table.opset}", f"set target_opset: {table.opset} or less",
+            )  # fmt: skip
+        if model.ir_version > table.ir_version:
+            yield Finding(
+                submodel, "opset", level, MODEL_FILE,
+                f"is of IR version {model.ir_version}; {table.version} loads up to {table.ir_version}",
+                "save it with an older onnx",
+            )  # fmt: skip
+
+
+def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
+    """Every external tensor inside its file, none over another, and every byte of the files used."""
+    from sdflow.onnx_model.facts import tensor_bytes
+    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
+    from sdflow.onnx_model.stub import is_stub
+
+    def error(name: str, what: str) -> Finding:
+        return Finding(submodel, "external-data", "error", name, what, REBUILD)
+
+    files: dict[str, list[tuple[int, int, str]]] = {}
+    for tensor, _ in initializers_and_constants(model):
+        if is_stub(tensor):
+            yield error(tensor.name, "has a recipe and no values: this is a structure, no weights were bound to it")
+        elif is_external(tensor):
+            location, offset, length = data_span(tensor)
+            wanted = tensor_bytes(tensor)
+            if length not in (None, wanted):
+                yield error(tensor.name, f"has {length:,} bytes of external data; its shape and type need {wanted:,}")
+            files.setdefault(location, []).append((offset, offset + wanted, tensor.name))
+    for location, spans in files.items():
+        path = folder / location
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            yield error(location, "lies outside the model's folder: no runtime loads external data from there")
+        elif not path.is_file():
+            yield error(location, f"is missing: {len(spans)} tensors lie in it")
+        else:
+            yield from _layout(sorted(spans), path.stat().st_size, location, error)
+    if WEIGHTS_FILE not in files and (folder / WEIGHTS_FILE).exists():
+        yield error(WEIGHTS_FILE, "no tensor lies in it")
+
+
+def _layout(spans: list[tuple[int, int, str]], size: int, location: str, error: Any) -> Iterator[Finding]:
+    end, before = 0, ""
+    for first, last, name in spans:
+        if last > size:
+            yield error(name, f"ends at byte {last:,} of {location}, which has {size:,}")
+        if first < end:
+            yield error(name, f"overlaps {before} in {location}, at byte {first:,}")
+        elif first - end >= (LARGEST_GAP if first % PAGE == 0 else 1):
+            yield error(location, f"{first - end:,} bytes before {name} belong to no tensor")
+        if last > end:
+            end, before = last, name
+    if size > end:
+        yield error(location, f"its last {size - end:,} bytes belong to no tensor")
+
+
+# Inputs and outputs
+
+
+def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) -> Iterator[Finding]:
+    remedy = "leave the names and types to OnnxConversion"
+    have, want = [info.name for info in infos], [port.name for port in ports]
+    for name in want:
+        if name not in have:
+            unknown = [other for other in have if other not in want]
+            hint = f" (there is {', '.join(unknown)})" if unknown else ""
+            yield Finding(
+                submodel, "ports", "error", name, f"there is no {kind} of this name{hint}; diffusers uses it", remedy
+            )
+    for name in have:
+        if name not in want and set(want) <= set(have):
+            yield Finding(submodel, "ports", "error", name, f"is an {kind} that diffusers does not know", remedy)
+    if have != want and sorted(have) == sorted(want):
+        yield Finding(
+            submodel,
+            "ports",
+            "error",
+            have[0],
+            f"the {kind}s are {', '.join(have)}; expected {', '.join(want)}",
+            remedy,
+        )
+    known = {port.name: port for port in ports}
+    for info in infos:
+        if info.name in known:
+            yield from _port(submodel, kind, info, known[info.name])
+
+
+def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
+    """A floating-point port may be float16, unless its values are to be exact; integers are as they are fed."""
+    found = _type(info)
+    halved = port.dtype == "float32" and not port.exact
+    if found != port.dtype and not (halved and found == "float16"):
+        allowed = f"{port.dtype} or float16" if halved else port.dtype
+        remedy = {
+            "input_ids": "diffusers feeds int32; set input_int32: true, or leave OnnxConversion's type",
+            "timestep": "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types",
+            "time_ids": "a half type rounds sizes above 2048 pixels; keep_io_types",
+        }.get(port.name, "leave the types to OnnxConversion and OnnxFloatToFloat16")
+        yield Finding(submodel, "ports", "error", info.name, f"the {kind} is {found}, not {allowed}", remedy)
+    dims = list(info.type.tensor_type.shape.dim)
+    if len(dims) != len(port.axes):
+        yield Finding(
+            submodel, "ports", "error", info.name, f"the {kind} has {len(dims)} axes, not {len(port.axes)}", REBUILD
+        )
+        return
+    for index, (dim, axis) in enumerate(zip(dims, port.axes, strict=True)):
+        if isinstance(axis, int) and dim.HasField("dim_value") and dim.dim_value != axis:
+            what = f"axis {index} of the {kind} has size {dim.dim_value}, not {axis}"
+            yield Finding(submodel, "ports", "error", info.name, what, REBUILD)
+        elif isinstance(axis, str) and dim.dim_param and dim.dim_param != axis:
+            what = f"axis {index} of the {kind} is named {dim.dim_param}, not {axis}"
+            yield Finding(submodel, "ports", "warning", info.name, what, "sizes are fixed by these names")
+
+
+def _type(info: Any) -> str:
+    from sdflow.onnx_model.facts import dtype_name
+
+    return dtype_name(info.type.tensor_type.elem_type)
+
+
+def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
+    """diffusers draws the latents in the type of the text encoders' output; latents and embeddings go from submodel to
+    submodel without a cast."""
+    none: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    inputs, outputs = ({name: types.get(name, none)[side] for name in family.drawing_of(types)} for side in (0, 1))
+    passed = [(name, outputs[name]) for name in family.text_of(types)]
+    # What the denoiser is given from the text stands behind the latents.
+    passed += [
+        (family.denoiser, dict(reversed(inputs[family.denoiser].items()))),
+        (family.denoiser, outputs[family.denoiser]),
+    ]
+    passed += [(family.decoder, inputs[family.decoder])]
+    known = [
+        (submodel, name, found)
+        for submodel, ports in passed
+        for name, found in ports.items()
+        if found in ("float32", "float16") and name not in EXACT
+    ]
+    for submodel, name, found in known[1:]:
+        if found != known[0][2]:
+            first = f"{known[0][0]}'s {known[0][1]}"
+            yield Finding(
+                submodel, "ports", "warning", name,
+                f"is {found} and {first} is {known[0][2]}: diffusers passes one to the other without a cast",
+                "convert both to float16, or neither; or keep_io_types: true for both",
+            )  # fmt: skip
+            return

@@ -1,0 +1,172 @@
+"""A quantized artifact without its quantization: the graph that it would be with the weights as they were before.
+
+Each product with a quantized weight becomes the product of the value that was quantized for it and of the exact weight. What is
+left must compute what PyTorch computes, as `sdflow.verify.artifact.exact` has it. That the weights and their scales are
+what the recipe gives is told by quantizing them again, in torch: not by what the pass does (`sdflow.weights.quantized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sdflow.weights.recipe import Recipe
+
+Producers = Mapping[str, Any]
+"""Name of a value -> the node that puts it out."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A quantized product by the names of what it is made of.
+
+    source: the value before it is quantized. weight, scales: initializers. bias: an initializer or a value, or "". transposed:
+    the weight is (out, in). half: the values around it are float16.
+    """
+
+    source: str
+    weight: str
+    scales: str
+    bias: str = ""
+    transposed: bool = False
+    half: bool = False
+
+
+def _integer_to_float(node: Any, producers: Producers) -> Product | None:
+    given = producers.get(node.input[0])
+    if given is None or given.op_type != "DynamicQuantizeLinear":
+        return None
+    if [node.input[0], node.input[2], node.input[4]] != list(given.output) or (len(node.input) > 5 and node.input[5]):
+        return None
+    return Product(given.input[0], node.input[1], node.input[3], node.input[6] if len(node.input) > 6 else "")
+
+
+def _float8(node: Any, producers: Producers) -> Product | None:
+    source, weight, scales = node.input
+    return Product(source, weight, scales, transposed=True, half=True)
+
+
+PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] = MappingProxyType(
+    {("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float, (DOMAIN, FLOAT8_MATMUL): _float8}
+)
+"""(domain, operator) -> what tells its parts; None where it is used in a way that is not known."""
+
+
+def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list[str]]:
+    """Put the exact product in the place of each quantized one. Changes `model`, whose weights are not read.
+
+    recipes: of its weights. Returns the names of the weights, whose exact values are to be given in float32, and what is wrong: a
+    weight and scales that are not of the same values.
+    """
+    import onnx
+
+    producers = {name: node for node in model.graph.node for name in node.output if name}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    taken: dict[str, int] = {}
+    wrong: list[str] = []
+    nodes = []
+    for node in model.graph.node:
+        tell = PRODUCTS.get((node.domain, node.op_type))
+        product = tell(node, producers) if tell is not None else None
+        if product is None:
+            nodes.append(node)
+            continue
+        if problem := _apart(product, recipes):
+            wrong.append(f"{node.name}: {problem}")
+        taken[product.weight] = onnx.TensorProto.FLOAT16 if product.half else onnx.TensorProto.FLOAT
+        nodes += _exact(node, product)
+    del model.graph.node[:]
+    model.graph.node.extend(_read(nodes, {item.name for item in model.graph.output}))
+    for name, element in taken.items():
+        tensor = weights[name]
+        dims = list(tensor.dims)
+        tensor.Clear()
+        tensor.name, tensor.data_type, tensor.data_location = name, element, onnx.TensorProto.EXTERNAL
+        tensor.dims.extend(dims)
+    return [*taken], wrong
+
+
+def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
+    """Why a weight and its scales do not belong together, or ""."""
+    from sdflow.weights.recipe import Quantized, Scales
+
+    weight, scales = recipes.get(product.weight), recipes.get(product.scales)
+    if not isinstance(weight, Quantized) or not isinstance(scales, Scales):
+        return "its weight or its scales have no recipe that quantizes"
+    if (weight.kind, weight.axis, weight.of) != (scales.kind, scales.axis, scales.of):
+        return f"its scales, {product.scales}, are not those of its weight"
+    if weight.axis != (0 if product.transposed else 1):
+        return "its scales are not those of its output channels"
+    return ""
+
+
+def _exact(node: Any, product: Product) -> list[Any]:
+    from onnx import helper
+
+    made, weight = [], product.weight
+    if product.transposed:
+        weight = f"{node.output[0]}/weight"
+        made.append(helper.make_node("Transpose", [product.weight], [weight], f"{node.name}/weight", perm=[1, 0]))
+    result = f"{node.output[0]}/product" if product.bias else node.output[0]
+    made.append(helper.make_node("MatMul", [product.source, weight], [result], node.name))
+    if product.bias:
+        made.append(helper.make_node("Add", [result, product.bias], [node.output[0]], f"{node.name}/bias"))
+    return made
+
+
+def _read(nodes: list[Any], results: set[str]) -> list[Any]:
+    """The nodes that something reads: what quantized the inputs is left over."""
+    while True:
+        read = results | {name for node in nodes for name in node.input}
+        kept = [node for node in nodes if read.intersection(node.output)]
+        if len(kept) == len(nodes):
+            return kept
+        nodes = kept
+
+
+# The weights, quantized once more
+
+
+def again(kind: str, exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What values are quantized to, and their scales, by torch. kind: of a recipe; ValueError for one that is not known."""
+    if kind not in AGAIN:
+        raise ValueError(f"nothing is known here that quantizes to {kind}")
+    return AGAIN[kind](exact, axis)
+
+
+def _whole(largest: int, exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The nearest of the whole numbers up to `largest` times scale, halves to even; the scale in float32."""
+    import torch
+
+    values = torch.from_numpy(exact).movedim(axis, 0)
+    widest = values.flatten(1).abs().amax(1).double()
+    scales = (widest / largest).float()
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.ones_like(scales), scales)
+    multiples = (values / scales.reshape(-1, *[1] * (values.dim() - 1))).round().clamp(-largest, largest)
+    return multiples.to(torch.int8).movedim(0, axis).contiguous().numpy(), scales.numpy()
+
+
+def _e4m3(exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The nearest of E4M3's numbers times scale, halves to even; the largest magnitude of a channel becomes 448."""
+    import ml_dtypes
+    import torch
+
+    values = torch.from_numpy(exact).movedim(axis, 0)
+    scales = values.flatten(1).abs().amax(1) / 448
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.ones_like(scales), scales)
+    quotients = (values / scales.reshape(-1, *[1] * (values.dim() - 1))).clamp(-448, 448)
+    made = quotients.to(torch.float8_e4m3fn).movedim(0, axis).contiguous()
+    return made.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn), scales.numpy()
+
+
+AGAIN: Mapping[str, Callable[[NDArray[Any], int], tuple[NDArray[Any], NDArray[Any]]]] = MappingProxyType(
+    {"int8": partial(_whole, 127), "int8_reduced": partial(_whole, 64), "float8_e4m3": _e4m3}
+)

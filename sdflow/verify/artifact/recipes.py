@@ -1,0 +1,175 @@
+"""Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
+
+What can be told of a recipe alone: that it is one, that it makes the stub's type and shape, and that it reads parameters
+of the module. What can be told of all together: that a weight that kept its parameter's name is made of that parameter,
+that none is read twice while another of its shape is read never. One that is damaged but still whole, say a square
+matrix that is not transposed, is told by the model that was bound before the damage; if the damage was there first, by
+the comparison with PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.errors import CheckpointError, PassError
+from sdflow.manifest import Chain
+from sdflow.onnx_model.reading import load_graph
+from sdflow.passes.bind_weights import BindWeights
+from sdflow.store.layout import Layout
+from sdflow.store.records import BadRecord, load_action, read_record
+from sdflow.verify.artifact.stored import BoundModel, stored_weights
+from sdflow.verify.finding import Finding, Level
+from sdflow.weights.lora import LoraInput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sdflow.weights.recipe import Recipe
+
+REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
+
+
+@dataclass(frozen=True)
+class RecipeCheck:
+    """A structure of a submodel, and what was bound from it, for `check_recipes` in another process."""
+
+    submodel: str
+    structure: Path
+    bound: BoundModel
+
+    def to_json(self) -> dict[str, Any]:
+        loras = [{"path": str(lora.path), "scale": lora.scale} for lora in self.bound.loras]
+        bound: dict[str, Any] = {"folder": str(self.bound.folder), "checkpoint": dict(self.bound.checkpoint)}
+        bound |= {"loras": loras, "denoiser": dict(self.bound.denoiser)}
+        return {"submodel": self.submodel, "structure": str(self.structure), "bound": bound}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RecipeCheck:
+        bound = value["bound"]
+        loras = [LoraInput(Path(lora["path"]), lora["scale"]) for lora in bound["loras"]]
+        model = BoundModel(Path(bound["folder"]), bound["checkpoint"], loras, bound["denoiser"])
+        return cls(value["submodel"], Path(value["structure"]), model)
+
+
+def is_bound(chain: Chain | None) -> bool:
+    """Whether the weights were bound to a structure; if not, its passes carried them."""
+    steps = chain.steps if chain is not None else ()
+    return len(steps) >= 2 and steps[-1].name == BindWeights.name
+
+
+def structure_of(chain: Chain | None, cache: Path) -> Path | None:
+    """The structure that a submodel's weights were bound to.
+
+    chain: what made the submodel, as sdflow.json tells. None when its weights were carried, or when the cache has it no
+    more.
+    """
+    if chain is None or not is_bound(chain):
+        return None
+    layout = Layout(cache)
+    try:
+        stored = load_action(read_record(layout.action(chain.steps[-2].action)))
+    except (OSError, BadRecord):
+        return None
+    files = layout.object(stored.object) / "files"
+    return files if files.is_dir() else None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the recipes of a structure make of a bound model.
+
+    findings: what is wrong with the recipes, and with the weights that are stored. count: how many were computed again.
+    exact: the values of those that are stored in float16 or quantized, before they were rounded; None where a recipe is damaged.
+    recipes: those of the structure, by the weights' names.
+    """
+
+    findings: list[Finding]
+    count: int = 0
+    exact: Mapping[str, NDArray[Any]] | None = None
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+
+
+def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
+    """What is wrong with the recipes of a structure, and with any tensor of `bound`, which was made by them.
+
+    structure: a directory that passes wrote without weights. keep: the exact values too. Memory: the largest tensor, or
+    all of them in float32.
+    """
+    from sdflow.weights.structure import read_parameters, read_recipe
+
+    where = str(structure / MODEL_FILE)
+    try:
+        parameters = read_parameters(structure)
+        model = load_graph(structure / MODEL_FILE)
+    except PassError as error:
+        return Weights([Finding(submodel, "recipe", "error", "parameters.json", error.what, REMEDY)])
+    except FileNotFoundError:
+        return Weights([Finding(submodel, "recipe", "error", MODEL_FILE, "is missing", REMEDY)])
+    found: list[Finding] = []
+    recipes: dict[str, Recipe] = {}
+    for tensor in model.graph.initializer:
+        try:
+            recipe = read_recipe(tensor, parameters, where)
+        except PassError as error:
+            found.append(Finding(submodel, "recipe", "error", tensor.name, error.what, REMEDY))
+            continue
+        if recipe is not None:
+            recipes[tensor.name] = recipe
+    damaged = bool(found)
+    found += _assignment(submodel, parameters, recipes)
+    if bound is None or damaged:
+        return Weights(found)
+    exact: dict[str, NDArray[Any]] = {}
+    name, count = "", 0
+    try:
+        for each in stored_weights(submodel, structure, recipes, parameters, bound):
+            name = each.name
+            count += name in recipes
+            if each.problem:
+                found.append(Finding(submodel, "recipe", "error", name, each.problem, REMEDY))
+            if keep and each.exact is not None:
+                exact[name] = each.exact
+    except (CheckpointError, PassError, OSError, ValueError) as error:
+        found.append(Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY))
+        return Weights(found, count)
+    return Weights(found, count, exact, recipes)
+
+
+def _assignment(
+    submodel: str, parameters: Mapping[str, tuple[int, ...]], recipes: Mapping[str, Recipe]
+) -> Iterator[Finding]:
+    """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
+    from sdflow.weights.recipe import Scales, params
+
+    # Scales are read beside their values, which count.
+    counted = {name: recipe for name, recipe in recipes.items() if not isinstance(recipe, Scales)}
+    keys = {name: {param.key for param in params(recipe)} for name, recipe in counted.items()}
+    readers: dict[str, list[str]] = {}
+    for name, read in keys.items():
+        if name in parameters and read != {name}:
+            what = f"is made of {', '.join(sorted(read)) or 'constants'}"
+            yield Finding(submodel, "recipe", "error", name, f"{what} and not of the parameter of its name", REMEDY)
+        for key in read:
+            readers.setdefault(key, []).append(name)
+    # Half of a VAE is not in the graph of its other half.
+    parts = {key.split(".")[0] for key in readers}
+    unread = [key for key in parameters if key not in readers and key.split(".")[0] in parts]
+    for key, names in readers.items():
+        if len(names) > 1 and not _different_sums([counted[name] for name in names]):
+            missed = next((other for other in unread if parameters[other] == parameters[key]), None)
+            what = f"{key} goes into it and into {names[0]}" + (f", and {missed} into nothing" if missed else "")
+            level: Level = "error" if missed else "warning"
+            yield Finding(
+                submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
+            )
+
+
+def _different_sums(recipes: Sequence[Recipe]) -> bool:
+    """Whether weights of one parameter are each other sums of its entries, as SubpixelConv has four kernels of one."""
+    from sdflow.weights.recipe import SumAlong
+
+    return all(isinstance(each, SumAlong) for each in recipes) and len(set(recipes)) == len(recipes)

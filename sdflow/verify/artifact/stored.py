@@ -1,0 +1,214 @@
+"""The weights of a bound model, each beside what its recipe gives: before it is rounded, and rounded by torch.
+
+The rounding of a recipe moves freely past what only moves values. So a recipe is carried out once, in float32, and its
+result is rounded here, not by what rounded the weights that are looked at (`sdflow.weights.half`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.artifact import MODEL_FILE
+from sdflow.families import DEFAULT
+from sdflow.verify.artifact.quantized import again
+from sdflow.weights.lora import LoraInput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sdflow.weights.recipe import Recipe
+
+OTHER_VALUES = "its recipe gives other values than the model has"
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """A model that was bound from a structure, and what it was bound with.
+
+    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow. denoiser: its config, which LoRAs
+    are read by.
+    """
+
+    folder: Path
+    checkpoint: Mapping[str, Any]
+    loras: Sequence[LoraInput] = ()
+    denoiser: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a bound model. exact: its values before they were rounded to float16 or quantized; None where neither was
+    done, or where it has no recipe. problem: what is wrong with what is stored, or ""."""
+
+    name: str
+    exact: NDArray[Any] | None
+    problem: str
+
+
+def stored_weights(
+    submodel: str, structure: Path, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
+) -> Iterator[Stored]:
+    """Every tensor of the bound model, one after the other. recipes: those of the structure, by the tensors' names.
+
+    What has no recipe belongs to the graph, and must be what the structure has. Memory: the largest tensor, and what the
+    caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
+    """
+    import onnx
+    import torch
+
+    from sdflow.weights.lora import Merged, read_loras
+    from sdflow.weights.tensors import open_tensors
+
+    own = _tensors(onnx.load(str(structure / MODEL_FILE), load_external_data=False))
+    model = _tensors(onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False))
+    for name in own.keys() - model.keys():
+        what = "a recipe for it" if name in recipes else "it"
+        yield Stored(name, None, f"the structure has {what} and the model no tensor")
+    with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint, warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )  # a map of the checkpoint's file
+        merged = Merged(
+            checkpoint, read_loras(submodel, bound.loras, parameters, bound.checkpoint.get("family", DEFAULT))
+        )
+
+        def read(key: str) -> NDArray[Any]:
+            values: NDArray[Any] = torch.from_numpy(merged.read(key)).float().numpy()
+            return values
+
+        for name, tensor in model.items():
+            if name in recipes:
+                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
+            elif name not in own:
+                yield Stored(name, None, "it has no recipe, and the structure does not have it")
+            elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
+                yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+
+
+def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Any) -> Stored:
+    import numpy as np
+
+    from sdflow.weights.recipe import Quantized, Scales, evaluate
+
+    if isinstance(recipe, Quantized | Scales):
+        exact = np.ascontiguousarray(evaluate(unrounded(recipe.of), read))
+        values, scales = again(recipe.kind, exact, recipe.axis)
+        wanted = values if isinstance(recipe, Quantized) else scales
+        known = exact if isinstance(recipe, Quantized) else None
+        return Stored(name, known, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
+    limits = _limits(recipe)
+    exact = np.ascontiguousarray(evaluate(unrounded(recipe), read))
+    if limits == {None}:
+        wanted, exact_values = exact, None
+    elif len(limits) == 1:
+        (pair,) = limits
+        assert pair is not None
+        wanted, exact_values = rounded(exact, *pair), exact
+    else:  # rounded here and there: it cannot be told apart
+        wanted, exact_values = np.ascontiguousarray(evaluate(recipe, read)), exact
+    return Stored(name, exact_values, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
+
+
+def unrounded(recipe: Recipe) -> Recipe:
+    """The recipe without its roundings, in float32 throughout."""
+    import numpy as np
+
+    from sdflow.weights.recipe import Constant, Float16, Join, Reshape, Sum, Transpose
+
+    match recipe:
+        case Float16():
+            return unrounded(recipe.of)
+        case Transpose():
+            return Transpose(recipe.axes, unrounded(recipe.of))
+        case Reshape():
+            return Reshape(recipe.shape, unrounded(recipe.of))
+        case Join():
+            return Join(recipe.axis, tuple(unrounded(part) for part in recipe.parts))
+        case Sum():
+            return Sum(tuple(unrounded(part) for part in recipe.parts))
+        case Constant(dtype="float16"):
+            wide = np.frombuffer(recipe.raw, "<f2").astype("<f4")
+            return Constant(wide.tobytes(), recipe.shape, "float32")
+    return recipe
+
+
+def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
+    """The limits of the roundings that the values pass, at the end of all that is computed; None: they pass none."""
+    from sdflow.weights.recipe import Constant, Float16, Join, Reshape, Sum, Transpose
+
+    match recipe:
+        case Float16():
+            return {(recipe.smallest, recipe.largest), *(_limits(recipe.of) - {None})}
+        case Transpose() | Reshape():
+            return _limits(recipe.of)
+        case Join():
+            return {limits for part in recipe.parts for limits in _limits(part)}
+        case Sum():
+            inner = {limits for part in recipe.parts for limits in _limits(part)} - {None}
+            return {None, *inner}
+        case Constant(dtype="float16"):
+            return set()
+    return {None}
+
+
+def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
+    """The nearest float16; what lies beyond the limits becomes them, but 0 and what is not finite."""
+    import numpy as np
+    import torch
+
+    half: NDArray[Any] = torch.from_numpy(values).half().numpy()
+    # Rounding keeps order: what lies beyond a limit is among what was rounded to it, or beyond.
+    low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
+    size = half.view(np.uint16).reshape(-1) & np.uint16(0x7FFF)
+    suspects = np.flatnonzero((size <= low) | (size >= high))
+    exact = values.reshape(-1)[suspects]
+    magnitude = np.abs(exact)
+    for limit, beyond in ((largest, magnitude > np.float32(largest)), (smallest, magnitude < np.float32(smallest))):
+        changed = beyond & (magnitude > 0) & np.isfinite(magnitude)
+        half.reshape(-1)[suspects[changed]] = np.copysign(np.float16(limit), exact[changed])
+    return half
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Every tensor of a graph: initializers by their names, constants by the value and the attribute of their node."""
+    from sdflow.onnx_model.facts import subgraphs
+
+    found: dict[str, Any] = {}
+    for graph in subgraphs(model.graph):
+        found |= {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            found |= {f"{node.output[0]}.{item.name}": item.t for item in node.attribute if item.HasField("t")}
+    return found
+
+
+def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
+    """Whether a TensorProto holds these values, bit for bit. Large ones are compared where they lie."""
+    import numpy as np
+
+    from sdflow.onnx_model.files import data_span, is_external
+
+    if not is_external(tensor):
+        return _bytes(tensor, folder) == wanted.tobytes()
+    location, offset, _ = data_span(tensor)
+    if not wanted.nbytes or (folder / location).stat().st_size < offset + wanted.nbytes:
+        return not wanted.nbytes
+    kind = f"u{wanted.itemsize}"
+    stored = np.memmap(folder / location, kind, "r", offset, (wanted.size,))
+    return bool(np.array_equal(stored, wanted.view(kind).reshape(-1)))
+
+
+def _bytes(tensor: Any, folder: Path) -> bytes:
+    """The raw bytes of a TensorProto, which stays as it is. Raises PassError when a file is too short."""
+    import onnx
+
+    from sdflow.onnx_model.files import is_external, raw_values
+
+    if not is_external(tensor) and tensor.HasField("raw_data"):
+        return bytes(tensor.raw_data)
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    return raw_values(copy, folder)

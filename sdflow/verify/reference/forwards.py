@@ -1,0 +1,107 @@
+"""What each submodel gives, under the names of its ports, from the module's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdflow.families.part import Part
+from sdflow.models.base import Config, Model, Ports
+from sdflow.verify.reference.cases import Cases, Kind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOGETHER = 2**15
+"""Numbers in the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A module, what it is, and the inputs and outputs of its graph."""
+
+    module: torch.nn.Module
+    model: Model
+    ports: Ports
+
+    @classmethod
+    def of(cls, part: Part, config: Config, module: torch.nn.Module) -> Network:
+        """config: the submodel's config.json, as the family has it."""
+        model = part.of(config).model
+        return cls(module, model, model.ports(config))
+
+    @property
+    def whole_batch(self) -> str | None:
+        """The input that has one value for the whole batch, if there is one: the timestep."""
+        return next((port.name for port in self.ports.inputs if port.axes == (1,)), None)
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Further inputs that have one value for the whole batch, the same in every case: the scales of image prompts."""
+        return frozenset(port.name for port in self.ports.inputs if port.axes == (1,)) - {self.whole_batch}
+
+
+def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
+    """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is.
+
+    Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
+    module's weights does, however many rows there are.
+    """
+    import numpy as np
+    import torch
+
+    dtype = torch.float16 if kind == "float16" else torch.float32
+    exact = {port.name for port in network.ports.inputs if port.exact}
+    once = network.constants
+    for chosen in _batches(cases, kind, network.whole_batch, once):
+        rows = [_rows(cases.get(index, "inputs"), network.whole_batch) for index in chosen]
+        joined = {
+            name: torch.from_numpy(value if name in once else np.concatenate([each[name] for each in rows]))
+            for name, value in rows[0].items()
+        }
+        inputs = {
+            name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
+            for name, value in joined.items()
+        }
+        outputs = {name: value.numpy() for name, value in network.model.reference(network.module, inputs).items()}
+        start = 0
+        for index, each in zip(chosen, rows, strict=True):
+            end = start + _size(each)
+            cases.put(index, kind, {name: value[start:end].copy() for name, value in outputs.items()})
+            start = end
+
+
+def _batches(cases: Cases, kind: Kind, whole_batch: str | None, constants: Container[str]) -> Iterator[list[int]]:
+    """Indices of the cases without outputs of this kind, those that one run takes together."""
+    alike: dict[Any, list[int]] = {}
+    for index, _ in cases:
+        if not cases.get(index, kind):  # else recorded while drawing
+            inputs = _rows(cases.get(index, "inputs"), whole_batch)
+            shapes = (
+                (name, value.tobytes() if name in constants else value.shape[1:]) for name, value in inputs.items()
+            )
+            alike.setdefault(tuple(shapes), []).append(index)
+    for indices in alike.values():
+        chosen: list[int] = []
+        numbers = 0
+        for index in indices:
+            size = next(iter(cases.get(index, "inputs").values())).size
+            if chosen and numbers + size > TOGETHER:
+                yield chosen
+                chosen, numbers = [], 0
+            chosen.append(index)
+            numbers += size
+        yield chosen
+
+
+def _rows(inputs: Mapping[str, np.ndarray], whole_batch: str | None) -> dict[str, np.ndarray]:
+    """The inputs with a value for each row of the batch, where there is one for all."""
+    size = _size(inputs)
+    return {name: value.repeat(size) if name == whole_batch else value for name, value in inputs.items()}
+
+
+def _size(inputs: Mapping[str, np.ndarray]) -> int:
+    """Rows of the batch: of the first input, which always has one for each."""
+    return len(next(iter(inputs.values())))

@@ -1,0 +1,64 @@
+"""What diffusers feeds its modules, written down while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sdflow.verify.reference.cases import Case, Cases
+from sdflow.verify.reference.forwards import Network
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Call = tuple[str, dict[str, "np.ndarray"], tuple["np.ndarray", ...]]
+"""Submodel, inputs by name, outputs in order."""
+
+
+@contextmanager
+def recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
+    """While this is open, what diffusers feeds these modules is written down, with what comes out."""
+    calls: list[Call] = []
+    hooks: list[Any] = []
+    for name, network in networks.items():
+        hooks += [
+            network.module.register_forward_pre_hook(_before(name, network, calls), with_kwargs=True),
+            network.module.register_forward_hook(_after(calls)),
+        ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., None]:
+    types = {port.name: port.dtype for port in network.ports.inputs}
+
+    def record(module: Any, arguments: Any, named: Any) -> None:
+        fed = {**network.model.fed(arguments, named), **network.model.set_before(module)}
+        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, ()))
+
+    return record
+
+
+def _after(calls: list[Call]) -> Callable[..., None]:
+    def record(module: Any, arguments: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            name, fed, _ = calls[-1]
+            calls[-1] = (name, fed, tuple(value.numpy().copy() for value in output if hasattr(value, "numpy")))
+
+    return record
+
+
+def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
+    """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
+    cases = Cases()
+    names = [port.name for port in network.ports.outputs]
+    for step, (fed, outputs) in enumerate((fed, outputs) for name, fed, outputs in calls if name == submodel):
+        time = float(fed[str(network.whole_batch)][0])
+        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
+        if len(outputs) == len(names):
+            cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
+    return cases

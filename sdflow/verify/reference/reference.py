@@ -1,0 +1,295 @@
+"""The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
+
+The pipeline is diffusers' own, its modules are loaded as sdflow loads checkpoints; nothing of what builds an artifact
+(tracing, recipes, passes) takes part. What a submodel is compared on is what diffusers fed it, recorded on the way. The
+fp16 modules then get the very same inputs; their text encoders compute attention operator by operator ("eager"), as the
+exported graph does where nothing is fused.
+
+One stage of the pipeline is in memory at a time: the text encoders, then the denoiser with the decoder, then each
+submodel that draws nothing. A module becomes float16 in place.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sdflow.families import FAMILIES
+from sdflow.families.base import Family
+from sdflow.families.image_prompts import adapter_count, reads_layers
+from sdflow.families.latents import Latents
+from sdflow.families.torch_start import torch_start
+from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.files.folder import SCHEDULER
+from sdflow.samples.canvas import canvas
+from sdflow.sources.load import load_companion
+from sdflow.verify.reference.cases import Cases, write_cases
+from sdflow.verify.reference.forwards import Network, run_cases
+from sdflow.verify.reference.half import quick_halves
+from sdflow.verify.reference.inputs import (
+    IMAGE_SCALE,
+    Recorded,
+    checker_cases,
+    control_images,
+    decoder_cases,
+    encoder_cases,
+    first_latents,
+    further_denoiser_cases,
+    prompter_cases,
+    shown_images,
+    text_cases,
+)
+from sdflow.verify.reference.recording import recording, trajectory
+from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.torch_images import (
+    IMAGE_FILE,
+    Embeddings,
+    draw_by_torch,
+    draw_sample,
+    sample_cases,
+    told,
+)
+from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+VERSION = 5
+"""Raise it whenever other numbers come out: it is part of the key."""
+USES = ("diffusers", "numpy", "peft", "torch", "transformers")
+
+Progress = Callable[[str], None]
+
+
+def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
+    """Write the cases of every submodel, and the images, into `request.out`."""
+    import torch
+
+    run, selection = ReferenceRun(request, progress), request.selection
+    family = run.family
+    with torch.no_grad():
+        results, texts = run.encode()
+        gc.collect()
+        if not {*selection.submodels} <= {*family.text}:
+            shown, cases = run.show()
+            results |= cases
+            gc.collect()
+            results |= run.denoise(texts, shown)
+            gc.collect()
+        for submodel, cases_of in ((family.encoder, run.encoder), (family.checker, run.checker)):
+            if submodel is not None and submodel in selection.submodels:
+                results[submodel] = cases_of(submodel)
+                gc.collect()
+    kept = {name: cases for name, cases in results.items() if name in selection.submodels}
+    write_cases(request.out, kept, {"selection": selection.to_json(), "merged": run.merged})
+    return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The prompts, encoded: of the image in float32 and in float16, of the sample's images."""
+
+    float32: Embeddings
+    float16: Embeddings
+    sample: Embeddings | None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What diffusers makes of the images for IP-Adapters, as arguments of a call: projected, so that the denoiser's stage needs
+    no image encoder. Empty without adapters."""
+
+    float32: Mapping[str, Any]
+    float16: Mapping[str, Any]
+
+
+class ReferenceRun:
+    """The stages of a reference. Each loads what it needs and lets go of it."""
+
+    def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
+        self.request = request
+        self.progress = progress
+        self.family: Family = FAMILIES[request.family]
+        self.merged: dict[str, int] = {}
+        self.companions = {
+            name: load_companion(self.family.companions[name], folder, str(folder))
+            for name, folder in request.companions.items()
+        }
+        if request.scheduler is not None:
+            own = self.companions[SCHEDULER]
+            self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config, self.family.noising)
+
+    def encode(self) -> tuple[dict[str, Cases], _Texts]:
+        """The cases of the text encoders, and the prompts that are drawn."""
+        selection = self.request.selection
+        networks, pipeline = self.stage(self.family.text_of(self.request.loads))
+
+        def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
+            return self.encoded(pipeline, prompts, guided=guided)
+
+        def recorded(prompts: Sequence[str]) -> Recorded:
+            with recording(networks) as calls:
+                encoded(prompts, guided=False)
+            return {name: fed for name, fed, _ in calls}
+
+        guided = self.family.guided(self.configs(), selection.guidance_scale)
+        results = text_cases(recorded, selection)
+        exact = encoded(selection.prompts[:1], guided)
+        sample = encoded([case.prompt for case in sample_cases(selection)], guided) if selection.sample_cases else None
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
+            half = encoded(selection.prompts[:1], guided)
+        return results, _Texts(exact, half, sample)
+
+    @property
+    def nets(self) -> list[str]:
+        """The ControlNets, in order."""
+        return list(self.family.nets(self.request.loads).values())
+
+    def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
+        """The prompts as diffusers' pipeline encodes them."""
+        return self.family.encode_reference(pipeline, prompts, self.configs(), guided=guided)
+
+    def show(self) -> tuple[Shown, dict[str, Cases]]:
+        """The image prompts as the denoiser takes them, and the cases of what reads them."""
+        import torch
+
+        family, selection = self.family, self.request.selection
+        count = adapter_count(self.configs()[family.denoiser])
+        if not count:
+            return Shown({}, {}), {}
+        (name,) = family.prompters(self.request.loads)
+        networks, pipeline = self.stage((name,))
+        network, guided = networks[name], family.guided(self.configs(), selection.guidance_scale)
+        images = shown_images(selection, count)
+
+        def tokens() -> dict[str, Any]:
+            embeds = []
+            for image, projection in zip(images, network.module.image_proj, strict=True):
+                found = pipeline.encode_image(image, "cpu", 1, reads_layers(projection))
+                positive, negative = (projection(each)[None] for each in found)
+                embeds.append(torch.cat([negative, positive]) if guided else positive)
+            return {"ip_adapter_image_embeds": embeds}
+
+        exact = tokens()
+        processor = self.companions["feature_extractor"]
+        pixels = [processor(image, return_tensors="pt").pixel_values.numpy() for image in images]
+        results = {name: prompter_cases(selection, pixels, network)}
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
+            half = tokens()
+        return Shown(exact, half), results
+
+    def set_scales(self, pipeline: Any, shown: Shown) -> None:
+        """How much each IP-Adapter counts, where there are any."""
+        if shown.float32:
+            pipeline.set_ip_adapter_scale([IMAGE_SCALE] * len(shown.float32["ip_adapter_image_embeds"]))
+
+    def denoise(self, texts: _Texts, shown: Shown) -> dict[str, Cases]:
+        """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
+        import numpy as np
+        import torch
+
+        family, selection = self.family, self.request.selection
+        nets = self.nets
+        networks, pipeline = self.stage((family.denoiser, family.decoder, *nets))
+        denoiser, decoder = networks[family.denoiser], networks[family.decoder]
+        self.progress("reference: denoising in fp32")
+        latents = first_latents(selection, self.latents().channels)
+        controls = control_images(selection, len(nets), self.latents().scale)
+        start = {**self._start(pipeline, torch.from_numpy(latents)), **told(controls)}
+        self.set_scales(pipeline, shown)
+        with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
+            image = draw_by_torch(pipeline, selection, texts.float32, {**start, **shown.float32})
+        stepped = {name: trajectory(calls, name, networks[name]) for name in (family.denoiser, *nets)}
+        for name, cases in stepped.items():
+            further_denoiser_cases(cases, selection, networks[name])
+        denoiser_cases = stepped[family.denoiser]
+        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self.latents())
+        results = {**stepped, family.decoder: of_decoder}
+        self._run_float32(networks, results)
+        if texts.sample is not None:
+            self.progress("reference: images of the sample")
+            draw_sample(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
+        with self._in_float16(networks, results):
+            self.progress("reference: denoising in fp16")
+            half_image = draw_by_torch(pipeline, selection, texts.float16, {**start, **shown.float16})
+        np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
+        return results
+
+    def encoder(self, submodel: str) -> Cases:
+        """The cases of what turns images into latents."""
+        network = self.stage((submodel,))[0][submodel]
+        return self._both(encoder_cases(self.request.selection, self._image(), network), submodel, network)
+
+    def checker(self, submodel: str) -> Cases:
+        """The cases of the filter of images."""
+        networks, pipeline = self.stage((submodel,))
+        with recording(networks) as calls:
+            pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
+        ((_, fed, _),) = calls
+        return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
+
+    def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
+        networks, results = {submodel: network}, {submodel: cases}
+        self._run_float32(networks, results)
+        with self._in_float16(networks, results):
+            return cases
+
+    def _run_float32(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> None:
+        for name, network in networks.items():
+            self.progress(f"reference: {name} in fp32")
+            run_cases(results[name], "float32", network)
+
+    @contextmanager
+    def _in_float16(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> Iterator[None]:
+        """The modules in float16, from here on, and their cases run so."""
+        for network in networks.values():
+            network.model.to_float16(network.module)
+        with quick_halves(*(network.module for network in networks.values())):
+            for name, network in networks.items():
+                self.progress(f"reference: {name} in fp16")
+                run_cases(results[name], "float16", network)
+            yield
+
+    def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
+        """These submodels, and diffusers' pipeline of them alone."""
+        networks, modules = {}, {}
+        for submodel in submodels:
+            self.progress(f"reference: loading {submodel}")
+            part, load = self.family.part(submodel), self.request.loads[submodel]
+            configs, told = self.configs(), self._note_merged
+            modules[part.component] = TorchModule(
+                submodel, load, self.request.loras, configs[self.family.denoiser]
+            ).module(told)
+            networks[submodel] = Network.of(part, load["config"], modules[part.component])
+        pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
+        pipeline.set_progress_bar_config(disable=True)
+        return networks, pipeline
+
+    def _note_merged(self, lora: LoraMerge, layers: int) -> None:
+        self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
+
+    def configs(self) -> dict[str, Any]:
+        return {name: load["config"] for name, load in self.request.loads.items()}
+
+    def latents(self) -> Latents:
+        return self.family.latents(self.configs())
+
+    def _start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
+        """What diffusers' pipeline is given besides the prompt."""
+        selection, scale = self.request.selection, self.latents().scale
+        given = canvas(self.family.task(self.configs()), selection.rows * scale, selection.columns * scale)
+        return torch_start(pipeline, noise, selection.steps, **given)
+
+    def _image(self) -> np.ndarray:
+        """The image drawn, (1, height, width, 3) in [0, 1]."""
+        import numpy as np
+
+        with np.load(self.request.out / IMAGE_FILE) as stored:
+            image: np.ndarray = stored["float32"][None]
+        return image

@@ -1,0 +1,67 @@
+"""The images that diffusers' own pipeline draws, for those of artifacts to be held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.verify.reference.selection import Selection
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+IMAGE_FILE = "image.npz"
+SAMPLE_FILE = "sample.npz"
+
+Embeddings = Mapping[str, "torch.Tensor"]
+"""Arguments of a call of diffusers' pipeline that stand for prompts."""
+
+
+def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
+    """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
+    `told`."""
+    import numpy as np
+    import torch
+
+    image: np.ndarray = pipeline(
+        **texts,
+        **{**start, "latents": start["latents"].to(next(iter(texts.values())).dtype)},
+        num_inference_steps=selection.steps,
+        guidance_scale=selection.guidance_scale,
+        generator=torch.Generator().manual_seed(selection.seed),
+        output_type="np",
+    ).images[0]
+    return image.astype(np.float32)
+
+
+def told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Arguments for the images of the ControlNets; none where there are none."""
+    import torch
+
+    return {"image": [torch.from_numpy(each) for each in controls]} if controls else {}
+
+
+def sample_cases(selection: Selection) -> Any:
+    from sdflow.samples import prompts
+
+    return prompts.evaluation_set()[: selection.sample_cases]
+
+
+def draw_sample(pipeline: Any, selection: Selection, texts: Embeddings, given: Mapping[str, Any], out: Path) -> None:
+    """Images of the sample's own evaluation set, for its measure of meaning."""
+    import numpy as np
+    import torch
+
+    from sdflow.samples import prompts
+
+    images = pipeline(
+        **texts,
+        latents=torch.from_numpy(np.stack([prompts.first_latents(case.seed) for case in sample_cases(selection)])),
+        num_inference_steps=selection.sample_steps,
+        guidance_scale=selection.guidance_scale,
+        output_type="np",
+        **given,
+    ).images
+    np.savez(out / SAMPLE_FILE, float32=images)

@@ -1,0 +1,177 @@
+"""Stable Diffusion 3.5, a few channels wide, from a folder that diffusers wrote: built once, then compared with
+diffusers' own pipelines of that folder, and used by the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from beside_diffusers import PROMPT, assert_equal, generator, pattern
+from original_layout import mmdit_tensors, stable_diffusion_3
+from PIL import Image
+from safetensors.torch import save_file
+from shell import Shell
+
+from sdflow.families import FAMILIES
+from sdflow.runtime.denoiser.schedule import trace
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
+
+PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae_decoder")
+WORKFLOW = """
+extends: base/stable_diffusion_3.yaml
+model: {model}
+target: cpu
+evaluate: {{latency: null, image: {{steps: 2, height: 64, width: 64}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, started_python: Any) -> Shell:
+    return Shell(tmp_path_factory.mktemp("stable_diffusion_3"), started_python)
+
+
+@pytest.fixture(scope="module")
+def folder(shell: Shell) -> Path:
+    """As diffusers saves it."""
+    checkpoint = open_checkpoint("synthetic:sd35-tiny", digests=PlainDigests(), download=False)
+    load_pipeline(checkpoint).save_pretrained(shell.folder / "model")
+    return shell.folder / "model"
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def built(shell: Shell, folder: Path) -> Path:
+    """Built and verified."""
+    (shell.folder / "sd3.yaml").write_text(WORKFLOW.format(model=folder))
+    (pipeline,) = shell.json("run", "sd3.yaml")["pipelines"]
+    assert pipeline["verification"]["passed"]
+    return shell.folder / "pipelines/sd3"
+
+
+@pytest.fixture(scope="module")
+def ours(built: Path) -> Pipeline:
+    return Pipeline.load(built, "cpu")
+
+
+@pytest.mark.parametrize(("height", "width", "length"), [(64, 64, None), (96, 64, None), (48, 80, 77)])
+def test_an_image_from_text_is_diffusers(
+    ours: Pipeline, theirs: Any, height: int, width: int, length: int | None
+) -> None:
+    latents = torch.randn((1, 16, height // 8, width // 8), generator=generator())
+    given: dict[str, Any] = {} if length is None else {"max_sequence_length": length}
+    given |= {"negative_prompt": "blurred", "prompt_3": "oil on canvas", "height": height, "width": width}
+    given |= {"num_inference_steps": 3, "latents": latents, "output_type": "np"}
+    assert_equal(ours(PROMPT, **given).images, theirs(PROMPT, **given).images)
+
+
+@pytest.mark.parametrize("strength", [0.33, 0.6, 1.0])
+def test_an_image_from_an_image_is_diffusers(ours: Pipeline, theirs: Any, strength: float) -> None:
+    image = pattern(1, 64, 96)
+    pipeline = diffusers.StableDiffusion3Img2ImgPipeline(**theirs.components)
+    pipeline.set_progress_bar_config(disable=True)
+    given = {"strength": strength, "num_inference_steps": 10, "output_type": "np"}
+    expected = pipeline(PROMPT, image=_mean(theirs, image), **given, generator=generator(), height=64, width=96)
+    assert_equal(ours(PROMPT, image, **given, generator=generator()).images, expected.images)
+
+
+@pytest.mark.parametrize("strength", [0.6, 1.0])
+def test_latents_into_a_mask_are_diffusers(ours: Pipeline, theirs: Any, strength: float) -> None:
+    """Latents, not pixels: diffusers 0.42.1 decodes them here without the VAE's shift, which its other two pipelines add."""
+    image, mask = pattern(1, 64, 96), Image.new("L", (96, 64), 0)
+    mask.paste(255, (16, 8, 72, 40))
+    pipeline = diffusers.StableDiffusion3InpaintPipeline(**theirs.components)
+    pipeline.set_progress_bar_config(disable=True)
+    mean = _mean(theirs, image)
+    given = {"strength": strength, "num_inference_steps": 5, "output_type": "latent"}
+    expected = pipeline(
+        PROMPT,
+        image=mean,
+        mask_image=mask,
+        masked_image_latents=mean,
+        **given,
+        generator=generator(),
+        height=64,
+        width=96,
+    ).images
+    drawn = ours(PROMPT, image, mask, **given, generator=generator()).images
+    assert np.abs(drawn - expected.numpy()).max() < 1e-4
+
+
+def _mean(pipeline: Any, image: Image.Image) -> torch.Tensor:
+    """An image's latents, without the noise that diffusers adds when it encodes."""
+    pixels = pipeline.image_processor.preprocess(image)
+    with torch.no_grad():
+        encoded = pipeline.vae.encode(pixels).latent_dist.mode()
+    mean: torch.Tensor = (encoded - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+    return mean
+
+
+def test_a_shift_that_depends_on_the_size_is_diffusers() -> None:
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.4, max_shift=1.2)
+    noising = FAMILIES["stable_diffusion_3"].noising
+    for tokens in (256, 1024, 5000):
+        schedule = trace(scheduler, 7, noising=noising, tokens=tokens)
+        wanted = diffusers.FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+        wanted.set_timesteps(7, mu=calculate_shift(tokens, 256, 4096, 0.4, 1.2))
+        assert torch.equal(schedule.timesteps[:, 0], wanted.timesteps)
+
+
+def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs: Any) -> None:
+    from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+
+    converted = convert_sd3_transformer_checkpoint_to_diffusers(mmdit_tensors(theirs.transformer))
+    own = theirs.transformer.state_dict()
+    assert converted.keys() == own.keys() and all(torch.equal(converted[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("texts", [0, 2, 3], ids=["no text encoder", "CLIP alone", "with T5"])
+def test_a_single_file_holds_what_the_folder_holds(theirs: Any, tmp_path: Path, texts: int) -> None:
+    """T5 is left out of it, as a single file has no tokenizer for it."""
+    encoders = [theirs.text_encoder, theirs.text_encoder_2, theirs.text_encoder_3][:texts]
+    save_file(stable_diffusion_3(theirs.transformer, theirs.vae, *encoders), tmp_path / "sd3.safetensors")
+    opened = open_checkpoint(str(tmp_path / "sd3.safetensors"), digests=PlainDigests(), download=False)
+    assert opened.family.name == "stable_diffusion_3"
+    assert {*opened.submodels} == {"transformer", "vae_encoder", "vae_decoder", *PARTS[: min(texts, 2)]}
+    assert any("text_encoder_3" in note and "tokenizer" in note for note in opened.notes) == (texts == 3)
+    modules = {"transformer": theirs.transformer, "vae_decoder": theirs.vae}
+    modules |= dict(zip(PARTS, encoders[:2], strict=False))
+    for name, module in modules.items():
+        ours, own = load_module(name, opened.submodels[name].load).state_dict(), dict(module.state_dict())
+        if name == "text_encoder":  # the original layout has CLIP-L without its projection
+            own["text_projection.weight"] = torch.eye(len(own["text_projection.weight"]))
+        assert ours.keys() == own.keys() and all(torch.equal(ours[key], own[key]) for key in own), name
+
+
+def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
+    assert "sd35-tiny" in shell.run("inspect", str(folder)).stdout
+    done = shell.run("init", "--model", str(folder), "--target", "cpu", "--out", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "extends: base/stable_diffusion_3.yaml" in (shell.folder / "mine.yaml").read_text()
+    assert shell.run("validate", "mine.yaml").returncode == 0
+
+
+def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
+    given = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "48")
+    settings = shell.json("generate", str(built), *given)["settings"]
+    assert settings["guidance_scale"] == 7.0 and settings["scheduler"] == "FlowMatchEulerDiscreteScheduler"
+    with Image.open(shell.folder / "images/001-1.png") as image:
+        assert image.size == (48, 64) and json.loads(image.info["sdflow"])["steps"] == 2
+
+
+def test_a_scheduler_of_noise_is_refused_by_name(shell: Shell, built: Path) -> None:
+    done = shell.run("generate", str(built), "--prompt", "an otter", "--steps", "2", "--scheduler", "euler")
+    assert done.returncode == 2 and "flow_euler" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,121 @@
+"""Every command where extras of sdflow are not installed: it works, or says in words which `pip install` brings what it lacks.
+
+The environments are those that pip would make, with links to the packages of the tests' own (tests/support/light_install.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from light_install import ROOT, LightInstall, light_install
+from terminal import commands
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the environments are of links")
+
+TINY = str(ROOT / "workflows/tiny_cpu.yaml")
+LORA = str(ROOT / "samples/loras/stripes.safetensors")
+ALL = "pip install 'sdflow[cpu]', or cuda, directml or migraphx in place of cpu"
+SERVER = ALL.replace("[cpu]", "[cpu,serve]")
+REMOTE = "pip install 'sdflow[remote]'"
+
+WITH_BASE: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "run": ((TINY,), 2, "pip install 'sdflow[cpu]'"),
+    "verify": (("pipelines/x",), 2, ALL),
+    "bake": (("--base", "x", "--lora", LORA, "--out", "y", "--verify"), 2, "pip install 'sdflow[build]'"),
+    "plan": ((TINY,), 0, "0 of 14 steps are cached"),
+    "explain": ((TINY,), 0, "are not installed"),
+    "validate": ((TINY,), 0, "valid (tiny_cpu)"),
+    "schema": ((), 0, '"$schema"'),
+    "passes": ((), 0, "OrtTransformersOptimization"),
+    "targets": ((), 0, "pip install onnxruntime-gpu"),
+    "doctor": ((), 1, "pip install 'sdflow[cpu]'"),
+    "generate": (("x", "-p", "y"), 2, ALL),
+    "export": (("x", "--one-file", "y.onnx"), 2, ALL),
+    "bench": (("x",), 2, ALL),
+    "tune": (("x",), 2, ALL),
+    "inspect": ((LORA,), 0, "LoRA"),
+    "init": (("--model", "sample:shapes"), 0, "workflow.yaml: written"),
+    "serve": (("x",), 2, SERVER),
+    "deploy": (("x", "y"), 2, SERVER),
+    "query": (("x", "y"), 2, "nothing is deployed under this name"),
+    "status": ((), 0, "nothing is deployed"),
+    "terminate": (("x",), 2, "nothing is deployed under this name"),
+    "selftest": ((), 2, ALL),
+    "cache ls": ((), 0, "0 entries"),
+    "cache push": (("--url", "https://localhost/x"), 2, REMOTE),
+    "cache pull": (("--url", "s3://x/y"), 2, "pip install 'sdflow[remote,s3]'"),
+    "cache key": (("key.pem",), 2, REMOTE),
+    "cache export": (("x.sdflow", "--structures", TINY), 2, "pip install 'sdflow[build]'"),
+    "cache import": (("x.sdflow",), 2, "no such file"),
+    "cache verify": ((), 0, "sound: "),
+    "cache gc": ((), 0, "removed 0 entries"),
+    "cache clean": (("--yes",), 0, "is empty"),
+    "cache engines": ((), 0, "kept: 0 B"),
+}
+"""Command -> its arguments, its exit status, and what it says."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> LightInstall:
+    return light_install(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def said_with_base(base: LightInstall) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What each command says there. Two at a time; each looks at one environment that none of them changes."""
+    with ThreadPoolExecutor(2) as threads:
+        done = threads.map(lambda name: base.run(*name.split(), *WITH_BASE[name][0]), WITH_BASE)
+        return dict(zip(WITH_BASE, done, strict=True))
+
+
+def test_every_command_is_tried_without_any_extra() -> None:
+    assert set(WITH_BASE) == set(commands())
+
+
+@pytest.mark.parametrize("command", WITH_BASE)
+def test_with_the_base_alone_a_command_works_or_names_the_extra(
+    said_with_base: dict[str, subprocess.CompletedProcess[str]], command: str
+) -> None:
+    _, status, says = WITH_BASE[command]
+    done = said_with_base[command]
+    told = done.stdout + done.stderr
+    assert "Traceback" not in told
+    assert done.returncode == status, told
+    assert says in told
+
+
+def says(install: LightInstall, *arguments: str) -> str:
+    """What a command says that fails for what is not installed."""
+    done = install.run(*arguments)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (2, 3), done.stderr + done.stdout
+    return done.stderr
+
+
+def test_a_remote_that_is_a_folder_needs_its_extra_too(base: LightInstall, tmp_path: Path) -> None:
+    assert REMOTE in says(base, "cache", "ls", "--url", str(tmp_path))
+
+
+def test_the_server_names_its_extra_where_the_rest_is_there(tmp_path: Path) -> None:
+    install = light_install(tmp_path, "build", "bind")
+    for command in (("serve", "x"), ("deploy", "x", "y")):
+        told = says(install, *command)
+        assert "needs fastapi, prometheus-client, python-multipart, uvicorn, which are not installed" in told
+        assert "pip install 'sdflow[serve]'" in told
+    assert "pip install 'sdflow[serve]'" in says(install, "generate", "x", "--interactive")
+
+
+def test_a_run_on_ray_names_its_extra(tmp_path: Path) -> None:
+    install = light_install(tmp_path, "build", "bind", "serve")
+    assert "pip install 'sdflow[ray]'" in says(install, "run", TINY, "--on", "ray")
+
+
+def test_a_store_names_its_extra_where_the_remote_s_is_there(tmp_path: Path) -> None:
+    install = light_install(tmp_path, "remote")
+    for url, extra in (("s3://x/y", "s3"), ("gs://x/y", "gs"), ("abfs://x/y", "az")):
+        told = says(install, "cache", "ls", "--url", url)
+        assert f"pip install 'sdflow[{extra}]'" in told
