@@ -57,7 +57,7 @@ def require_utf8(text: str, where: str) -> None:
 
 
 @contextmanager
-def telling(
+def os_errors_as(
     what: str,
     where: Path | str,
     remedy: str | None = None,

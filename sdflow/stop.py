@@ -28,7 +28,7 @@ def tell() -> None:
     _told.set()
 
 
-def told() -> bool:
+def requested() -> bool:
     return _told.is_set()
 
 

@@ -13,7 +13,7 @@ from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
 from sdflow.disk.atomic_write import write_whole
-from sdflow.errors import telling
+from sdflow.errors import os_errors_as
 
 # Those of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and its units: seconds, MB.
 THEIR_COLUMNS = (
@@ -42,7 +42,7 @@ def write_files(result: BenchResult, out: Path) -> list[Path]:
         "bench.html": page(result),
     }
     for name, text in contents.items():
-        with telling("cannot be written", out / name, "Name --out DIR."):
+        with os_errors_as("cannot be written", out / name, "Name --out DIR."):
             write_whole(out / name, text.encode())
     return [out / name for name in contents]
 

@@ -22,7 +22,7 @@ from sdflow.build.pipeline_folder import Content, Layout, lay_out
 from sdflow.disk.input_file import read_input
 from sdflow.disk.locked_folder import alone_in, locked_folder
 from sdflow.disk.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
-from sdflow.errors import CacheError, UsageError, telling
+from sdflow.errors import CacheError, UsageError, os_errors_as
 from sdflow.manifest import MANIFEST_FILE, NewerManifest, Origin, read_manifest
 from sdflow.sources.checkpoint import FileDigests, PlainDigests
 from sdflow.sources.companions import companion_files
@@ -34,7 +34,7 @@ COPIED_AT_ONCE = 1 << 26
 @dataclass(frozen=True)
 class Assembled:
     """A pipeline folder. changed: false when it already was what was asked for, and nothing was written.
-    pinned: what `Keeper.pin` said. mended: what was wrong with the sdflow.json that was there, if anything."""
+    pinned: what `Pinning.pin` said. mended: what was wrong with the sdflow.json that was there, if anything."""
 
     path: Path
     changed: bool
@@ -42,7 +42,7 @@ class Assembled:
     mended: str | None = None
 
 
-class Keeper(Protocol):
+class Pinning(Protocol):
     """Protects what a pipeline links to, and remembers where pipelines are put together (`sdflow.store.Cache`)."""
 
     def pin(self, name: str, digests: Iterable[str], folder: Path, described: Path, files: Iterable[str]) -> bool: ...
@@ -63,7 +63,7 @@ def assemble(
     refiner: Content | None = None,
     copy: bool = False,
     check: Callable[[], None] = lambda: None,
-    keeper: Keeper | None = None,
+    keeper: Pinning | None = None,
     digests: FileDigests | None = None,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
@@ -89,7 +89,7 @@ def assemble(
         return True
 
     remedy = "What was there before is unchanged. Free space or fix the permissions, then run again."
-    with telling("the pipeline cannot be written", out, remedy, CacheError, of_many=True):
+    with os_errors_as("the pipeline cannot be written", out, remedy, CacheError, of_many=True):
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(out)
         with alone_in(out.parent, check):  # another run's exchange must not come between two looks
@@ -174,14 +174,14 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
 # What is there already
 
 
-def require_replaceable(out: Path, keeper: Keeper) -> None:
+def require_replaceable(out: Path, keeper: Pinning) -> None:
     """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
     out = out.parent.resolve() / out.name
-    with telling("the pipeline cannot be written", out, kind=CacheError, of_many=True):
+    with os_errors_as("the pipeline cannot be written", out, kind=CacheError, of_many=True):
         _refuse_foreign(out, None, keeper)
 
 
-def _refuse_foreign(out: Path, layout: Layout | None, keeper: Keeper | None) -> str | None:
+def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) -> str | None:
     """Raises UsageError when `out` holds anything that `assemble` did not put there.
 
     Returns what is wrong with its sdflow.json, where the keeper knows without it what was put there. layout: None where it is not

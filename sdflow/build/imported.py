@@ -74,7 +74,7 @@ def _choose(step: Step, candidates: Sequence[Action], cache: Cache) -> Action | 
     return max(reversed(whole), key=fit, default=None)
 
 
-def told(chains: Mapping[str, Sequence[Step]]) -> list[str]:
+def notes_for(chains: Mapping[str, Sequence[Step]]) -> list[str]:
     """What the plan says of chains with steps that cannot run here: submodel -> steps."""
     lacking = {name: [step for step in steps if step.lacks] for name, steps in chains.items()}
     imported = {name: steps for name, steps in lacking.items() if steps and all(step.has_key for step in steps)}

@@ -16,7 +16,7 @@ from typing import Any
 
 from sdflow import sources
 from sdflow.build.chain import Chain, make_chain
-from sdflow.build.imported import told
+from sdflow.build.imported import notes_for
 from sdflow.build.model_check import require_buildable_model
 from sdflow.build.planned_step import PlannedStep, look_up
 from sdflow.build.step import LoraFile
@@ -173,7 +173,7 @@ def _plan_pipeline(
             carried.setdefault(why, []).append(submodel)
     for why, submodels in carried.items():
         notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
-    notes += told({chain.submodel: chain.steps for chain in chains})
+    notes += notes_for({chain.submodel: chain.steps for chain in chains})
     few_steps: dict[str, Any] = {}
     if checkpoint is not None:
         merged = [

@@ -129,7 +129,7 @@ def _output_fails() -> bool:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """One of ENDING: the first ends all in order, others change nothing."""
-    if stop.told():
+    if stop.requested():
         return
     stop.tell()
     stop.end_children()  # before anything here sees them end, or lets go of them

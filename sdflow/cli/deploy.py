@@ -160,9 +160,9 @@ def _lora(text: str) -> dict[str, Any]:
 
 def _written(path: Path, content: bytes) -> Path:
     from sdflow.disk.atomic_write import write_whole
-    from sdflow.errors import telling
+    from sdflow.errors import os_errors_as
 
-    with telling("cannot be written", path):
+    with os_errors_as("cannot be written", path):
         write_whole(path, content)
     return path
 

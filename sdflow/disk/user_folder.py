@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 
 
 def user_folder(name: str, variable: str) -> Path:
@@ -27,5 +27,5 @@ def user_folder(name: str, variable: str) -> Path:
 @contextmanager
 def writing(what: str, where: Path, variable: str) -> Iterator[None]:
     """Raises UsageError in place of an OSError. what: is written there, in the plural. variable: names another folder."""
-    with telling(f"no {what} can be kept there", where, f"Name another folder: {variable}=FOLDER."):
+    with os_errors_as(f"no {what} can be kept there", where, f"Name another folder: {variable}=FOLDER."):
         yield

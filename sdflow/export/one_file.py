@@ -14,7 +14,7 @@ from typing import Any
 from sdflow.artifact import WEIGHTS_FILE
 from sdflow.build.assemble import copy_file
 from sdflow.disk.replace_files import replacing_all
-from sdflow.errors import CacheError, UsageError, telling
+from sdflow.errors import CacheError, UsageError, os_errors_as
 from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
@@ -140,7 +140,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     }
     contents = {out: model.SerializeToString(deterministic=True), beside: compact(told)}
     with (
-        telling("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
+        os_errors_as("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
         replacing_all([*contents, *data.values()]) as written,
     ):
         for name, path in data.items():

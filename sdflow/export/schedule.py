@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import write_whole
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.base import Family
 from sdflow.families.schedulers import require_known
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
@@ -54,7 +54,7 @@ class Coefficients:
     def write(self, path: Path) -> None:
         """As a JSON file, in one step."""
         content = {"format_version": FORMAT_VERSION, **self.to_json()}
-        with telling("cannot be written", path):
+        with os_errors_as("cannot be written", path):
             write_whole(path, (json.dumps(content) + "\n").encode())
 
 

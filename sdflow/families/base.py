@@ -151,7 +151,7 @@ class Family:
         """What reads image prompts among submodels: one name, or none."""
         return tuple(name for name in submodels if self.prompter is not None and name == self.prompter.name)
 
-    def beside(self, submodels: Iterable[str]) -> tuple[str, ...]:
+    def optional_parts(self, submodels: Iterable[str]) -> tuple[str, ...]:
         """Those of these names that are there only where a workflow asks for them: what reads image prompts, ControlNets."""
         there = set(submodels)
         return (*self.prompters(there), *self.nets(there).values())
@@ -159,7 +159,7 @@ class Family:
     def ordered(self, submodels: Iterable[str]) -> tuple[str, ...]:
         """Those of these names that are submodels of this family, in its order."""
         there = set(submodels)
-        return (*(name for name in self.submodels if name in there), *self.beside(there))
+        return (*(name for name in self.submodels if name in there), *self.optional_parts(there))
 
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
         """Raises UsageError, `where` the argument's name, for one of a call that this family does not know, and for a value

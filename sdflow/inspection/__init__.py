@@ -8,7 +8,7 @@ from pathlib import Path
 from sdflow.artifact import INDEX_FILE
 from sdflow.errors import CheckpointError, SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.inspection.adapters import inspect_adapter, is_adapter, told
+from sdflow.inspection.adapters import details_from_metadata, inspect_adapter, is_adapter
 from sdflow.inspection.contents import SUFFIXES, Contents, read_contents
 from sdflow.inspection.description import EMBEDDING, UNKNOWN, Description
 from sdflow.inspection.folders import CONFIG_FILE, inspect_built, inspect_component, inspect_pipeline
@@ -103,7 +103,7 @@ def _embedding(contents: Contents, widths: dict[str, tuple[int, int]]) -> Descri
         {
             "vectors": max(vectors),
             "width": " and ".join(str(width) for _, width in widths.values()),
-            **told(contents.metadata),
+            **details_from_metadata(contents.metadata),
         },
         () if fitting else ("No model that sdflow knows reads vectors of this width.",),
         None,

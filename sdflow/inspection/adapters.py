@@ -70,7 +70,7 @@ def inspect_adapter(contents: Contents) -> Description:
         "rank": _spread(_ranks(contents)),
         "alpha": _spread(_alphas(contents)),
         "layers": {name: len(modules[name]) for name in WITH_LORAS if name in modules},
-        **told(contents.metadata),
+        **details_from_metadata(contents.metadata),
     }
     if (few := few_steps_of_file(contents.path, contents.metadata)) is not None:
         details[DRAWS_WITH] = f"{spelled(few.changes())} ({few.what})"
@@ -141,7 +141,7 @@ def _spread(values: Iterable[float]) -> str | None:
     return f"{usual:g}" if len(count) == 1 else f"{usual:g} in most layers, {min(count):g} to {max(count):g}"
 
 
-def told(metadata: Mapping[str, str]) -> dict[str, Any]:
+def details_from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     """What the metadata of kohya's sd-scripts (`ss_*`) and of ModelSpec say of the training, and its trigger words.
 
     https://github.com/kohya-ss/sd-scripts/blob/main/library/train_util.py, https://github.com/Stability-AI/ModelSpec

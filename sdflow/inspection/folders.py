@@ -152,7 +152,7 @@ def _alone(component: str, config: Mapping[str, Any]) -> str | None:
         part, own = part_alone(architecture)
         if of != component or part.model.class_name not in class_names(config):
             continue
-        if part.model.telling(own) == _telling(part.model, config):
+        if part.model.distinguishing_shapes(own) == _telling(part.model, config):
             return architecture
     return None
 
@@ -168,14 +168,14 @@ def inspect_component(folder: Path) -> Description:
     for architecture in ARCHITECTURES:
         there, family = configs_of(architecture), family_of_architecture(architecture)
         if family.net is not None:
-            there[family.net.component] = family.net.model.beside(there[family.part(family.denoiser).component])
+            there[family.net.component] = family.net.model.config_for(there[family.part(family.denoiser).component])
         for part in (*family.parts, *([family.net] if family.net is not None else [])):
             if part.component in there and any(model.class_name in named for model in part.instead):
                 component = part.component
             if part.component not in there or part.model.class_name not in named:
                 continue
             component = component or part.component
-            telling = part.model.telling(there[part.component])
+            telling = part.model.distinguishing_shapes(there[part.component])
             if telling and telling == _telling(part.model, config) and architecture not in fitting:
                 component = component if fitting else part.component
                 fitting.append(architecture)
@@ -204,7 +204,7 @@ def inspect_component(folder: Path) -> Description:
 
 def _telling(model: Any, config: Mapping[str, Any]) -> Any:
     try:
-        return model.telling(config)
+        return model.distinguishing_shapes(config)
     except (KeyError, TypeError, IndexError, StopIteration):
         return None
 

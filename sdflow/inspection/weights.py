@@ -69,7 +69,7 @@ def inspect_weights(contents: Contents) -> Description:
             return Description(path, kind, titles, precision=contents.precision, workflow=lines)
     for architecture in COMPONENT_ARCHITECTURES:
         part, config = part_alone(architecture)
-        if _holds(shapes, part.model.telling(config)):
+        if _holds(shapes, part.model.distinguishing_shapes(config)):
             lines = component_lines(architecture, part.component, path) + _pickles(contents)
             return Description(path, part.component, (), architecture, contents.precision, workflow=lines)
         if (half := half_of(shapes, part.model.halves(config))) is not None:
@@ -138,7 +138,7 @@ def _match(architecture: str, shapes: Shapes) -> _Match:
 
 def _is_alone(part: Part, family: Family, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
     """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
-    telling = part.model.telling(architecture_config(architecture, part.component))
+    telling = part.model.distinguishing_shapes(architecture_config(architecture, part.component))
     if telling and _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, telling):
         return True
     return any(

@@ -185,24 +185,24 @@ class Model:
         traced graph is held to."""
         raise NotImplementedError
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
         raise NotImplementedError
 
-    def set_before(self, module: Any) -> dict[str, torch.Tensor]:
+    def recorded_state(self, module: Any) -> dict[str, torch.Tensor]:
         """What diffusers sets in the module before it calls it, under the names of the inputs."""
         return {}
 
-    def beside(self, denoiser: Config) -> Config:
+    def config_for(self, denoiser: Config) -> Config:
         """The config of such a model for a denoiser with this config, where a file has none. For ControlNets."""
         raise NotImplementedError
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         """Tensors by which a file is known to hold such a model alone, of this config, by the names that `current_name`
         gives; none where nothing tells. Raises KeyError for a config that lacks something."""
         return {}
 
-    def told(self, config: Config, shapes: Shapes) -> Config:
+    def config_from_shapes(self, config: Config, shapes: Shapes) -> Config:
         """The config with what the tensors of a file, without a prefix, tell of such a model: a file has no config."""
         return config
 

@@ -62,7 +62,7 @@ class ClipText(Model):
     def smallest(self, config: Config) -> Sizes:
         return Sizes(batch=2, sequence=config["max_position_embeddings"])
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         return {
             "embeddings.token_embedding.weight": (config["vocab_size"], config["hidden_size"]),
             "embeddings.position_embedding.weight": (config["max_position_embeddings"], config["hidden_size"]),
@@ -104,7 +104,7 @@ class ClipText(Model):
             found[name] = getattr(output, stem)[int(index)] if dot else getattr(output, name)
         return found
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"input_ids": args[0] if args else kwargs["input_ids"]}
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:

@@ -60,7 +60,7 @@ class ControlNet(Model):
         module: torch.nn.Module = ControlNetModel.from_config(dict(config))
         return module
 
-    def beside(self, unet: Config) -> Config:
+    def config_for(self, unet: Config) -> Config:
         """The config of a ControlNet for this UNet, where there is none: in a file with tensors alone."""
         own = {name: unet[name] for name in _OF_UNET if name in unet}
         return {
@@ -73,7 +73,7 @@ class ControlNet(Model):
             "global_pool_conditions": False,
         }
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         """Tensors whose shapes together tell one for another kind of UNet, and what is no ControlNet."""
         widths, hint = config["block_out_channels"], _hint_channels(config)
         return {
@@ -143,7 +143,7 @@ class ControlNet(Model):
         found = module(**{name: inputs[name] for name in main}, **({"added_cond_kwargs": added} if added else {}))
         return by_name(found.down_block_res_samples, found.mid_block_res_sample)
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         given = {**dict(zip(("sample", "timestep"), args, strict=False)), **kwargs}
         return {
             "sample": given["sample"],

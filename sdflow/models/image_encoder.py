@@ -117,7 +117,7 @@ class ImageEncoder(Model):
             for index, projection in enumerate(module.image_proj)
         }
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         import torch
 
         pixels = args[0] if args else kwargs[PIXELS]
@@ -126,7 +126,7 @@ class ImageEncoder(Model):
     def unused(self, name: str, keys: Iterable[str]) -> bool:
         return name.endswith(UNUSED)
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         return {"vision_model.embeddings.class_embedding": (config["hidden_size"],)}
 
 

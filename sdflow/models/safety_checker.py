@@ -80,7 +80,7 @@ class SafetyChecker(Model):
         blackened = torch.where(flagged[:, None, None, None], torch.zeros_like(images), images)
         return {"out_images": blackened, "has_nsfw_concepts": flagged, "scores": scores}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """diffusers calls it with `images` as a numpy array, NHWC."""
         import torch
 

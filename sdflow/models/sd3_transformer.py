@@ -70,7 +70,7 @@ class SD3Transformer(Model):
     def more_axes(self, config: Config) -> Mapping[str, int]:
         return {TOKENS: 13}
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         width = config["num_attention_heads"] * config["attention_head_dim"]
         last = config["num_layers"] - 1
         found = {
@@ -115,7 +115,7 @@ class SD3Transformer(Model):
         )
         return {"out_sample": found.sample}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """diffusers' pipeline repeats the timestep for every row."""
         return {
             "sample": kwargs["hidden_states"],

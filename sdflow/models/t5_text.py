@@ -46,7 +46,7 @@ class T5Text(Model):
     def more_axes(self, config: Config) -> Mapping[str, int]:
         return {TOKENS: 11}
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         return {
             "shared.weight": (config["vocab_size"], config["d_model"]),
             f"encoder.block.{config['num_layers'] - 1}.layer.1.DenseReluDense.wo.weight": (
@@ -72,7 +72,7 @@ class T5Text(Model):
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"last_hidden_state": module(input_ids=inputs["input_ids"].long()).last_hidden_state}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"input_ids": args[0] if args else kwargs["input_ids"]}
 
     def current_name(self, name: str) -> str:

@@ -89,7 +89,7 @@ class UNet(Model):
             ),
         )
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         channels, kinds = config["block_out_channels"], config["down_block_types"]
         attention = "attentions.0.transformer_blocks.0.attn2.to_k.weight"
         level = next(index for index, kind in enumerate(kinds) if kind.startswith("CrossAttn"))
@@ -100,7 +100,7 @@ class UNet(Model):
             f"mid_block.{attention}": (channels[-1], config["cross_attention_dim"]),
         }
 
-    def told(self, config: Config, shapes: Shapes) -> Config:
+    def config_from_shapes(self, config: Config, shapes: Shapes) -> Config:
         """Whether it takes the guidance: of all layouts the same tensor."""
         guidance = shapes.get("time_embedding.cond_proj.weight")
         width = guidance[1] if guidance is not None and len(guidance) == 2 else None
@@ -139,7 +139,7 @@ class UNet(Model):
         sample, timestep, text = (inputs[name] for name in _MAIN)
         return {"out_sample": module(sample, timestep, encoder_hidden_states=text, **given).sample}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         sample, timestep = args
         guidance = kwargs.get(GUIDANCE)
         added = dict(kwargs.get("added_cond_kwargs") or {})
@@ -154,7 +154,7 @@ class UNet(Model):
             **images,
         }
 
-    def set_before(self, module: Any) -> dict[str, torch.Tensor]:
+    def recorded_state(self, module: Any) -> dict[str, torch.Tensor]:
         import torch
 
         return {scale_input(index): torch.tensor([float(scale)]) for index, scale in enumerate(get_scales(module))}

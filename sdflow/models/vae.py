@@ -49,7 +49,7 @@ class _AutoencoderKL(VaeHalf):
     def parameters(self, config: Config) -> Shapes | None:
         return vae_parameters(config)
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         channels = config["block_out_channels"]
         return {
             "encoder.conv_in.weight": (channels[0], config["in_channels"], 3, 3),

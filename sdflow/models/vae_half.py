@@ -44,7 +44,7 @@ class EncoderHalf(VaeHalf):
 
         module.forward = forward
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"sample": args[0]}
 
 
@@ -66,7 +66,7 @@ class DecoderHalf(VaeHalf):
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"sample": module.decode(inputs["latent_sample"]).sample}
 
-    def fed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"latent_sample": args[0]}
 
 

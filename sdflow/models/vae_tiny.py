@@ -33,7 +33,7 @@ class _AutoencoderTiny(VaeHalf):
         module: torch.nn.Module = AutoencoderTiny.from_config(own)
         return module
 
-    def telling(self, config: Config) -> Shapes:
+    def distinguishing_shapes(self, config: Config) -> Shapes:
         encoder, decoder = config["encoder_block_out_channels"], config["decoder_block_out_channels"]
         return {
             "encoder.layers.0.weight": (encoder[0], config["in_channels"], 3, 3),
@@ -41,7 +41,7 @@ class _AutoencoderTiny(VaeHalf):
         }
 
     def halves(self, config: Config) -> Mapping[str, Shapes]:
-        first, latents = self.telling(config), config["latent_channels"]
+        first, latents = self.distinguishing_shapes(config), config["latent_channels"]
         last = sum(
             1 + blocks for blocks in config["num_encoder_blocks"]
         )  # encoders for other latents differ there alone

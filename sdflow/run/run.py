@@ -25,7 +25,7 @@ from sdflow.config.workflow import VerifySpec, Workflow
 from sdflow.disk.atomic_write import require_makable
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
-from sdflow.errors import UsageError, VerificationError, require_utf8, telling
+from sdflow.errors import UsageError, VerificationError, os_errors_as, require_utf8
 from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.machine.packages import DRAWS, REFERENCE, how_to_install, missing, require_packages
 from sdflow.machine.providers import require_package
@@ -101,7 +101,7 @@ def run_workflow(
         require_utf8(str(folder.resolve()), option)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
-        with telling(f"{folder} cannot be made", option, "name another folder"):
+        with os_errors_as(f"{folder} cannot be made", option, "name another folder"):
             require_makable(folder)
     workers = _workers(options.on)
     if options.require_target and options.evaluate:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import require_makable
 from sdflow.disk.input_file import read_input
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.approximation import Approximation
 from sdflow.families.schedulers import require_known
 from sdflow.manifest import Manifest, read_manifest
@@ -185,7 +185,7 @@ def check_request(request: GenerateRequest) -> None:
         raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
     if not os.access(there, os.W_OK):
         raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
-    with telling("cannot be made", request.out, "Name another with --out."):
+    with os_errors_as("cannot be made", request.out, "Name another with --out."):
         require_makable(request.out)  # under /proc it looks as if it could be
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
-from sdflow.errors import telling
+from sdflow.errors import os_errors_as
 from sdflow.families.approximation import Approximation
 from sdflow.families.few_steps import spelled
 from sdflow.machine.packages import versions
@@ -286,5 +286,5 @@ def _said_of(fewer: Approximation) -> tuple[str, ...]:
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:
     from sdflow.runtime.files.images import write_png
 
-    with telling("cannot be written", path):
+    with os_errors_as("cannot be written", path):
         write_png(image, path, settings)

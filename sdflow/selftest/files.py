@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sdflow.disk.atomic_write import require_makable, write_whole
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.selftest.html import page
 from sdflow.selftest.result import Report, document
 
@@ -17,7 +17,7 @@ def report_files(wanted: Path) -> tuple[Path, Path]:
     for path in files:
         if path.is_dir():
             raise UsageError("is a folder", where=str(path), remedy="Name a file with --report.")
-    with telling("cannot be written", f"--report {wanted}"):
+    with os_errors_as("cannot be written", f"--report {wanted}"):
         require_makable(stem.absolute().parent)
     return files
 
@@ -25,5 +25,5 @@ def report_files(wanted: Path) -> tuple[Path, Path]:
 def write_report(report: Report, files: tuple[Path, Path]) -> None:
     """Write both, each whole. Raises UsageError."""
     for path, content in zip(files, (document(report), page(report).encode()), strict=True):
-        with telling("cannot be written", path):
+        with os_errors_as("cannot be written", path):
             write_whole(path, content)

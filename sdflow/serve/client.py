@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.input_file import read_input
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
 from sdflow.serve.key_file import read_key
@@ -113,7 +113,7 @@ def _form(fields: dict[str, Any], files: dict[str, bytes]) -> tuple[str, str, by
 def _content(name: str, given: Path | str | bytes) -> bytes:
     if isinstance(given, bytes):
         return given
-    with telling("cannot be read", given):
+    with os_errors_as("cannot be read", given):
         return read_input(Path(given), MOST_IMAGE)
 
 

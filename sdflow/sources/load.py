@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.input_file import foreign_content, is_there, read_json
-from sdflow.errors import CheckpointError, telling
+from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.families import part_of
 from sdflow.families.part import Companion, Part
 from sdflow.models.base import Config, Model
@@ -108,7 +108,7 @@ def load_pipeline(checkpoint: Checkpoint) -> Any:
         if parts[-1].name in checkpoint.submodels
     }
     modules |= {
-        name: load_module(name, checkpoint.submodels[name].load) for name in family.beside(checkpoint.submodels)
+        name: load_module(name, checkpoint.submodels[name].load) for name in family.optional_parts(checkpoint.submodels)
     }
     companions = {
         name: load_companion(family.companions[name], folder, checkpoint.reference)
@@ -252,7 +252,7 @@ def unpickled(file: Path, device: str) -> Any:
 
     import torch
 
-    with telling("cannot be read", file, kind=CheckpointError):
+    with os_errors_as("cannot be read", file, kind=CheckpointError):
         foreign = foreign_content(file)
     if foreign:
         raise CheckpointError(f"not a pickle of weights alone: {foreign}", where=str(file))

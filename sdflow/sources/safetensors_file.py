@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow import stop
 from sdflow.disk.input_file import foreign_content, open_input, parse_json
-from sdflow.errors import CheckpointError, telling
+from sdflow.errors import CheckpointError, os_errors_as
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +81,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, the position of the first tensor byte, the file's size."""
-    with telling("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
+    with os_errors_as("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

@@ -27,7 +27,7 @@ from sdflow.digest import FileEntry, digest_tree, inside
 from sdflow.disk.atomic_write import replacing
 from sdflow.disk.input_file import open_input
 from sdflow.disk.locked_folder import scratch_folder
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.store.cache import Cache
 from sdflow.store.layout import writing
 from sdflow.store.records import BadRecord, Stored, dump, dump_action, load
@@ -80,7 +80,7 @@ def write_archive(
     }
     for record in chosen.values():
         check(record)
-    with telling("cannot be written", path, "Name another file."), replacing(path) as temporary:
+    with os_errors_as("cannot be written", path, "Name another file."), replacing(path) as temporary:
         with (
             lzma.open(temporary, "wb", check=lzma.CHECK_SHA256, filters=[_COMPRESSION]) as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,

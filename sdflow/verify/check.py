@@ -22,7 +22,7 @@ from sdflow.artifact import Action, Record
 from sdflow.config.workflow import VerifySpec
 from sdflow.disk.file_stamp import Stamp, check_stamps, folder_stamps
 from sdflow.disk.locked_folder import scratch_folder
-from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError, telling
+from sdflow.errors import CheckpointError, PassError, TargetUnavailableError, UsageError, os_errors_as
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import read_manifest
 from sdflow.processes.worker_group import WorkerGroup
@@ -139,7 +139,9 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     present = [name for name in built if submodels is None or name in submodels]
     chains = {name: manifest.origin.chains.get(name) for name in present}
     made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
-    with telling("cannot be read", subject.folder, "Run its workflow again.", of_many=True):  # a link to what is gone
+    with os_errors_as(
+        "cannot be read", subject.folder, "Run its workflow again.", of_many=True
+    ):  # a link to what is gone
         digests = {name: tree_digest(subject.folder / name, cache) for name in present}
     return Built(
         present,

@@ -21,7 +21,7 @@ from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import control_images, first_latents
 from sdflow.verify.reference.reference import ReferenceRun
 from sdflow.verify.reference.reference_request import ReferenceRequest
-from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, told
+from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control_arguments
 from sdflow.verify.result import ImageVerdict
 
 if TYPE_CHECKING:
@@ -82,7 +82,13 @@ def _by_torch(base: ReferenceRun, refiner: ReferenceRun, noise: np.ndarray, hand
         scale = base.latents().scale
         height, width = (scale * size for size in noise.shape[2:])
         controls = control_images(base.request.selection, len(base.nets), scale)
-        end = {"denoising_end": hand_over, "output_type": "latent", "height": height, "width": width, **told(controls)}
+        end = {
+            "denoising_end": hand_over,
+            "output_type": "latent",
+            "height": height,
+            "width": width,
+            **control_arguments(controls),
+        }
         latents = _both(base, {kind: {"latents": each, **end} for kind, each in first.items()})
         gc.collect()
         begin = {"denoising_start": hand_over, "output_type": "np"}

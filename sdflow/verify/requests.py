@@ -68,7 +68,7 @@ def _tuned_folder(folder: Path) -> Path:
 def submodels_of_reference(selection: Selection, subject: Subject) -> list[str]:
     family = subject.checkpoint.family
     drawing = family.drawing_of(subject.checkpoint.submodels)
-    return sorted({*selection.submodels, *drawing, *family.beside(subject.checkpoint.submodels)})
+    return sorted({*selection.submodels, *drawing, *family.optional_parts(subject.checkpoint.submodels)})
 
 
 def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:

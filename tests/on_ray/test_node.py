@@ -9,7 +9,7 @@ import pytest
 from sdflow.errors import UsageError
 from sdflow.machine.packages import distribution_version
 from sdflow.processes.on_ray.cluster import ray_address
-from sdflow.processes.on_ray.node import Told, run_step
+from sdflow.processes.on_ray.node import Announcements, run_step
 
 
 def refused(request: dict[str, str], versions: dict[str, str]) -> dict[str, str]:
@@ -33,7 +33,7 @@ def test_a_node_that_does_not_see_the_cache_says_so(tmp_path: Path) -> None:
 
 
 def test_what_steps_announce_is_kept_in_order_and_of_memory_the_last() -> None:
-    told = Told()
+    told = Announcements()
     for kind, value in (("phase", "a"), ("memory", 1), ("memory", 2), ("phase", "b")):
         told.put("one", kind, value)
     told.put("other", "phase", "c")

@@ -120,7 +120,7 @@ def test_the_config_beside_a_unet_is_that_of_diffusers(architecture: str) -> Non
     unet = architecture_config(architecture, "unet")
     with init_empty_weights():
         wanted = ControlNetModel.from_unet(UNet2DConditionModel.from_config(unet), load_weights_from_unet=False)
-        ours = ControlNet().empty(ControlNet().beside(unet))
+        ours = ControlNet().empty(ControlNet().config_for(unet))
     assert {name: tuple(each.shape) for name, each in ours.state_dict().items()} == {
         name: tuple(each.shape) for name, each in wanted.state_dict().items()
     }

@@ -53,7 +53,7 @@ class RayGroup(WorkerGroup):
 
     @cached_property
     def _told(self) -> Any:
-        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(node.Told)
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(node.Announcements)
         return actor.remote()
 
     def _run(self, work: Work) -> WorkerResult:

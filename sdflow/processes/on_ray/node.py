@@ -58,7 +58,7 @@ def run_step(
         return {"result": done.value, "seconds": done.seconds, "peak_memory": done.peak_memory, "log": _end_of(log)}
 
 
-class Told:
+class Announcements:
     """Keeps what steps announce until the driver asks. Runs as an actor beside the driver."""
 
     def __init__(self) -> None:

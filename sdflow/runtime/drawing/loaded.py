@@ -164,7 +164,7 @@ class LoadedPipeline:
             if name in shared:
                 return shared[name]
             # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
-            late = (family.encoder, *family.beside(names))
+            late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
             lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
             graphs = () if low_memory else cuda_graphs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import telling
+from sdflow.errors import os_errors_as
 from sdflow.runtime.sessions.engine_cache import MACHINE_FILE, MODEL_FILE
 
 
@@ -38,7 +38,7 @@ def clear_engines(kept: Iterable[KeptEngines]) -> None:
     """Remove them. A provider builds them again when they are needed. Raises UsageError for what cannot be removed."""
     for each in kept:
         remedy = "End the programs that draw with it, or fix the permissions."
-        with telling("cannot be removed", each.folder, remedy):
+        with os_errors_as("cannot be removed", each.folder, remedy):
             shutil.rmtree(each.folder)
 
 

@@ -21,7 +21,7 @@ from sdflow.serve.engine.batch_plan import next_batch
 from sdflow.serve.engine.elsewhere import Elsewhere
 from sdflow.serve.engine.paused_call import PausedCall
 from sdflow.serve.engine.pausing import Alone, Asked, Shared
-from sdflow.serve.engine.served_pipeline import Finished, ServedPipeline, Told
+from sdflow.serve.engine.served_pipeline import Callbacks, Finished, ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
 
@@ -158,7 +158,7 @@ class Engine:
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
-        told = Told(
+        told = Callbacks(
             lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
             lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
         )

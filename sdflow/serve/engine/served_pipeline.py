@@ -51,7 +51,7 @@ are there."""
 
 
 @dataclass(frozen=True)
-class Told:
+class Callbacks:
     """What a call tells on the way. step: steps done and in all. preview: its number, and the image as a file."""
 
     step: Callable[[int, int], None] = lambda done, total: None
@@ -161,7 +161,7 @@ class ServedPipeline:
         """Why images are not drawn together; None where they are. Known when one was drawn."""
         return self._steps[0].why_alone
 
-    def draw(self, job: Job, ask: Ask, told: Told = Told()) -> Finished:
+    def draw(self, job: Job, ask: Ask, told: Callbacks = Callbacks()) -> Finished:
         """One image. ask: gives what the model makes of a step. Raises UsageError as a call of a pipeline."""
         import torch
 
@@ -201,7 +201,7 @@ class ServedPipeline:
         made.host = PausingHost(ask, stage.place)
         return made
 
-    def _previewing(self, pausing: Pipeline, job: Job, told: Told) -> Callable[[Preview], None]:
+    def _previewing(self, pausing: Pipeline, job: Job, told: Callbacks) -> Callable[[Preview], None]:
         """Decodes what a drawing is becoming, as often as the job wants it; the safety checker sees that too."""
         number = 0
 

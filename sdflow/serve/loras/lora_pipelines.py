@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.digest import digest_file
-from sdflow.errors import CheckpointError, telling
+from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.families import DEFAULT
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
@@ -234,7 +234,7 @@ class LoraPipelines:
 
 def _require_same(lora: LoraFile) -> None:
     """What was read is kept by its digest. Raises CheckpointError for a file that became another since it was asked for."""
-    with telling("cannot be read", lora.path, kind=CheckpointError):
+    with os_errors_as("cannot be read", lora.path, kind=CheckpointError):
         found = digest_file(Path(lora.path))
     if found != lora.sha256:
         raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")

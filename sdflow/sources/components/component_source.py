@@ -172,7 +172,7 @@ class Source:
         else:
             prefix = self.prefix(shapes)
             inside = {name.removeprefix(prefix or ""): shape for name, shape in shapes.items()}
-            configs = {part.name: {**part.model.told(self.own_config(part), inside)} for part in parts}
+            configs = {part.name: {**part.model.config_from_shapes(self.own_config(part), inside)} for part in parts}
             self.require_shapes(path, shapes, prefix)
         whole, *tensors = side_by_side(self._work(path, prefix or ""))
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
@@ -229,7 +229,7 @@ class Source:
         for name, component in COMPONENT_ARCHITECTURES.items():
             if component == self.component:
                 config = architecture_config(name, component)
-                telling = self.parts[0].of(config).model.telling(config)
+                telling = self.parts[0].of(config).model.distinguishing_shapes(config)
                 if telling and all(shapes.get(key) == shape for key, shape in telling.items()):
                     return config
         return None

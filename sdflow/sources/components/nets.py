@@ -86,7 +86,7 @@ class _Net(Source):
         return self._config(self.checkpoint.submodels[self.checkpoint.family.denoiser].load["config"])
 
     def _config(self, denoiser: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(self.part.model.beside(denoiser))
+        return dict(self.part.model.config_for(denoiser))
 
     def synthetic(self, parsed: SyntheticReference) -> Found:
         family = family_of_architecture(parsed.architecture)
@@ -106,14 +106,14 @@ class _Net(Source):
 
     def prefix(self, names: Iterable[str]) -> str | None:
         names = list(names)
-        if any(name in self.part.model.telling(self.own_config(self.part)) for name in names):
+        if any(name in self.part.model.distinguishing_shapes(self.own_config(self.part)) for name in names):
             return None
         begins = self.part.layouts[0].prefix
         return begins if any(name.startswith(begins) for name in names) else ""
 
     def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
         model, config = self.part.model, self.own_config(self.part)
-        for key, wanted in model.telling(config).items():
+        for key, wanted in model.distinguishing_shapes(config).items():
             stored = key if prefix is None else f"{prefix}{model.original_names([key])[key].name}"
             if stored not in shapes:
                 raise CheckpointError(

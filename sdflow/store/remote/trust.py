@@ -13,7 +13,7 @@ from typing import Any
 
 from sdflow.digest import canonical_json
 from sdflow.disk.input_file import read_input
-from sdflow.errors import UsageError, telling
+from sdflow.errors import UsageError, os_errors_as
 from sdflow.store.records import BadRecord, load
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
@@ -34,7 +34,7 @@ def make_key(path: Path) -> str:
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with telling("the key cannot be written", path, "Name a new file."):
+    with os_errors_as("the key cannot be written", path, "Name a new file."):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as stream:  # noqa: PTH123
             stream.write(data)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.disk.input_file import is_regular, parse_json, read_input
-from sdflow.errors import CheckpointError, telling
+from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
 from sdflow.sources.companions import KNOWN
 from sdflow.verify.finding import Finding
@@ -90,7 +90,7 @@ def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Fin
 
 
 def _companion_file(folder: Path, file: str, theirs: Path, expected: Expected) -> Iterator[Finding]:
-    with telling("cannot be read", theirs, kind=CheckpointError):
+    with os_errors_as("cannot be read", theirs, kind=CheckpointError):
         wanted = read_input(theirs)
     if theirs.suffix == ".json":
         try:

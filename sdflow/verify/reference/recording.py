@@ -37,7 +37,7 @@ def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., Non
     types = {port.name: port.dtype for port in network.ports.inputs}
 
     def record(module: Any, arguments: Any, named: Any) -> None:
-        fed = {**network.model.fed(arguments, named), **network.model.set_before(module)}
+        fed = {**network.model.recorded_inputs(arguments, named), **network.model.recorded_state(module)}
         calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, ()))
 
     return record

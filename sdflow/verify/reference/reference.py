@@ -50,7 +50,6 @@ from sdflow.verify.reference.torch_images import (
     draw_by_torch,
     draw_sample,
     sample_cases,
-    told,
 )
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 
@@ -201,7 +200,7 @@ class ReferenceRun:
         self.progress("reference: denoising in fp32")
         latents = first_latents(selection, self.latents().channels)
         controls = control_images(selection, len(nets), self.latents().scale)
-        start = {**self._start(pipeline, torch.from_numpy(latents)), **told(controls)}
+        start = {**self._start(pipeline, torch.from_numpy(latents)), **control_arguments(controls)}
         self.set_scales(pipeline, shown)
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
             image = draw_by_torch(pipeline, selection, texts.float32, {**start, **shown.float32})
@@ -214,7 +213,9 @@ class ReferenceRun:
         self._run_float32(networks, results)
         if texts.sample is not None:
             self.progress("reference: images of the sample")
-            draw_sample(pipeline, selection, texts.sample, {**told(controls), **shown.float32}, self.request.out)
+            draw_sample(
+                pipeline, selection, texts.sample, {**control_arguments(controls), **shown.float32}, self.request.out
+            )
         with self._in_float16(networks, results):
             self.progress("reference: denoising in fp16")
             half_image = draw_by_torch(pipeline, selection, texts.float16, {**start, **shown.float16})

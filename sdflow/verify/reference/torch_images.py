@@ -21,7 +21,7 @@ Embeddings = Mapping[str, "torch.Tensor"]
 
 def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
     """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
-    `told`."""
+    `control_arguments`."""
     import numpy as np
     import torch
 
@@ -36,7 +36,7 @@ def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start:
     return image.astype(np.float32)
 
 
-def told(controls: Sequence[np.ndarray]) -> dict[str, Any]:
+def control_arguments(controls: Sequence[np.ndarray]) -> dict[str, Any]:
     """Arguments for the images of the ControlNets; none where there are none."""
     import torch
 

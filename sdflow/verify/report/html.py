@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from sdflow.disk.atomic_write import write_whole
-from sdflow.errors import telling
+from sdflow.errors import os_errors_as
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_AT_MOST, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
@@ -49,7 +49,7 @@ def write_html(verified: Verified, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    with telling("cannot be written", path):
+    with os_errors_as("cannot be written", path):
         write_whole(path, content)
 
 
