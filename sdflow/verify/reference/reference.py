@@ -47,6 +47,7 @@ from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.torch_images import (
     IMAGE_FILE,
     Embeddings,
+    control_arguments,
     draw_by_torch,
     draw_sample,
     sample_cases,
