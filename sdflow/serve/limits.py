@@ -59,7 +59,7 @@ class Limits:
                 400, f"width and height must be multiples of {granularity}, not {width}x{height}.", param="size"
             )
         if most is not None and height * width > most:
-            words = f"{width}x{height} has {height * width} pixels, and an image may have {most} here"
+            words = f"{width}x{height} has {height * width} pixels; this pipeline draws at most {most}"
             raise ApiError(400, f"{words} (max_pixels in /v1/models).", param="size")
 
     def require_at_most(self, param: str, value: float | None, most: float) -> None:

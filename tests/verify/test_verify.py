@@ -127,7 +127,7 @@ def test_another_scheduler_is_found_by_the_image_and_a_failure_is_not_kept(
         found = verify(wrong, SPEC, cache, threads=1).result
         assert not found.cached
     file = "scheduler/scheduler_config.json"
-    assert [where for where, _, _ in found.problems] == ["image", f"{file}", f"{file} and 11 more"]
+    assert [where for where, _, _ in found.problems] == ["image", f"{file}", f"{file}"]
     assert "PSNR" in found.failure()
     assert 'beta_schedule is "linear", where "scaled_linear" belongs' in found.failure()
     with pytest.raises(VerificationError) as raised:

@@ -42,6 +42,7 @@ MODEL = {
         "image_prompts": 0,
         "size": "128x128",
         "multiple": 32,
+        "max_pixels": 262144,
         "defaults": {"text": {"steps": 50, "guidance_scale": 7.5, "strength": 1.0, "eta": 0.0}},
         "schedulers": ["ddim", "euler"],
         "loras": [],
