@@ -65,7 +65,10 @@ def only(path: Path) -> Description:
 def fingerprint(architecture: str) -> dict[str, tuple[int, ...]]:
     family, configs = family_of_architecture(architecture), configs_of(architecture)
     told = family.fingerprint({part.component: configs[part.component] for part in family.parts if part.layouts})
-    return {name: shape for name, shape in told.items() if shape is not None}
+    others = {part.layouts[0].prefix for part in family.parts if part.layouts and not part.optional}
+    others -= {prefix for prefix in others if any(name.startswith(prefix) for name in told)}
+    beside = {f"{prefix}position_ids": (1, 77) for prefix in others}  # of parts that tell nothing
+    return {name: shape for name, shape in told.items() if shape is not None} | beside
 
 
 def pipelines_of(text: str, folder: Path) -> Any:
