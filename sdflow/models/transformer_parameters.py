@@ -52,7 +52,8 @@ def t5_parameters(config: Config) -> Found | None:
         return None
     across = heads * config["d_kv"]
     found: Found = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight"), (config["vocab_size"], width))
-    into = ("wi_0", "wi_1") if config.get("feed_forward_proj", "relu").startswith("gated-") else ("wi",)
+    gated = config.get("is_gated_act", config.get("feed_forward_proj", "relu").startswith("gated-"))
+    into = ("wi_0", "wi_1") if gated else ("wi",)
     for layer in range(layers):
         block = f"encoder.block.{layer}.layer"
         for name in ("q", "k", "v"):

@@ -470,7 +470,7 @@ def test_what_a_model_may_lack_can_be_left_out_and_nothing_else(tmp_path: Path, 
     (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines
     assert pipeline.components == {"text_encoder_3": None}
     problem = only_problem(tmp_path, text + f"components: {{text_encoder_3: {value}}}")
-    assert (problem.line, problem.column) == (6, 31) and "null, which leaves it out" in problem.message
+    assert (problem.line, problem.column) == (6, 30) and "null, which leaves it out" in problem.message
 
 
 def test_a_workflow_without_submodels_says_so(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
     )
     places = [(found.line, found.column) for found in problems_of(tmp_path / "w.yaml")]
     assert places == [
-        (1, 1), (2, 8), (3, 15), (4, 16), (6, 3), (8, 46), (8, 49), (9, 16), (10, 9), (10, 49), (11, 28), (11, 48)
+        (1, 1), (2, 8), (3, 15), (4, 16), (8, 46), (8, 49), (9, 16), (10, 9), (10, 49), (11, 28), (11, 48)
     ]  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def test_of_another_transformer_they_are_its_classes(architecture: str, dual: li
     assert part.model.parameters(config) == made(part, family.name, config)
 
 
-@pytest.mark.parametrize("entries", [{"feed_forward_proj": "relu"}, {"d_kv": 8}, {"num_layers": 1}])
+@pytest.mark.parametrize(
+    "entries", [{"feed_forward_proj": "relu", "is_gated_act": False}, {"d_kv": 8}, {"num_layers": 1}]
+)
 def test_of_another_t5_they_are_its_classes(entries: dict[str, Any]) -> None:
     part = FAMILIES["stable_diffusion_3"].part("text_encoder_3")
     config = architecture_config("sd35-tiny", part.component) | entries
