@@ -159,7 +159,7 @@ def _plan_pipeline(
             loras.append(replace(lora, scale=spec.scale))
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
-    said = [component for component, source in pipeline.components.items() if source is None]
+    left_out = [component for component, source in pipeline.components.items() if source is None]
     carried: dict[str, list[str]] = {}
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
@@ -167,7 +167,7 @@ def _plan_pipeline(
             parts = {part.name: part.component for part in checkpoint.family.parts}
             notes.append(
                 f"the workflow leaves out {submodel}"
-                if parts.get(submodel) in said
+                if parts.get(submodel) in left_out
                 else f"the checkpoint has no {submodel}: it is left out"
             )
             continue
