@@ -39,7 +39,7 @@ _OTHERS = (
     ("ip_adapter.", _IMAGE_PROMPTS),
     ("image_proj.", _IMAGE_PROMPTS),
     ("adapter.body.", "T2I-Adapter"),
-    ("double_blocks.", "transformer of Flux"),
+    ("double_blocks.", "denoiser of Flux"),
     ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )

@@ -410,7 +410,7 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
         "controlnet_cond_embedding.conv_in.weight": "ControlNet",
         "control_model.input_blocks.0.0.weight": "ControlNet",
         "ip_adapter.1.to_k_ip.weight": "IP-Adapter",
-        "double_blocks.0.img_attn.qkv.weight": "transformer of Flux",
+        "double_blocks.0.img_attn.qkv.weight": "denoiser of Flux",
     }.items(),
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:
