@@ -8,7 +8,7 @@ from pathlib import Path
 from sdflow import sources
 from sdflow.config.workflow import PipelineSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError
-from sdflow.families import DRAWING, OPTIONAL
+from sdflow.families import OPTIONAL
 
 
 def model_problems(workflow: Workflow) -> list[Problem]:
@@ -38,14 +38,20 @@ def model_problems(workflow: Workflow) -> list[Problem]:
 def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
     """Raises CheckpointError for a checkpoint of another family than the workflow's chains are for, UsageError for one that
     they are not enough for."""
-    known = (*OPTIONAL, *checkpoint.family.lacks)
-    for submodel in pipeline.submodels:
-        if submodel not in checkpoint.submodels and submodel not in known:
-            raise CheckpointError(
-                f"the checkpoint {pipeline.model} has no {submodel}: it is of the family {checkpoint.family.title}",
-                where=str(pipeline.model_mark),
-                remedy=f"Extend the workflow of that family: it has {', '.join(checkpoint.family.submodels)}.",
-            )
+    known, family = (*OPTIONAL, *checkpoint.family.lacks), checkpoint.family
+    absent = [name for name in pipeline.submodels if name not in checkpoint.submodels and name not in known]
+    if others := [name for name in absent if name not in family.submodels]:
+        raise CheckpointError(
+            f"the checkpoint {pipeline.model} has no {others[0]}: it is of the family {family.title}",
+            where=str(pipeline.model_mark),
+            remedy=f"Extend the workflow of that family: it has {', '.join(family.submodels)}.",
+        )
+    if absent:
+        raise CheckpointError(
+            f"the checkpoint {pipeline.model} holds no {' and no '.join(absent)}, which {family.title} needs",
+            where=str(pipeline.model_mark),
+            remedy="Name a file that holds them too, or the model's folder or repository in diffusers' layout.",
+        )
     _require_parts(pipeline, checkpoint)
     _require_sizes(pipeline, checkpoint)
 
@@ -72,13 +78,23 @@ def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
     family = checkpoint.family
     configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
     family.require_nets_fit(configs)
-    missing = [name for name in family.needed(configs) if name not in pipeline.submodels]
-    wanted = pipeline.evaluate.image is not None or pipeline.verify is not None
-    if missing and wanted and set(DRAWING) <= set(pipeline.submodels):
+    built = set(pipeline.submodels)
+    missing = [name for name in family.needed(configs) if name not in built]
+    # A workflow of a few submodels verifies each of them, and draws with none.
+    draws = pipeline.verify is not None and {family.denoiser, family.decoder} <= built
+    if missing and (draws or pipeline.evaluate.image is not None):
         raise UsageError(
             f"no image can be drawn without {' and '.join(missing)}: {pipeline.model} is of the family {family.title}",
-            where=pipeline.name,
+            where=str(pipeline.model_mark),
             remedy="Extend the workflow of that family, or write `evaluate: {image: null}` and `verify: false`.",
+        )
+    unread = [name for name in family.text_of(checkpoint.submodels) if name not in built]
+    if unread and (draws or pipeline.evaluate.image is not None):
+        component = family.part(unread[0]).component
+        raise UsageError(
+            f"{pipeline.model} reads prompts with {unread[0]} too, and the workflow has no chain for it",
+            where=str(pipeline.model_mark),
+            remedy=f"Add the chain, or draw without it: `components: {{{component}: null}}`.",
         )
 
 

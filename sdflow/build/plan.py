@@ -159,11 +159,17 @@ def _plan_pipeline(
             loras.append(replace(lora, scale=spec.scale))
     missing_loras = len(loras) < len(pipeline.loras)
     chains = []
+    left_out = [component for component, source in pipeline.components.items() if source is None]
     carried: dict[str, list[str]] = {}
     for submodel, specs in pipeline.submodels.items():
         source = checkpoint.submodels.get(submodel) if checkpoint else None
         if checkpoint is not None and source is None:
-            notes.append(f"the checkpoint has no {submodel}: it is left out")
+            parts = {part.name: part.component for part in checkpoint.family.parts}
+            notes.append(
+                f"the workflow leaves out {submodel}"
+                if parts.get(submodel) in left_out
+                else f"the checkpoint has no {submodel}: it is left out"
+            )
             continue
         chain, why = make_chain(pipeline, submodel, specs, source, loras, cache)
         if missing_loras and any(step.implementation.takes_loras for step in (*chain.steps, *chain.carried)):

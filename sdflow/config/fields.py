@@ -19,7 +19,7 @@ WORKFLOW: Mapping[str, str] = {
     "model": "The checkpoint: a diffusers folder, a .safetensors file, FILE#ARCHITECTURE for one that does not say what it "
     "is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
-    "components": "Components from elsewhere, in place of the model's own. null: the model's own.",
+    "components": "Components from elsewhere, in place of the model's own. null: its own; of one that it can lack: none.",
     "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
     "ip_adapters": "IP-Adapters, for image prompts: a list of them. Each reads the image encoder of the first.",
     "refiner": "A model that goes the last part of the way from noise to image, built into the folder `refiner` of the "

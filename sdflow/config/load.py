@@ -27,7 +27,7 @@ from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import model_reference
 from sdflow.config.workflow import EvaluateSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
-from sdflow.families import DENOISERS, DRAWING, NET, PROMPTER, WITH_LORAS
+from sdflow.families import DENOISERS, NET, PROMPTER, WITH_LORAS
 
 
 def load_workflow(
@@ -222,13 +222,6 @@ class _Loader:
                 self.problems.add(document.mark, "no `submodels`", "extend a file that has them")
             chains = self.chains.submodels(submodels) if submodels is not None else {}
             evaluate = evaluate_of(document.entries.get("evaluate"), self.problems)
-            missing = [name for name in DRAWING if name not in chains]
-            if isinstance(submodels, YamlMap) and evaluate.image and missing:
-                self.problems.add(
-                    submodels.mark,
-                    f"no image can be drawn without {' and '.join(missing)}",
-                    "add the submodel, or write `evaluate: {image: null}`",
-                )
             verify = verify_of(document.entries.get("verify"), self.problems)
             self._targets[target] = _ForTarget(chains, evaluate, verify)
         return self._targets[target]

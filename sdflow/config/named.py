@@ -21,7 +21,7 @@ from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.remote import remote_spec
 from sdflow.config.workflow import LoraSpec, Mark
-from sdflow.families import EXCHANGEABLE
+from sdflow.families import EXCHANGEABLE, OMITTABLE
 from sdflow.sources.components.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
 from sdflow.store.remote.spec import RemoteSpec
@@ -94,22 +94,33 @@ class Named:
         expect_kind(node, "true or false", f"`{key}`", self._problems)
         return False
 
-    def _components(self, node: Node | None) -> dict[str, str]:
+    def _components(self, node: Node | None) -> dict[str, str | None]:
+        """Component -> where it comes from; None: it is left out. Of one that no model can lack, null says nothing."""
         if node is None or is_null(node):
             return {}
         if not isinstance(node, YamlMap):
             example = f"a map like {{{next(iter(EXCHANGEABLE))}: hf:owner/name}}, or null"
             expect_kind(node, example, "`components`", self._problems)
             return {}
-        unknown_keys(node, EXCHANGEABLE, "component", self._problems)
-        found = {
-            name: model_reference(
-                each, self._files.folder(each.mark), self.allow_pickle, self._problems, f"`components.{name}`"
-            )
-            for name, each in node.entries.items()
-            if name in EXCHANGEABLE and not is_null(each)
-        }
-        return {name: reference for name, reference in found.items() if reference is not None}
+        unknown_keys(node, {**EXCHANGEABLE, **OMITTABLE}, "component", self._problems)
+        found: dict[str, str | None] = {}
+        for name, each in node.entries.items():
+            if name in OMITTABLE:
+                if is_null(each):
+                    found[name] = None
+                else:
+                    expect_kind(
+                        each,
+                        "null, which leaves it out: it comes with the model",
+                        f"`components.{name}`",
+                        self._problems,
+                    )
+            elif name in EXCHANGEABLE and not is_null(each):
+                reference = model_reference(
+                    each, self._files.folder(each.mark), self.allow_pickle, self._problems, f"`components.{name}`"
+                )
+                found |= {} if reference is None else {name: reference}
+        return found
 
     def _controlnets(self, node: Node | None) -> dict[str, str]:
         if node is None or is_null(node):

@@ -29,7 +29,7 @@ from sdflow.config.fields import (
     VerifyFields,
 )
 from sdflow.config.patch import INSERTING
-from sdflow.families import EXCHANGEABLE, SUBMODELS
+from sdflow.families import EXCHANGEABLE, OMITTABLE, SUBMODELS
 from sdflow.targets import TARGETS
 
 Schema = dict[str, Any]
@@ -113,6 +113,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
                             name: {"anyOf": [_TEXT, {"type": "null"}], "description": about}
                             for name, about in EXCHANGEABLE.items()
                         }
+                        | {name: {"type": "null", "description": about} for name, about in OMITTABLE.items()}
                     ),
                     {"type": "null"},
                 ]

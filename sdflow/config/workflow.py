@@ -125,7 +125,7 @@ class PipelineSpec:
     verify: VerifySpec | None = None
     allow_pickle: bool = False
     carry_weights: bool = False
-    components: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str | None] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
     ip_adapters: tuple[AdapterReference, ...] = ()
     generate: Mapping[str, Any] = field(default_factory=dict)

@@ -45,11 +45,6 @@ WITH_LORAS: tuple[str, ...] = tuple(
 )
 """Every submodel that LoRAs may change."""
 
-DRAWING: tuple[str, ...] = tuple(
-    name for name in SUBMODELS if all(name in family.drawing for family in FAMILIES.values())
-)
-"""The submodels that no family can draw without."""
-
 OPTIONAL: tuple[str, ...] = tuple(part.name for family in FAMILIES.values() for part in family.parts if part.optional)
 """The submodels that a checkpoint may lack."""
 
@@ -62,8 +57,16 @@ EXCHANGEABLE: Mapping[str, str] = {
         for family in FAMILIES.values()
     },
 }
-"""The components that a workflow may take from elsewhere, with what they are. Nothing lies beside them that would have to
-be exchanged too, as tokenizers do beside text encoders."""
+"""The components that a workflow of some family may take from elsewhere, with what they are. Which of them a model has, its
+family says (`Family.exchangeable`)."""
+
+OMITTABLE: Mapping[str, str] = {
+    part.component: f"{part.about} null leaves it out."
+    for family in FAMILIES.values()
+    for part in family.parts
+    if part.component in family.omittable
+}
+"""The components that a workflow of some family may leave out, with what they are (`Family.omittable`)."""
 
 DENOISERS: frozenset[str] = frozenset(family.part(family.denoiser).component for family in FAMILIES.values())
 """The components that a base and its refiner never share."""

@@ -202,6 +202,17 @@ class Family:
         return tuple(part.name for part in self.parts if part.lora)
 
     @property
+    def exchangeable(self) -> tuple[str, ...]:
+        """The components that a workflow may take from elsewhere. Nothing lies beside them that would have to be exchanged
+        too, as tokenizers do beside text encoders."""
+        return (self.part(self.decoder).component, self.part(self.denoiser).component)
+
+    @property
+    def omittable(self) -> tuple[str, ...]:
+        """The components that a checkpoint may lack, so that a workflow may leave them out."""
+        return tuple(part.component for part in self.parts if part.optional)
+
+    @property
     def components(self) -> dict[str, tuple[Part, ...]]:
         """Component -> the parts that are made of it, in order."""
         found: dict[str, tuple[Part, ...]] = {}

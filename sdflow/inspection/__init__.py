@@ -84,7 +84,9 @@ def _reading(widths: Sequence[int]) -> list[str]:
     for architecture in ARCHITECTURES:
         family = family_of_architecture(architecture)
         configs = [architecture_config(architecture, family.part(name).component) for name in family.text]
-        if sorted(config["hidden_size"] for config in configs) == sorted(widths):
+        own = [config["hidden_size"] for config in configs if "hidden_size" in config]
+        # A model with another reader than CLIP takes no learned words.
+        if len(own) == len(configs) and sorted(own) == sorted(widths):
             found.append(architecture)
     return found
 

@@ -12,7 +12,6 @@ from sdflow.errors import CheckpointError, SdflowError
 from sdflow.families import (
     ARCHITECTURES,
     COMPONENT_ARCHITECTURES,
-    EXCHANGEABLE,
     FAMILIES,
     family_of_architecture,
     family_of_index,
@@ -189,7 +188,7 @@ def inspect_component(folder: Path) -> Description:
             str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",)
         )
     lines = None
-    if component in EXCHANGEABLE and fitting and contents:
+    if fitting and contents and component in family_of_architecture(fitting[0]).exchangeable:
         lines = component_lines(fitting[0], component, str(folder))
         lines += "allow_pickle: true\n" if any(each.pickled for each in contents) else ""
     net = family_of_architecture(fitting[0]).net if fitting else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, EXCHANGEABLE, family_of_architecture
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
 from sdflow.families.base import Family
 from sdflow.families.few_steps import known_model, spelled
 from sdflow.families.part import Part
@@ -39,8 +39,7 @@ _OTHERS = (
     ("ip_adapter.", _IMAGE_PROMPTS),
     ("image_proj.", _IMAGE_PROMPTS),
     ("adapter.body.", "T2I-Adapter"),
-    ("joint_blocks.", "transformer of Stable Diffusion 3"),
-    ("double_blocks.", "transformer of Flux"),
+    ("double_blocks.", "denoiser of Flux"),
     ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
@@ -131,9 +130,19 @@ def _match(architecture: str, shapes: Shapes) -> _Match:
     prints = family.fingerprint(configs)
     whole = tuple(part.component for part in parts if any(_holds(shapes, each) for each in _prefixed(prints, part)))
     if whole:
-        return _Match(architecture, whole)
+        # A part that no fingerprint has, as it tells nothing: there where its names are.
+        return _Match(
+            architecture,
+            tuple(part.component for part in parts if part.component in whole or _lies(shapes, prints, part)),
+        )
     alone = [part.component for part in parts if _is_alone(part, family, architecture, prints, shapes)]
     return _Match(architecture, tuple(alone[:1]))
+
+
+def _lies(shapes: Shapes, prints: Fingerprint, part: Part) -> bool:
+    """Whether a file has tensors under a prefix of this part, which no fingerprint has."""
+    prefixes = tuple(layout.prefix for layout in part.layouts)
+    return not any(name.startswith(prefixes) for name in prints) and any(name.startswith(prefixes) for name in shapes)
 
 
 def _is_alone(part: Part, family: Family, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
@@ -163,7 +172,8 @@ def _part(contents: Contents, fitting: list[_Match]) -> Description:
     fitting = [match for match in fitting if match.components == (component,)]
     architectures = [match.architecture for match in fitting]
     path, kind = str(contents.path), component.replace("_", " ")
-    if component in EXCHANGEABLE:
+    exchangeable = family_of_architecture(architectures[0]).exchangeable
+    if component in exchangeable:
         lines = component_lines(architectures[0], component, path) + _pickles(contents)
         several = (
             "Models of several generations have one of these shapes; their configurations scale latents differently."
@@ -172,7 +182,7 @@ def _part(contents: Contents, fitting: list[_Match]) -> Description:
     else:
         lines = None
         notes = (
-            f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {', '.join(EXCHANGEABLE)}.",
+            f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {', '.join(exchangeable)}.",
         )
     return Description(
         path, kind, titles_of(architectures), architectures[0], contents.precision, notes=notes, workflow=lines

@@ -80,12 +80,12 @@ class Origin:
     """What a pipeline was built from, and for what.
 
     model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
-    where they are from. controlnets: name -> where it is from. ip_adapters: what the workflow says of each. checkpoint:
-    what identifies its content. chains: submodel -> what made it. verified: the level at which it passed before it was put
-    together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and how they draw.
-    generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of the model and
-    the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images. left_out:
-    submodels of the checkpoint that the workflow does not build; None: it is not said.
+    where they are from; None: it is left out. controlnets: name -> where it is from. ip_adapters: what the workflow says of
+    each. checkpoint: what identifies its content. chains: submodel -> what made it. verified: the level at which it passed
+    before it was put together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and
+    how they draw. generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of
+    the model and the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images.
+    left_out: submodels of the checkpoint that the workflow does not build; None: it is not said.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Origin:
     chains: Mapping[str, Chain] = field(default_factory=dict)
     verified: str | None = NOT_SAID
     family: str = DEFAULT
-    components: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str | None] = field(default_factory=dict)
     controlnets: Mapping[str, str] = field(default_factory=dict)
     ip_adapters: tuple[Mapping[str, str], ...] = ()
     generate: Mapping[str, Any] = field(default_factory=dict)
@@ -127,9 +127,10 @@ class Origin:
             )
         return _pinned(self.model, self.checkpoint or {})
 
-    def pinned_components(self) -> dict[str, str]:
-        """The components that are not the checkpoint's own, those of the hub at the commit that was used."""
-        return self._pinned(self.components, "components")
+    def pinned_components(self) -> dict[str, str | None]:
+        """The components that are not the checkpoint's own, those of the hub at the commit that was used; None: left out."""
+        others = {name: reference for name, reference in self.components.items() if reference is not None}
+        return {**self.components, **self._pinned(others, "components")}
 
     def pinned_nets(self) -> dict[str, str]:
         """The ControlNets by name, those of the hub at the commit that was used."""

@@ -181,7 +181,7 @@ def _manifest(value: Mapping[str, Any]) -> Manifest:
         chains={name: _chain(each) for name, each in submodels.items() if "steps" in each},
         verified=_get_or(value, "verified", str, None) if "verified" in value else NOT_SAID,
         family=_family(value),
-        components=_references(value, "components"),
+        components=_components(value),
         controlnets=_references(value, "controlnets"),
         ip_adapters=_adapters(value),
         generate=_said(value, "generate"),
@@ -215,6 +215,12 @@ def _family(value: Mapping[str, Any]) -> str:
     if found not in FAMILIES:
         raise ValueError(f"'family' is {found!r:.40}, known are {', '.join(FAMILIES)}")
     return found
+
+
+def _components(value: Mapping[str, Any]) -> dict[str, str | None]:
+    """null: of one that is left out."""
+    found = _get_or(value, "components", dict, None) or {}
+    return {name: None if found[name] is None else _get(found, name, str) for name in found}
 
 
 def _references(value: Mapping[str, Any], key: str) -> dict[str, str]:

@@ -40,11 +40,12 @@ _PLAIN_UNET: Config = {
 _TEXT_TIME = ("addition_embed_type", "projection_class_embeddings_input_dim")
 _UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")
 _VAE_BLOCKS = ("DownEncoderBlock2D", "UpDecoderBlock2D")
-_MOST_BLOCKS = 2_000
+MOST_BLOCKS = 2_000
 """Blocks of a transformer, or of a VAE: the largest of these networks have some 140. A config may ask for any number."""
 
 
-def _linear(name: str, out: int, into: int, bias: bool = True) -> Found:
+def linear_layer(name: str, out: int, into: int, bias: bool = True) -> Found:
+    """The parameters of a linear layer."""
     return {f"{name}.weight": (out, into), **({f"{name}.bias": (out,)} if bias else {})}
 
 
@@ -60,24 +61,26 @@ def _resnet(name: str, into: int, out: int, time: int | None) -> Found:
     found = _norm(f"{name}.norm1", into) | _conv(f"{name}.conv1", out, into)
     found |= _norm(f"{name}.norm2", out) | _conv(f"{name}.conv2", out, out)
     if time is not None:
-        found |= _linear(f"{name}.time_emb_proj", out, time)
+        found |= linear_layer(f"{name}.time_emb_proj", out, time)
     return found if into == out else found | _conv(f"{name}.conv_shortcut", out, into, 1)
 
 
 def _transformer(name: str, width: int, layers: int, text: int, linear: bool) -> Found:
     found = _norm(f"{name}.norm", width)
     for end in ("proj_in", "proj_out"):
-        found |= _linear(f"{name}.{end}", width, width) if linear else _conv(f"{name}.{end}", width, width, 1)
+        found |= linear_layer(f"{name}.{end}", width, width) if linear else _conv(f"{name}.{end}", width, width, 1)
     for layer in range(layers):
         block = f"{name}.transformer_blocks.{layer}"
         for attention, read in (("attn1", width), ("attn2", text)):
-            found |= _linear(f"{block}.{attention}.to_q", width, width, bias=False)
-            found |= _linear(f"{block}.{attention}.to_k", width, read, bias=False)
-            found |= _linear(f"{block}.{attention}.to_v", width, read, bias=False)
-            found |= _linear(f"{block}.{attention}.to_out.0", width, width)
+            found |= linear_layer(f"{block}.{attention}.to_q", width, width, bias=False)
+            found |= linear_layer(f"{block}.{attention}.to_k", width, read, bias=False)
+            found |= linear_layer(f"{block}.{attention}.to_v", width, read, bias=False)
+            found |= linear_layer(f"{block}.{attention}.to_out.0", width, width)
         for norm in ("norm1", "norm2", "norm3"):
             found |= _norm(f"{block}.{norm}", width)
-        found |= _linear(f"{block}.ff.net.0.proj", 8 * width, width) | _linear(f"{block}.ff.net.2", width, 4 * width)
+        found |= linear_layer(f"{block}.ff.net.0.proj", 8 * width, width) | linear_layer(
+            f"{block}.ff.net.2", width, 4 * width
+        )
     return found
 
 
@@ -104,19 +107,19 @@ def unet_parameters(config: Config) -> Found | None:
         return None
     if not {*down, *up} <= {*_UNET_BLOCKS} or len({len(channels), len(down), len(up), len(depths), len(per_level)}) > 1:
         return None
-    if 2 * (layers + 1) * sum(depths) > _MOST_BLOCKS or any(
+    if 2 * (layers + 1) * sum(depths) > MOST_BLOCKS or any(
         width % heads for width, heads in zip(channels, per_level, strict=True)
     ):
         return None
     first, last, time = channels[0], channels[-1], 4 * channels[0]
     linear = bool(config.get("use_linear_projection", False))
     found = _conv("conv_in", first, config["in_channels"])
-    found |= _linear("time_embedding.linear_1", time, first) | _linear("time_embedding.linear_2", time, time)
+    found |= linear_layer("time_embedding.linear_1", time, first) | linear_layer("time_embedding.linear_2", time, time)
     if guidance := config.get("time_cond_proj_dim"):
-        found |= _linear("time_embedding.cond_proj", first, guidance, bias=False)
+        found |= linear_layer("time_embedding.cond_proj", first, guidance, bias=False)
     if text_time:
-        found |= _linear("add_embedding.linear_1", time, config["projection_class_embeddings_input_dim"])
-        found |= _linear("add_embedding.linear_2", time, time)
+        found |= linear_layer("add_embedding.linear_1", time, config["projection_class_embeddings_input_dim"])
+        found |= linear_layer("add_embedding.linear_2", time, time)
     before = first
     for level, width in enumerate(channels):
         block = f"down_blocks.{level}"
@@ -154,7 +157,7 @@ def vae_parameters(config: Config) -> Found | None:
         return None
     if not config.get("mid_block_add_attention", True) or not isinstance(layers, int):
         return None
-    if 2 * (layers + 1) * len(channels) > _MOST_BLOCKS:
+    if 2 * (layers + 1) * len(channels) > MOST_BLOCKS:
         return None
     found: Found = {}
     if config.get("use_quant_conv", True):
@@ -177,7 +180,7 @@ def vae_parameters(config: Config) -> Found | None:
             found |= _resnet(f"{half}.mid_block.resnets.{layer}", middle, middle, None)
         found |= _norm(f"{half}.mid_block.attentions.0.group_norm", middle)
         for matrix in ("to_q", "to_k", "to_v", "to_out.0"):
-            found |= _linear(f"{half}.mid_block.attentions.0.{matrix}", middle, middle)
+            found |= linear_layer(f"{half}.mid_block.attentions.0.{matrix}", middle, middle)
         found |= _norm(f"{half}.conv_norm_out", before) | _conv(f"{half}.conv_out", out, before)
     return found
 
@@ -192,7 +195,7 @@ def clip_text_parameters(config: Config, prefix: str) -> Found:
     for layer in range(config["num_hidden_layers"]):
         block = f"{prefix}encoder.layers.{layer}"
         for matrix in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found |= _linear(f"{block}.self_attn.{matrix}", width, width)
+            found |= linear_layer(f"{block}.self_attn.{matrix}", width, width)
         found |= _norm(f"{block}.layer_norm1", width) | _norm(f"{block}.layer_norm2", width)
-        found |= _linear(f"{block}.mlp.fc1", inner, width) | _linear(f"{block}.mlp.fc2", width, inner)
+        found |= linear_layer(f"{block}.mlp.fc1", inner, width) | linear_layer(f"{block}.mlp.fc2", width, inner)
     return found | _norm(f"{prefix}final_layer_norm", width)

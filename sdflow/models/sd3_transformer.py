@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes
 from sdflow.models.sd3_names import sd3_names
+from sdflow.models.transformer_parameters import sd3_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +41,9 @@ class SD3Transformer(Model):
 
         module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
         return module
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return sd3_parameters(config)
 
     def ports(self, config: Config) -> Ports:
         size = ("latent_height", "latent_width")

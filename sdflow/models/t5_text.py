@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.transformer_parameters import t5_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,9 @@ class T5Text(Model):
         from transformers import T5Config, T5EncoderModel
 
         return T5EncoderModel(T5Config.from_dict(dict(config)))
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return t5_parameters(config)
 
     def ports(self, config: Config) -> Ports:
         return Ports(

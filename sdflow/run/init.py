@@ -17,7 +17,7 @@ from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, read_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
-from sdflow.families import EXCHANGEABLE
+from sdflow.families import EXCHANGEABLE, FAMILIES, OMITTABLE
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, PIPELINE
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
@@ -231,7 +231,9 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
     else:
         lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
     lines += ["", "# components:    # from elsewhere, in place of the model's own"]
-    lines += [f"#   {component}: my_{component}.safetensors" for component in EXCHANGEABLE]
+    components = _components(model.base)
+    lines += [f"#   {component}: my_{component}.safetensors" for component in EXCHANGEABLE if component in components]
+    lines += [f"#   {component}: null    # left out" for component in OMITTABLE if component in components]
     lines += ["", "verify: quick    # each part is held to PyTorch; full: more of it, false: not at all", ""]
     triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
     if triggers:
@@ -241,6 +243,18 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
         lines += ["# evaluate:    # what is measured when it is built; null: nothing"]
         lines += ["#   image: {prompt: a horse on the moon, seed: 0}"]
     return "\n".join(lines) + "\n"
+
+
+def _components(base: str) -> set[str]:
+    """The components of the models that a shipped workflow, or the first of a list, has chains for."""
+    over = yaml.safe_load(base)
+    path = shipped_workflow(over if isinstance(over, str) else over[0])
+    assert path is not None
+    (pipeline, *_) = load_workflow(
+        path, catalog=catalog(), overrides=[f"model=synthetic:{USUAL}"], targets=[next(iter(TARGETS))]
+    ).pipelines
+    parts = [part for family in FAMILIES.values() for part in family.parts]
+    return {part.component for part in parts if part.name in pipeline.submodels}
 
 
 def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> str:

@@ -81,10 +81,12 @@ def open_folder(
     digests: FileDigests,
     allow_pickle: bool,
     origin: Mapping[str, Any] | None = None,
+    left_out: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint in a diffusers folder.
 
     origin: JSON that joins the provenance and, but for "kind" and "repository", every identity (the hub's commit).
+    left_out: components that are not read, as if model_index.json named none; only those that it may lack.
     Raises CheckpointError naming the file for whatever is missing, damaged or of a kind that is not supported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
@@ -93,7 +95,7 @@ def open_folder(
     configs: dict[str, Any] = {"scheduler": read_config(folder / "scheduler" / "scheduler_config.json", finite=False)}
     files: dict[str, str] = {}
     for component, parts in family.components.items():
-        if parts[0].optional and index.get(component, [None])[0] is None:
+        if parts[0].optional and (component in left_out or index.get(component, [None])[0] is None):
             continue
         found[component] = open_component(folder / component, component, parts[0], family, allow_pickle)
         configs[component] = found[component].config
@@ -118,7 +120,8 @@ def open_folder(
         companions=companions,
         facts={
             **_facts(folder, family, configs),
-            "requires_safety_checker": bool(index.get("requires_safety_checker", family.checker in submodels)),
+            "requires_safety_checker": family.checker not in left_out
+            and bool(index.get("requires_safety_checker", family.checker in submodels)),
         },
         index=read_config(folder / "model_index.json"),
         options=read_options(family, index),

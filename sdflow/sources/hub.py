@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
@@ -25,18 +26,27 @@ _TEXT_SUFFIXES = (".json", ".txt", ".model")
 
 
 def open_hub(
-    hub: HubReference, *, reference: str, digests: FileDigests, download: bool, allow_pickle: bool
+    hub: HubReference,
+    *,
+    reference: str,
+    digests: FileDigests,
+    download: bool,
+    allow_pickle: bool,
+    left_out: Collection[str] = (),
 ) -> Checkpoint:
-    """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched.
+    """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched, but for
+    those of the components that are left out.
 
     Raises CheckpointNotLocal when it is not in the local cache and may not be downloaded, CheckpointError for a
     repository or revision that does not exist or is closed to this user, and when the hub cannot be reached.
     """
 
     def opened(snapshot: Path, origin: Mapping[str, Any]) -> Checkpoint:
-        return open_folder(snapshot, reference=reference, digests=digests, allow_pickle=allow_pickle, origin=origin)
+        return open_folder(
+            snapshot, reference=reference, digests=digests, allow_pickle=allow_pickle, origin=origin, left_out=left_out
+        )
 
-    return open_snapshot(hub, opened, needed_files, download=download)
+    return open_snapshot(hub, opened, partial(needed_files, left_out=left_out), download=download)
 
 
 class Noted(Protocol):
@@ -145,11 +155,14 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
     raise CheckpointError("holds no .safetensors file", where=where, remedy=remedy)
 
 
-def needed_files(names: Collection[str]) -> list[str]:
-    """The files of a repository that `open_folder` reads: no second copy of any weights."""
+def needed_files(names: Collection[str], left_out: Collection[str] = ()) -> list[str]:
+    """The files of a repository that `open_folder` reads: no second copy of any weights, and none of the components that are
+    left out."""
     wanted = [name for name in names if name == "model_index.json"]
     components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
     for component, model in components.items():
+        if component in left_out:
+            continue
         wanted += component_files(names, f"{component}/", model)
     for companion in dict.fromkeys(name for family in FAMILIES.values() for name in family.companions):
         wanted += [name for name in names if name.startswith(f"{companion}/") and name.endswith(_TEXT_SUFFIXES)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sdflow.disk.input_file import is_regular, is_there, no_file
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Checkpoint, FileDigests
 from sdflow.sources.components.adapters import with_adapters
-from sdflow.sources.components.component import with_component
+from sdflow.sources.components.component import require_omittable, with_component
 from sdflow.sources.components.nets import with_nets
 from sdflow.sources.components.nets_in_folder import has_nets
 from sdflow.sources.folder import open_folder
@@ -34,26 +34,29 @@ def open_checkpoint(
     digests: FileDigests,
     download: bool,
     allow_pickle: bool = False,
-    components: Mapping[str, str] | None = None,
+    components: Mapping[str, str | None] | None = None,
     nets: Mapping[str, str] | None = None,
     adapters: Sequence[AdapterReference] = (),
 ) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
-    components: component -> where it comes from in place of the checkpoint's own. nets: ControlNets, by the names that the
-        pipeline will have for them, and where they come from. adapters: IP-Adapters. download: whether the hub may be asked;
-        without it, only what the local hub cache holds is found.
+    components: component -> where it comes from in place of the checkpoint's own; None: it is left out. nets: ControlNets, by
+        the names that the pipeline will have for them, and where they come from. adapters: IP-Adapters. download: whether
+        the hub may be asked; without it, only what the local hub cache holds is found.
     Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
     everything else that is missing, damaged or not supported.
     """
-    checkpoint = _open(reference, digests, download, allow_pickle)
-    for component, source in (components or {}).items():
+    others = {name: source for name, source in (components or {}).items() if source is not None}
+    left_out = frozenset(components or {}) - others.keys()
+    checkpoint = _open(reference, digests, download, allow_pickle, left_out)
+    require_omittable(checkpoint, left_out)
+    for component, source in others.items():
         checkpoint = with_component(
             checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
         )
     if not nets and has_nets(checkpoint.index):
-        left_out = f"{reference} has ControlNets, which are left out: name those that you want under `controlnets`."
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, left_out))
+        note = f"{reference} has ControlNets, which are left out: name those that you want under `controlnets`."
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if nets:
         checkpoint = with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
     if adapters:
@@ -62,10 +65,12 @@ def open_checkpoint(
     return checkpoint
 
 
-def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bool) -> Checkpoint:
+def _open(
+    reference: str, digests: FileDigests, download: bool, allow_pickle: bool, left_out: Collection[str]
+) -> Checkpoint:
     parsed = parse_reference(reference)
     if isinstance(parsed, SyntheticReference):
-        return open_synthetic(reference, parsed.architecture, parsed.seed)
+        return open_synthetic(reference, parsed.architecture, parsed.seed, left_out=left_out)
     if isinstance(parsed, SampleReference):
         return open_folder(
             sample_folder(parsed.name),
@@ -73,13 +78,23 @@ def _open(reference: str, digests: FileDigests, download: bool, allow_pickle: bo
             digests=digests,
             allow_pickle=False,
             origin={"kind": "sample", "name": parsed.name},
+            left_out=left_out,
         )
     if isinstance(parsed, HubReference):
-        return open_hub(parsed, reference=reference, digests=digests, download=download, allow_pickle=allow_pickle)
-    return _open_local(parsed, reference, digests, allow_pickle)
+        return open_hub(
+            parsed,
+            reference=reference,
+            digests=digests,
+            download=download,
+            allow_pickle=allow_pickle,
+            left_out=left_out,
+        )
+    return _open_local(parsed, reference, digests, allow_pickle, left_out)
 
 
-def _open_local(local: LocalReference, reference: str, digests: FileDigests, allow_pickle: bool) -> Checkpoint:
+def _open_local(
+    local: LocalReference, reference: str, digests: FileDigests, allow_pickle: bool, left_out: Collection[str]
+) -> Checkpoint:
     path = local.path
     folder = is_there(path) and path.is_dir()
     if folder and local.architecture is not None:
@@ -89,10 +104,15 @@ def _open_local(local: LocalReference, reference: str, digests: FileDigests, all
             remedy=f"Leave out #{local.architecture}.",
         )
     if folder:
-        return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle)
+        return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle, left_out=left_out)
     if is_regular(path):
         return open_single_file(
-            path, architecture=local.architecture, reference=reference, digests=digests, allow_pickle=allow_pickle
+            path,
+            architecture=local.architecture,
+            reference=reference,
+            digests=digests,
+            allow_pickle=allow_pickle,
+            left_out=left_out,
         )
     raise CheckpointError(
         no_file(path),

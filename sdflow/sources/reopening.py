@@ -41,7 +41,7 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
     if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
         model = origin.pinned_model(where)
         also = {**origin.components, **origin.controlnets}
-        others = "".join(f", {name} {reference}" for name, reference in also.items())
+        others = "".join(f", {name} {reference or 'left out'}" for name, reference in also.items())
         others += "".join(f", the IP-Adapter {each['file']}" for each in origin.ip_adapters)
         raise UsageError(
             f"the checkpoint {model}{others} is not the one that this pipeline was built from",

@@ -6,7 +6,7 @@ Such a file holds no configuration. The architecture is the shipped one whose te
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -57,11 +57,18 @@ class _Description(NamedTuple):
 
 
 def open_single_file(
-    path: Path, *, architecture: str | None = None, reference: str, digests: FileDigests, allow_pickle: bool
+    path: Path,
+    *,
+    architecture: str | None = None,
+    reference: str,
+    digests: FileDigests,
+    allow_pickle: bool,
+    left_out: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint in a .safetensors file, or in a pickle when those are allowed.
 
-    architecture: which of those that the file's shapes fit, where the user says so.
+    architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
+    those that it may lack.
     A pickle's first opening loads torch to read its shapes; what was found is remembered in `digests`.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
@@ -80,7 +87,8 @@ def open_single_file(
     family = family_of_architecture(architecture)
     layouts = layouts_of(family, known.names)
     unread = {part for companion in family.companions.values() if not companion.shipped for part in companion.parts}
-    layouts = {name: layout for name, layout in layouts.items() if name not in unread}
+    asked = {part.name for part in family.parts if part.component in family.omittable and part.component in left_out}
+    layouts = {name: layout for name, layout in layouts.items() if name not in unread | asked}
     prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
     entries = {} if pickled else {component: under(header, prefix) for component, prefix in prefix_of.items()}
     whole, *sums = side_by_side([
@@ -105,9 +113,9 @@ def open_single_file(
     )
     notes = [f"{path.name} has the shapes of {architecture}" + (f"; it holds no {lacking}." if lacking else ".")]
     notes += chosen
-    if left_out := sorted(unread & layouts_of(family, known.names).keys()):
+    if untold := sorted((unread - asked) & layouts_of(family, known.names).keys()):
         notes.append(
-            f"{path.name} holds {', '.join(left_out)} without its tokenizer, which sdflow does not ship: it is left out. "
+            f"{path.name} holds {', '.join(untold)} without its tokenizer, which sdflow does not ship: it is left out. "
             "A diffusers folder has both."
         )
     if pickled:

@@ -8,7 +8,7 @@ on other tensors. Values are uniform, computed from PCG64's raw output, whose st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,16 @@ GENERATOR_VERSION = 1  # raise it when any value changes: it is part of the iden
 _CHUNK = 1 << 20
 
 
-def open_synthetic(reference: str, architecture: str, seed: int) -> Checkpoint:
-    """The shipped architecture with weights from `seed`. Raises CheckpointError for one of a component alone."""
+def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Collection[str] = ()) -> Checkpoint:
+    """The shipped architecture with weights from `seed`. left_out: components that it goes without, of those that it may lack.
+    Raises CheckpointError for one of a component alone."""
     require_model(reference, architecture)
     family = family_of_architecture(architecture)
     index = architecture_index(architecture)
     configs = {
-        name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]
+        name: architecture_config(architecture, name)
+        for name in family.components
+        if index.get(name, [None])[0] and not (name in left_out and name in family.omittable)
     }
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:

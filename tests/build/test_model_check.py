@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from original_layout import stable_diffusion_1, stable_diffusion_xl
+from original_layout import stable_diffusion_1, stable_diffusion_3, stable_diffusion_xl
 from safetensors.torch import load_file, save_file
 from small_lora import write_lora
 from started_python import Command
+from walk import tiny
 
 from sdflow.build.model_check import model_problems
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError
+from sdflow.families import FAMILIES, family_of_architecture
 from sdflow.passes.registry import catalog
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from sdflow.store import Cache
@@ -151,6 +153,51 @@ def test_a_model_under_the_base_of_another_family_is_refused(
     (problem,) = model_problems(load_workflow(path, catalog=catalog()))
     assert told in problem.message and (problem.file, problem.line) == (str(path), 2)
     assert problem.remedy is not None and "Extend the workflow of that family" in problem.remedy
+
+
+@pytest.mark.parametrize("architecture", [tiny(family) for family in FAMILIES.values()])
+def test_an_image_needs_the_submodels_that_draw_it(architecture: str, tmp_path: Path) -> None:
+    family = family_of_architecture(architecture)
+    path = tmp_path / "w.yaml"
+    text = f"target: cpu\nmodel: synthetic:{architecture}\n"
+    text += f"submodels:\n  {family.denoiser}: {{passes: [{{pass: OnnxConversion}}]}}\n"
+    path.write_text(text)
+    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    others = [name for name in family.drawing if name != family.denoiser]
+    assert f"no image can be drawn without {' and '.join(others)}" in problem.message
+    assert (problem.file, problem.line) == (str(path), 2)
+    path.write_text(text + "evaluate: {image: null}")
+    assert not model_problems(load_workflow(path, catalog=catalog()))
+
+
+def test_a_text_encoder_without_a_chain_is_left_out_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    text = "extends: base/stable_diffusion_3.yaml\nmodel: synthetic:sd35-tiny\ntarget: cpu\nsubmodels: {text_encoder_3: false}\n"
+    path.write_text(text)
+    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    assert "reads prompts with text_encoder_3 too" in problem.message and problem.line == 2
+    assert problem.remedy is not None and "components: {text_encoder_3: null}" in problem.remedy
+    path.write_text(text + "components: {text_encoder_3: null}")
+    assert not model_problems(load_workflow(path, catalog=catalog()))
+
+
+def test_a_component_that_the_family_needs_cannot_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text(
+        "extends: base/sdxl.yaml\nmodel: synthetic:sdxl-tiny\ntarget: cpu\ncomponents: {text_encoder_3: null}\n"
+    )
+    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    assert "has no component 'text_encoder_3' that can be left out" in problem.message and problem.line == 2
+
+
+def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None:
+    theirs = load_pipeline(open_checkpoint("synthetic:sd35-tiny", digests=PlainDigests(), download=False))
+    save_file(stable_diffusion_3(theirs.transformer, theirs.vae), tmp_path / "sd3.safetensors")
+    path = tmp_path / "w.yaml"
+    path.write_text("extends: base/stable_diffusion_3.yaml\nmodel: sd3.safetensors\ntarget: cpu\n")
+    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    assert "holds no text_encoder and no text_encoder_2, which Stable Diffusion 3 needs" in problem.message
+    assert problem.remedy is not None and "Name a file that holds them too" in problem.remedy
 
 
 @pytest.mark.parametrize("kind", ["kohya", "peft", "folder", "component"])

@@ -462,13 +462,15 @@ def test_a_mistake_about_submodels_is_reported_where_it_is(tmp_path: Path, mista
     assert remedy is None or (problem.remedy and remedy in problem.remedy)
 
 
-def test_an_image_needs_the_submodels_that_draw_it(tmp_path: Path) -> None:
-    text = "model: synthetic:sd15\ntarget: cpu\nsubmodels:\n  unet: {passes: [{pass: OnnxConversion}]}\n"
-    problem = only_problem(tmp_path, text)
-    assert (problem.line, problem.column) == (4, 3)
-    assert "no image can be drawn without vae_decoder" in problem.message
-    (tmp_path / "w.yaml").write_text(text + "evaluate: {image: null}")
-    assert load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines[0].evaluate.image is None
+@pytest.mark.parametrize("value", ["synthetic:sd15", "false", "{}"])
+def test_what_a_model_may_lack_can_be_left_out_and_nothing_else(tmp_path: Path, value: str) -> None:
+    text = "model: synthetic:sd35-tiny\ntarget: cpu\nevaluate: null\n"
+    text += "submodels:\n  vae_decoder: {passes: [{pass: OnnxConversion}]}\n"
+    (tmp_path / "w.yaml").write_text(text + "components: {text_encoder_3: null, vae: null}")
+    (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines
+    assert pipeline.components == {"text_encoder_3": None}
+    problem = only_problem(tmp_path, text + f"components: {{text_encoder_3: {value}}}")
+    assert (problem.line, problem.column) == (6, 30) and "null, which leaves it out" in problem.message
 
 
 def test_a_workflow_without_submodels_says_so(tmp_path: Path) -> None:
@@ -491,7 +493,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
     )
     places = [(found.line, found.column) for found in problems_of(tmp_path / "w.yaml")]
     assert places == [
-        (1, 1), (2, 8), (3, 15), (4, 16), (6, 3), (8, 46), (8, 49), (9, 16), (10, 9), (10, 49), (11, 28), (11, 48)
+        (1, 1), (2, 8), (3, 15), (4, 16), (8, 46), (8, 49), (9, 16), (10, 9), (10, 49), (11, 28), (11, 48)
     ]  # fmt: skip
 
 

@@ -65,7 +65,10 @@ def only(path: Path) -> Description:
 def fingerprint(architecture: str) -> dict[str, tuple[int, ...]]:
     family, configs = family_of_architecture(architecture), configs_of(architecture)
     told = family.fingerprint({part.component: configs[part.component] for part in family.parts if part.layouts})
-    return {name: shape for name, shape in told.items() if shape is not None}
+    others = {part.layouts[0].prefix for part in family.parts if part.layouts and not part.optional}
+    others -= {prefix for prefix in others if any(name.startswith(prefix) for name in told)}
+    beside = {f"{prefix}position_ids": (1, 77) for prefix in others}  # of parts that tell nothing
+    return {name: shape for name, shape in told.items() if shape is not None} | beside
 
 
 def pipelines_of(text: str, folder: Path) -> Any:
@@ -407,7 +410,7 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
         "controlnet_cond_embedding.conv_in.weight": "ControlNet",
         "control_model.input_blocks.0.0.weight": "ControlNet",
         "ip_adapter.1.to_k_ip.weight": "IP-Adapter",
-        "double_blocks.0.img_attn.qkv.weight": "transformer of Flux",
+        "double_blocks.0.img_attn.qkv.weight": "denoiser of Flux",
     }.items(),
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:

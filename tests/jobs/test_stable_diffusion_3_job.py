@@ -175,3 +175,38 @@ def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
 def test_a_scheduler_of_noise_is_refused_by_name(shell: Shell, built: Path) -> None:
     done = shell.run("generate", str(built), "--prompt", "an otter", "--steps", "2", "--scheduler", "euler")
     assert done.returncode == 2 and "flow_euler" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_t5_an_image_is_that_of_diffusers_without_t5(shell: Shell, folder: Path) -> None:
+    """Built, verified, drawn, and baked again from what its manifest says."""
+    text = WORKFLOW.format(model=folder) + "components: {text_encoder_3: null}\n"
+    (shell.folder / "clip.yaml").write_text(text)
+    (pipeline,) = shell.json("run", "clip.yaml")["pipelines"]
+    assert pipeline["verification"]["passed"]
+    built = shell.folder / "pipelines/clip"
+    manifest = json.loads((built / "sdflow.json").read_text())
+    assert manifest["components"] == {"text_encoder_3": None}
+    assert not [name for name in manifest["checkpoint"]["files"] if name.startswith(("text_encoder_3", "tokenizer_3"))]
+    assert not [path for path in built.iterdir() if path.name in ("text_encoder_3", "tokenizer_3")]
+    theirs = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    theirs.set_progress_bar_config(disable=True)
+    given: dict[str, Any] = {"negative_prompt": "blurred", "height": 64, "width": 64, "num_inference_steps": 3}
+    given |= {"latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
+    assert_equal(Pipeline.load(built, "cpu")(PROMPT, **given).images, theirs(PROMPT, **given).images)
+    assert shell.run("verify", str(built)).returncode == 0
+    baked = shell.run(
+        "bake", "--base", str(built), "--lora", str(_lora(theirs, shell.folder)), "--out", "pipelines/baked"
+    )
+    assert baked.returncode == 0, baked.stderr
+    assert (
+        json.loads((shell.folder / "pipelines/baked/sdflow.json").read_text())["components"] == manifest["components"]
+    )
+
+
+def _lora(pipeline: Any, folder: Path) -> Path:
+    """Of one layer of the transformer."""
+    name = "transformer_blocks.0.attn.to_q"
+    rows, columns = pipeline.transformer.get_submodule(name).weight.shape
+    lora = {"A": torch.full((2, columns), 0.01), "B": torch.full((rows, 2), 0.01)}
+    save_file({f"transformer.{name}.lora_{end}.weight": each for end, each in lora.items()}, folder / "l.safetensors")
+    return folder / "l.safetensors"

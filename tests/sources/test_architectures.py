@@ -9,11 +9,18 @@ from accelerate import init_empty_weights
 
 import sdflow.sources.architectures
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, MARKED_ARCHITECTURES
+from sdflow.families import (
+    ADAPTER_ARCHITECTURES,
+    ARCHITECTURES,
+    COMPONENT_ARCHITECTURES,
+    FAMILIES,
+    MARKED_ARCHITECTURES,
+    family_of_architecture,
+)
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 
-MODELS = ("unet", "vae", "text_encoder", "text_encoder_2", "safety_checker")
-TOKENIZERS = ("tokenizer", "tokenizer_2")
+MODELS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.components))
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
 
 def class_of(architecture: str, component: str) -> Any:
@@ -61,11 +68,13 @@ def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, 
 
 def test_every_folder_is_a_whole_pipeline() -> None:
     root = sdflow.sources.architectures._ROOT
+    like = sdflow.sources.architectures._LIKE
     shipped = {path.parent.name for path in root.glob("*/model_index.json")}
-    assert set(ARCHITECTURES) == shipped | MARKED_ARCHITECTURES.keys()
+    models = like.keys() - {*ADAPTER_ARCHITECTURES, *COMPONENT_ARCHITECTURES}
+    assert set(ARCHITECTURES) == shipped | models and shipped >= {like[name] for name in models}
     for architecture in ARCHITECTURES:
         own = {path.name for path in (root / architecture).iterdir() if path.is_dir()}
-        if base := sdflow.sources.architectures._LIKE.get(architecture):
+        if base := like.get(architecture):
             assert own <= set(components(architecture)) <= set(components(base))
             assert MARKED_ARCHITECTURES.get(architecture) in (None, base)
             continue
@@ -79,7 +88,19 @@ def test_every_folder_is_a_whole_pipeline() -> None:
         assert scheduler["_class_name"] == architecture_index(architecture)["scheduler"][1]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES["stable_diffusion_3"].architectures)
+def test_the_text_encoders_make_what_the_transformer_reads(architecture: str) -> None:
+    """CLIP's two embeddings side by side, padded to the width of T5's; their pooled ones side by side."""
+    transformer = architecture_config(architecture, "transformer")
+    clips = [architecture_config(architecture, name) for name in ("text_encoder", "text_encoder_2")]
+    t5 = architecture_config(architecture, "text_encoder_3")
+    assert sum(clip["hidden_size"] for clip in clips) <= t5["d_model"] == transformer["joint_attention_dim"]
+    assert sum(clip["projection_dim"] for clip in clips) == transformer["pooled_projection_dim"]
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name in ARCHITECTURES if family_of_architecture(name).denoiser == "unet"]
+)
 def test_the_text_encoders_make_what_the_unet_reads(architecture: str) -> None:
     unet = architecture_config(architecture, "unet")
     texts = [architecture_config(architecture, name) for name in components(architecture) if "text_encoder" in name]

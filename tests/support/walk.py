@@ -23,9 +23,11 @@ import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from original_layout import (
+    mmdit_tensors,
     refiner_of_xl,
     stable_diffusion_1,
     stable_diffusion_2,
+    stable_diffusion_3,
     stable_diffusion_xl,
     unet_tensors,
     vae_tensors,
@@ -33,7 +35,7 @@ from original_layout import (
 from safetensors.torch import save_file
 
 from sdflow.config import load_workflow
-from sdflow.families import COMPONENT_ARCHITECTURES, EXCHANGEABLE, FAMILIES
+from sdflow.families import COMPONENT_ARCHITECTURES, FAMILIES
 from sdflow.families.base import Family
 from sdflow.models.controlnet import ControlNet
 from sdflow.passes import registry
@@ -42,6 +44,7 @@ from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import refiner_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
+from sdflow.sources.architectures import architecture_config
 from sdflow.store import Cache
 from tests.sources.hub_cache import COMMIT, cached_repository
 from tests.support.small_workflows import Events
@@ -76,9 +79,22 @@ def additions(family: Family) -> tuple[tuple[str, ...], ...]:
     """What can be added to a family, in groups that go together."""
     together = [NET] if family.net is not None else []
     together += [ADAPTER] if family.prompter is not None else []
-    together += [component for component in EXCHANGEABLE if component in family.components]
-    groups = [tuple(together), *((name,) for name, component in alone().items() if component in family.components)]
+    together += family.exchangeable
+    groups = [tuple(together), *((name,) for name in alone() if _same_latents(name, family))]
     return (*groups, (REFINER,)) if refiner(family) is not None else tuple(groups)
+
+
+def _same_latents(alone: str, family: Family) -> bool:
+    """Whether a component that has an architecture alone, a VAE, has this family's latents."""
+    component = COMPONENT_ARCHITECTURES[alone]
+    own, other = architecture_config(tiny(family), component), architecture_config(alone, component)
+    return bool(own["latent_channels"] == other["latent_channels"])
+
+
+def _without_tokenizers(family: Family) -> list[str]:
+    """The components that a single file cannot bring, as it has no tokenizers, and these."""
+    found = [(name, each.parts) for name, each in family.companions.items() if not each.shipped]
+    return [each for name, parts in found for each in (name, *(family.part(part).component for part in parts))]
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,8 @@ class Written:
         if source == "file" and self._new(file):
             pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
             texts = [each for name in ("text_encoder", "text_encoder_2") if (each := getattr(pipeline, name, None))]
-            save_file(_single_file(family, [pipeline.unet, pipeline.vae, *texts]), file)
+            denoiser = getattr(pipeline, FAMILIES[family].part(FAMILIES[family].denoiser).component)
+            save_file(_single_file(family, [denoiser, pipeline.vae, *texts]), file)
         return self._place(folder, file, source)
 
     def folder(self, family: str) -> Path:
@@ -202,7 +219,10 @@ class Written:
             return "ControlNetModel"
         if addition in alone():
             return "AutoencoderTiny"
-        return {"vae": "AutoencoderKL", "unet": "UNet2DConditionModel"}[addition]
+        classes = {
+            name: parts[0].model.class_name for each in FAMILIES.values() for name, parts in each.components.items()
+        }
+        return classes[addition]
 
     def _place(self, folder: Path, file: Path, source: str) -> str:
         if source == "file":
@@ -247,6 +267,8 @@ def _single_file(family: str, parts: list[Any]) -> dict[str, torch.Tensor]:
     """In the original layout. The refiner has XL's second text encoder alone."""
     if FAMILIES[family].lacks:
         return refiner_of_xl(*parts)
+    if family == "stable_diffusion_3":
+        return stable_diffusion_3(*parts)
     if len(parts) == 4:
         return stable_diffusion_xl(*parts)
     return (stable_diffusion_2 if parts[2].config.hidden_act == "gelu" else stable_diffusion_1)(*parts)
@@ -260,6 +282,8 @@ def _in_a_file(addition: str, module: Any) -> dict[str, torch.Tensor]:
         return {f"control_model.{names[key].name}": value for key, value in state.items()}
     if addition == "vae":
         return vae_tensors(module)
+    if addition == "transformer":
+        return {f"model.diffusion_model.{name}": value for name, value in mmdit_tensors(module).items()}
     if addition == "unet":
         return {f"model.diffusion_model.{name}": value for name, value in unet_tensors(module).items()}
     return dict(module.state_dict())
@@ -321,11 +345,15 @@ def expected(row: Row, written: Written) -> Any:
     """The image of diffusers' own pipeline, from folders that its `save_pretrained` wrote."""
     added = dict(row.added)
     parts: dict[str, Any] = {}
+    if row.source == "file":
+        parts |= dict.fromkeys(_without_tokenizers(FAMILIES[row.family]))
     for addition in added:
-        if addition in EXCHANGEABLE or addition in alone():
+        if addition in FAMILIES[row.family].exchangeable or addition in alone():
             module = getattr(diffusers, written._class(addition)).from_pretrained(written.module(row.family, addition))
             parts[alone().get(addition, addition)] = module
     theirs: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(row.family), **parts)
+    if row.source == "file" and row.family == "stable_diffusion_3":
+        torch.nn.init.eye_(theirs.text_encoder.text_projection.weight)  # the original layout goes without it
     given: dict[str, Any] = {**DRAW, "generator": generator()}
     if NET in added:
         net = diffusers.ControlNetModel.from_pretrained(written.module(row.family, NET))

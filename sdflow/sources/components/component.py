@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sdflow.errors import CheckpointError, PassError
-from sdflow.families import EXCHANGEABLE
 from sdflow.families.part import Part
 from sdflow.models.base import GUIDANCE, Port
 from sdflow.sources.checkpoint import (
@@ -33,11 +32,12 @@ def with_component(
     Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
     or damaged, or whose inputs and outputs are not those of the checkpoint's own.
     """
-    if component not in EXCHANGEABLE or checkpoint.family.components[component][0].name not in checkpoint.submodels:
+    known = checkpoint.family.exchangeable
+    if component not in known or checkpoint.family.components[component][0].name not in checkpoint.submodels:
         raise CheckpointError(
             f"{checkpoint.reference} has no component {component!r} that can be exchanged",
             where=reference,
-            remedy=f"Known: {', '.join(EXCHANGEABLE)}.",
+            remedy=f"Known: {', '.join(known)}.",
         )
     source = Source(checkpoint, component, reference, digests, allow_pickle)
     found = source.open(download)
@@ -59,6 +59,20 @@ def with_component(
         facts=facts,
         notes=(*checkpoint.notes, *notes),
     )
+
+
+def require_omittable(checkpoint: Checkpoint, components: Collection[str]) -> None:
+    """Raises CheckpointError for a component among these that a checkpoint of this family cannot go without."""
+    known = checkpoint.family.omittable
+    for component in sorted(components):
+        if component not in known:
+            raise CheckpointError(
+                f"{checkpoint.reference} has no component {component!r} that can be left out",
+                where=f"components.{component}",
+                remedy=f"{checkpoint.family.title} goes without {' or '.join(known)} alone."
+                if known
+                else f"{checkpoint.family.title} needs all of its components: take the entry out.",
+            )
 
 
 def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:

@@ -244,8 +244,10 @@ class Source:
         for layout in self.parts[0].layouts:
             if any(name.startswith(layout.prefix) for name in names):
                 return layout.prefix
-        # diffusers' blocks are `down_blocks.0`, the original ones `down.0` or `input_blocks.0`.
-        return None if any("down_blocks." in name or "up_blocks." in name for name in names) else ""
+        # diffusers' blocks are `down_blocks.0`, the original ones `down.0` or `input_blocks.0`; a transformer's begin with
+        # `transformer_blocks.0`, the original ones with `joint_blocks.0`.
+        blocks = any("down_blocks." in name or "up_blocks." in name for name in names)
+        return None if blocks or any(name.startswith("transformer_blocks.") for name in names) else ""
 
     def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
         """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
