@@ -15,6 +15,7 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.families.part import Companion
+from sdflow.families.schedulers import prediction
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -87,7 +88,7 @@ def architecture_config(architecture: str, component: str) -> dict[str, Any]:
 
 def prediction_of(architecture: str) -> str:
     """What its denoiser predicts: "epsilon", "v_prediction", or "flow" where its scheduler has no choice."""
-    return str(architecture_config(architecture, "scheduler").get("prediction_type", "flow"))
+    return prediction(architecture_config(architecture, "scheduler"), "flow")
 
 
 def architecture_index(architecture: str) -> dict[str, Any]:
