@@ -6,6 +6,7 @@ And what is private to a module is used there alone."""
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -16,6 +17,7 @@ import pytest
 import transformers
 
 from sdflow.families import FAMILIES, SUBMODELS
+from sdflow.families.base import Family
 from sdflow.sources.architectures import architecture_config
 
 PACKAGE = Path(__file__).parents[1] / "sdflow"
@@ -247,6 +249,20 @@ def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
 )
 def test_a_planted_name_is_found(planted: str, name: str) -> None:
     assert name in {found for found, _ in named_models(ast.parse(planted))}
+
+
+def test_no_family_inherits_from_another() -> None:
+    """Nor does it read another's module: what families share lies in modules of its own."""
+    modules_of = {type(family).__module__ for family in FAMILIES.values()}
+    for family in FAMILIES.values():
+        assert type(family).__bases__ == (Family,), type(family)
+        imported = {
+            name
+            for node in ast.walk(tree(Path(inspect.getfile(type(family)))))
+            if isinstance(node, ast.ImportFrom)
+            for name in (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+        assert not imported & (modules_of - {type(family).__module__}), type(family)
 
 
 def test_prose_is_free() -> None:
