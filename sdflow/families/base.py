@@ -228,6 +228,14 @@ class Family:
         """Whether there is classifier-free guidance: each image then takes two rows of the denoiser."""
         return scale > 1 and self.guidance_width(configs) is None
 
+    def packed(self, latents: Any) -> Any:
+        """Latents, a tensor (images, channels, rows, columns), as the call of diffusers' pipeline takes them."""
+        return latents
+
+    def input_channels(self, configs: Mapping[str, Config]) -> int:
+        """Of what the denoiser takes: its latents, and what a mask adds. Raises KeyError for a config that lacks something."""
+        return int(configs[self.denoiser]["in_channels"])
+
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """configs: by part. Raises KeyError or TypeError for one that lacks something."""
         denoiser = configs[self.denoiser]
