@@ -83,6 +83,7 @@ class TinyFlux(Family):
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
     arguments = ()
+    of_one_length = ()
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=4, guidance_scale=1.0),
         "image": Defaults(steps=4, guidance_scale=1.0, strength=0.6),
