@@ -1,11 +1,14 @@
-"""A model family is one place: outside sdflow/models and sdflow/families no module names a submodel, or a class of diffusers or
-transformers. And what is private to a module is used there alone."""
+"""A model family is one place: outside sdflow/models and sdflow/families no module names a submodel, a class of diffusers or
+transformers, an input or output of a graph, or what a scheduler of diffusers calls its way of noising.
+
+And what is private to a module is used there alone."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import pytest
 import transformers
 
 from sdflow.families import FAMILIES, SUBMODELS
+from sdflow.families.base import Family
+from sdflow.sources.architectures import architecture_config
 
 PACKAGE = Path(__file__).parents[1] / "sdflow"
 HOMES = ("models", "families")
@@ -23,11 +28,42 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/generate.py", "vae"): "of the option --vae-tiles",
     ("config/override.py", "unet"): "an example in a remedy",
     ("export/tokenizer.py", "CLIPTokenizer"): "an operator of onnxruntime-extensions",
+    ("inspection/weights.py", "transformer"): "of other models' kind, in words",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
     ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",
 }
 """(module, name) -> why it stands there."""
+
+SCHEDULERS_OWN = frozenset(
+    (
+        *("scale_model_input", "add_noise", "scale_noise", "init_noise_sigma", "alphas_cumprod"),
+        *("prediction_type", "scaling_factor", "shift_factor", "calculate_shift", "use_dynamic_shifting"),
+    )
+)
+"""How schedulers and VAEs of diffusers turn latents into noise and back; which of it a family does, its noising and its latents
+know."""
+
+WAYS_EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("runtime/files/folder.py", "scaling_factor"): "an entry of config.json that is checked before it is read",
+    ("sources/checkpoint.py", "scaling_factor"): "a fact of a checkpoint, and an entry in a remedy",
+    ("sources/companion_entries.py", "prediction_type"): "an entry of config.json that is checked before it is read",
+    ("sources/components/component.py", "scaling_factor"): "a fact of a checkpoint",
+    ("sources/recognition.py", "prediction_type"): "an entry of ModelSpec",
+}
+
+PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("config/reference.py", "sample"): "a scheme of references",
+    ("export/conditions.py", "input_ids"): "an input of the exported graph, which programs feed",
+    ("selftest/__init__.py", "sample"): "the name of the pipeline that it draws with",
+    ("sources/components/component_source.py", "sample"): "a scheme of references",
+    ("sources/opening.py", "sample"): "a scheme of references",
+    ("sources/reference.py", "sample"): "a scheme of references",
+}
+"""(module, word) -> what it means there."""
+
+ORDINARY = ("images",)
+"""Ports whose name is an ordinary word, too."""
 
 TAKEN_FROM = re.compile(r"(?<![\w.])(?:diffusers|transformers)\.[\w.]+")
 """A path into one of the libraries, in a string."""
@@ -67,6 +103,35 @@ def classes() -> frozenset[str]:
         )
     }
     return frozenset(offered - ours | named)
+
+
+@cache
+def ports() -> frozenset[str]:
+    """Every input and output of the families' graphs, by the configs that sdflow ships."""
+    found = set()
+    for family in FAMILIES.values():
+        for part in family.parts:
+            if part.layouts:
+                for architecture in family.architectures:
+                    io = part.ports({**architecture_config(architecture, part.component), **part.config})
+                    found |= {port.name for port in (*io.inputs, *io.outputs)}
+    assert {"sample", "timestep", "out_sample", "latent_sample", "input_ids"} <= found
+    return frozenset(found - set(ORDINARY))
+
+
+def named_ports(module: ast.AST) -> Iterator[tuple[str, int]]:
+    """The ports that a module names, as strings or as arguments of `bound`, and the lines."""
+    yield from ((text, line) for text, line, is_name in texts(module) if not is_name and text in ports())
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "bound":
+            yield from ((each.arg, node.lineno) for each in node.keywords if each.arg in ports())
+
+
+def named_ways(module: ast.AST) -> Iterator[tuple[str, int]]:
+    """What of diffusers' ways of noising a module names, and the lines."""
+    yield from (
+        (word, line) for text, line, _ in texts(module) for word in re.findall(r"\w+", text) if word in SCHEDULERS_OWN
+    )
 
 
 def is_class_name(name: str) -> bool:
@@ -114,15 +179,53 @@ def named_models(module: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_only_models_and_families_name_a_model() -> None:
+    require_homes_alone(named_models, EXCEPTIONS, "ask the family for it (sdflow/families/base.py)")
+
+
+def test_only_models_and_families_name_a_port() -> None:
+    require_homes_alone(named_ports, PORT_EXCEPTIONS, "ask the ports for it, by its role (sdflow/models/base.py)")
+
+
+def test_only_models_and_families_name_a_way_of_noising() -> None:
+    require_homes_alone(named_ways, WAYS_EXCEPTIONS, "ask the family's noising or latents (sdflow/families)")
+
+
+def require_homes_alone(
+    named: Callable[[ast.AST], Iterable[tuple[str, int]]], exceptions: Mapping[tuple[str, str], str], remedy: str
+) -> None:
     found = {
         (relative(path), name): line
         for path in modules()
         if relative(path).split("/")[0] not in HOMES
-        for name, line in named_models(tree(path))
+        for name, line in named(tree(path))
     }
-    told = [f"{path}:{line}: {name}" for (path, name), line in found.items() if (path, name) not in EXCEPTIONS]
-    assert not told, "ask the family for it (sdflow/families/base.py):\n" + "\n".join(told)
-    assert not EXCEPTIONS.keys() - found.keys(), "these are named no more: take them out of EXCEPTIONS"
+    told = [f"{path}:{line}: {name}" for (path, name), line in found.items() if (path, name) not in exceptions]
+    assert not told, f"{remedy}:\n" + "\n".join(told)
+    assert not exceptions.keys() - found.keys(), "these are named no more: take them out of the exceptions"
+
+
+@pytest.mark.parametrize(
+    ("planted", "name"),
+    [
+        ("x = run({'timestep': t})", "timestep"),
+        ("x = outputs['last_hidden_state']", "last_hidden_state"),
+        ("x = model.bound(latent_sample=(1, 4, 8, 8))", "latent_sample"),
+    ],
+)
+def test_a_planted_port_is_found(planted: str, name: str) -> None:
+    assert name in {found for found, _ in named_ports(ast.parse(planted))}
+
+
+@pytest.mark.parametrize(
+    ("planted", "name"),
+    [
+        ("x = scheduler.add_noise(image, noise, timestep)", "add_noise"),
+        ("x = getattr(scheduler, 'init_noise_sigma', 1.0)", "init_noise_sigma"),
+        ("x = config['scaling_factor']", "scaling_factor"),
+    ],
+)
+def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
+    assert name in {found for found, _ in named_ways(ast.parse(planted))}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +249,20 @@ def test_only_models_and_families_name_a_model() -> None:
 )
 def test_a_planted_name_is_found(planted: str, name: str) -> None:
     assert name in {found for found, _ in named_models(ast.parse(planted))}
+
+
+def test_no_family_inherits_from_another() -> None:
+    """Nor does it read another's module: what families share lies in modules of its own."""
+    modules_of = {type(family).__module__ for family in FAMILIES.values()}
+    for family in FAMILIES.values():
+        assert type(family).__bases__ == (Family,), type(family)
+        imported = {
+            name
+            for node in ast.walk(tree(Path(inspect.getfile(type(family)))))
+            if isinstance(node, ast.ImportFrom)
+            for name in (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+        assert not imported & (modules_of - {type(family).__module__}), type(family)
 
 
 def test_prose_is_free() -> None:

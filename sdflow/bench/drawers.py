@@ -179,7 +179,8 @@ def torch_drawer(
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
         with _full_float32():
-            start = torch_start(pipeline, noise, case.steps, **canvas(task, case.height, case.width))
+            given = canvas(task, case.height, case.width)
+            start = torch_start(pipeline, noise, case.steps, pack=folder_family(folder).packed, **given)
             drawn = pipeline(prompts, **shown(folder_adapters(folder)), **start, **both, **ends).images
             if refining is not None:
                 drawn = refining(prompts, image=drawn, denoising_start=place, output_type="np", **both).images

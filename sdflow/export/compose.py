@@ -31,6 +31,7 @@ from sdflow.export.told import tokenizer_table
 from sdflow.families.base import Family
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.specialize import specialize
 
@@ -128,13 +129,17 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     conditions = _conditions(graph, source, models, traced, ids, latents.scale)
     denoiser = models[family.denoiser]
     (output,) = (item.name for item in denoiser.graph.output)
+    ports = {name: family.part(name).ports(source.configs[name]) for name in source.submodels}
+    moving = Moving.of(ports[family.denoiser])
     shape = () if form.size is None else (form.size.images, latents.channels, form.size.rows, form.size.columns)
-    result = add_loop(graph, Loop(denoiser, family.denoiser, output, conditions, form.guided, form.draws, shape, sizes))
-    images = add_decoder(graph, models[family.decoder], family.decoder, result, latents)
+    loop = Loop(denoiser, family.denoiser, moving, output, conditions, form.guided, form.draws, shape, sizes)
+    result = add_loop(graph, loop)
+    decoder = models[family.decoder]
+    images = add_decoder(graph, decoder, family.decoder, ports[family.decoder], result, latents)
     outputs = {IMAGES: images}
     if (checker := family.checker) is not None and checker in source.submodels:
         reader = source.companions["feature_extractor"].to_dict()
-        outputs[IMAGES], outputs[FLAGS] = add_checker(graph, models[checker], checker, images, reader)
+        outputs[IMAGES], outputs[FLAGS] = add_checker(graph, models[checker], checker, ports[checker], images, reader)
     for name, value in outputs.items():
         graph.add("Identity", value, to=name)
     made = helper.make_graph(

@@ -9,7 +9,7 @@ from typing import Any
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined, parted
 from sdflow.export.once import ROUND, TIMESTEPS, cut, time_rows
-from sdflow.runtime.denoiser.split import SAMPLE, TIMESTEP
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.specialize import specialize
 
 LATENTS, NOISES, SCALE = "latents", "noises", "guidance_scale"
@@ -19,13 +19,14 @@ BODY = "denoising"
 
 @dataclass(frozen=True)
 class Loop:
-    """model: the denoiser's ModelProto; output: of it. conditions: its inputs beside latents and timestep -> values, a row for
-    each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises. shape:
-    of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out in a
-    round, and nothing is computed twice (`sdflow.export.once`)."""
+    """model: the denoiser's ModelProto; moving, output: of it. conditions: its inputs beside latents and timestep -> values, a
+    row for each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises.
+    shape: of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out
+    in a round, and nothing is computed twice (`sdflow.export.once`)."""
 
     model: Any
     name: str
+    moving: Moving
     output: str
     conditions: Mapping[str, str]
     guided: bool
@@ -70,14 +71,15 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     row = body.add("Gather", COEFFICIENTS, ROUND, axis=0)
     row = body.add("Reshape", row, body.whole(1, -1))
     sample = body.add("Reshape", body.add("MatMul", row, "terms"), body.whole(*loop.shape) if loop.shape else shape)
-    found = None if loop.sizes is None else cut(loop.model, loop.sizes, guided=loop.guided)
+    found = None if loop.sizes is None else cut(loop.model, loop.sizes, moving=loop.moving, guided=loop.guided)
     if found is None:
         model = loop.model if loop.sizes is None else specialize(loop.model, loop.sizes)
         timestep = body.add("Reshape", body.add("Gather", TIMESTEPS, ROUND, axis=0), body.whole(1))
-        moving = {SAMPLE: body.joined(sample, sample) if loop.guided else sample, TIMESTEP: timestep}
+        latents = body.joined(sample, sample) if loop.guided else sample
+        moving = {loop.moving.latents: latents, loop.moving.timestep: timestep}
     else:
         model = found.model
-        moving = {SAMPLE: sample, **time_rows(graph, body, found, loop.name)}
+        moving = {loop.moving.latents: sample, **time_rows(graph, body, found, loop.name)}
     denoiser = inlined(model, loop.name, {**moving, **conditions}, [loop.output])
     parts = parted(denoiser, moving.values(), conditions.values())
     graph.nodes.extend(parts.before)

@@ -15,7 +15,8 @@ from sdflow.errors import PassError, SlowerWarning
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
 from sdflow.onnx_model.nodes import copied
-from sdflow.runtime.denoiser.split import TIMESTEP, split
+from sdflow.runtime.denoiser.moving import Moving
+from sdflow.runtime.denoiser.split import split
 
 TIMESTEPS = "timesteps"
 ROUND = "round"
@@ -29,17 +30,18 @@ MOST = 7
 @dataclass(frozen=True)
 class Cut:
     """model: a ModelProto of the denoiser that reads `time_values` in place of a timestep, and with guidance the latents once.
-    timestep: a ModelProto from timesteps to the time values, a row for each."""
+    timestep: a ModelProto from timesteps, its input `given`, to the time values, a row for each."""
 
     model: Any
     timestep: Any
     time_values: tuple[str, ...]
+    given: str
 
 
-def cut(model: Any, sizes: Mapping[str, int], *, guided: bool) -> Cut | None:
+def cut(model: Any, sizes: Mapping[str, int], *, moving: Moving, guided: bool) -> Cut | None:
     """None for a graph that cannot be taken apart; a SlowerWarning says why. sizes: of all axes."""
     try:
-        parts = split(model, sizes, guidance=guided)
+        parts = split(model, sizes, moving=moving, guidance=guided)
     except PassError as error:
         warnings.warn(f"the loop runs the denoiser as a whole: {error}", SlowerWarning, stacklevel=2)
         return None
@@ -53,13 +55,13 @@ def cut(model: Any, sizes: Mapping[str, int], *, guided: bool) -> Cut | None:
     infos = {item.name for item in step.value_info}
     given = [item for item in (*text.value_info, *step.input) if item.name not in infos | inputs.keys()]
     joined.graph.value_info.extend(given)
-    return Cut(joined, parts.timestep, parts.time_values)
+    return Cut(joined, parts.timestep, parts.time_values, moving.timestep)
 
 
 def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str, str]:
     """The time values of a round: input of the model -> what it reads in the body, `name/input`. In front of the loop those of
     one shape are put side by side for all rounds, MOST at a time, so that a round takes them out by one Gather and one Split."""
-    times = inlined(found.timestep, f"{name}/{TIMESTEP}", {TIMESTEP: TIMESTEPS}, widened=False)
+    times = inlined(found.timestep, f"{name}/{found.given}", {found.given: TIMESTEPS}, widened=False)
     graph.nodes.extend(times.nodes)
     graph.initializers.extend(times.initializers)
     alike: dict[tuple[int, ...], list[str]] = {}

@@ -8,30 +8,35 @@ from typing import Any
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
 from sdflow.families.latents import Latents
+from sdflow.models.base import Ports, Role
 
 
-def add_decoder(graph: Builder, model: Any, name: str, latents: str, what: Latents) -> str:
-    """Images, float32 (images, height, width, 3) in [0, 1], as of a decoder's ModelProto and latents."""
+def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: str, what: Latents) -> str:
+    """Images, float32 (images, height, width, 3) in [0, 1], as of a decoder's ModelProto with these ports, and latents."""
     scaled = graph.add("Div", latents, graph.constant(what.factor, "float32"))
     if what.shift:
         scaled = graph.add("Add", scaled, graph.constant(what.shift, "float32"))
-    decoder = inlined(model, name, {"latent_sample": scaled}, ["sample"])
+    decoder = inlined(model, name, {ports.of(Role.LATENTS): scaled}, [ports.of(Role.PIXELS)])
     graph.nodes.extend(decoder.nodes)
     graph.initializers.extend(decoder.initializers)
     half = graph.constant(0.5, "float32")
-    pixels = graph.add("Add", graph.add("Mul", decoder.outputs["sample"], half), half)
+    pixels = graph.add("Add", graph.add("Mul", decoder.outputs[ports.of(Role.PIXELS)], half), half)
     pixels = graph.add("Clip", pixels, graph.constant(0.0, "float32"), graph.constant(1.0, "float32"))
     return graph.add("Transpose", pixels, perm=[0, 2, 3, 1])
 
 
-def add_checker(graph: Builder, model: Any, name: str, images: str, reader: Mapping[str, Any]) -> tuple[str, str]:
-    """The images with those blackened that the checker flags, and the flags, an image each. reader: the config of the feature
-    extractor beside it, which reads images of 8 bits."""
+def add_checker(
+    graph: Builder, model: Any, name: str, ports: Ports, images: str, reader: Mapping[str, Any]
+) -> tuple[str, str]:
+    """The images with those blackened that the checker flags, and the flags, an image each. ports: of the ModelProto. reader:
+    the config of the feature extractor beside it, which reads images of 8 bits."""
     seen = add_reader(graph, images, reader)
-    checker = inlined(model, name, {"clip_input": seen, "images": images}, ["out_images", "has_nsfw_concepts"])
+    given = {ports.of(Role.SEEN): seen, ports.of(Role.PIXELS): images}
+    checked, flags = ports.of(Role.CHECKED), ports.of(Role.FLAGS)
+    checker = inlined(model, name, given, [checked, flags])
     graph.nodes.extend(checker.nodes)
     graph.initializers.extend(checker.initializers)
-    return checker.outputs["out_images"], checker.outputs["has_nsfw_concepts"]
+    return checker.outputs[checked], checker.outputs[flags]
 
 
 def add_reader(graph: Builder, images: str, reader: Mapping[str, Any]) -> str:

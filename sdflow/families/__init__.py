@@ -1,10 +1,13 @@
-"""The families that sdflow knows. A new one is a file beside this one, and a row here."""
+"""The families that sdflow knows. A new one is a file beside this one, and a row here; tests bring theirs from elsewhere
+(`sdflow.disk.shipped.FAMILIES_ELSEWHERE`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
+from sdflow.disk.shipped import FAMILIES_ELSEWHERE, family_folders
 from sdflow.families.base import Family
 from sdflow.families.latent_consistency import LatentConsistency
 from sdflow.families.part import Part
@@ -12,6 +15,12 @@ from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.families.stable_diffusion_3 import StableDiffusion3
 from sdflow.families.stable_diffusion_xl import StableDiffusionXL
 from sdflow.families.stable_diffusion_xl_refiner import StableDiffusionXLRefiner
+
+
+def _elsewhere() -> Iterator[Family]:
+    for folder in family_folders():
+        yield import_module(f"{FAMILIES_ELSEWHERE}.{folder.name}.family").FAMILY
+
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
@@ -21,6 +30,7 @@ FAMILIES: Mapping[str, Family] = {
         LatentConsistency(),
         StableDiffusionXLRefiner(),
         StableDiffusion3(),
+        *_elsewhere(),
     )
 }
 

@@ -31,7 +31,8 @@ class Family:
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: what lies beside.
     net: a part that may be there any number of times, each with a name of its own: a ControlNet. None: there are none.
     prompter: the part that reads image prompts, where a pipeline has IP-Adapters. None: there are none.
-    length_arguments: those of them that change how many tokens texts have. noising: how its latents become noise
+    length_arguments: those of them that change how many tokens texts have. of_one_length: the tokenizers whose tokens the
+    denoiser reads side by side, as one: they make the same number of a text. noising: how its latents become noise
     (`sdflow.families.noising`).
     scheduler_config: what diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     change what is computed, with diffusers' defaults. arguments: of a call, beside those of all families.
@@ -58,6 +59,7 @@ class Family:
     options: ClassVar[Mapping[str, Any]]
     arguments: tuple[str, ...]
     length_arguments: tuple[str, ...] = ()
+    of_one_length: tuple[str, ...] = ("tokenizer", "tokenizer_2")
     noising: ClassVar[Noising] = DIFFUSION
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
@@ -238,6 +240,14 @@ class Family:
     def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
         """Whether there is classifier-free guidance: each image then takes two rows of the denoiser."""
         return scale > 1 and self.guidance_width(configs) is None
+
+    def packed(self, latents: Any) -> Any:
+        """Latents, a tensor (images, channels, rows, columns), as the call of diffusers' pipeline takes them."""
+        return latents
+
+    def input_channels(self, configs: Mapping[str, Config]) -> int:
+        """Of what the denoiser takes: its latents, and what a mask adds. Raises KeyError for a config that lacks something."""
+        return int(configs[self.denoiser]["in_channels"])
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """configs: by part. Raises KeyError or TypeError for one that lacks something."""

@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from sdflow.families import one_clip
 from sdflow.families.base import Family
+from sdflow.families.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.part import Companion
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.stable_diffusion import StableDiffusion
 from sdflow.models.base import Config
-
-_PLAIN = StableDiffusion()
 
 
 class LatentConsistency(Family):
     name = "latent_consistency"
     title = "Latent Consistency Models"
     classes = ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline")
-    parts = _PLAIN.parts
-    denoiser, decoder, encoder, checker = _PLAIN.denoiser, _PLAIN.decoder, _PLAIN.encoder, _PLAIN.checker
-    companions: ClassVar[Mapping[str, Companion]] = _PLAIN.companions
+    parts = one_clip.PARTS
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
+    companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
     arguments = ()
@@ -35,26 +34,26 @@ class LatentConsistency(Family):
         "image": Defaults(steps=4, guidance_scale=8.5, strength=0.8),
         "inpaint": Defaults(steps=4, guidance_scale=8.5, strength=1.0),
     }
-    embeddings = _PLAIN.embeddings
-    colors = _PLAIN.colors
+    embeddings = one_clip.EMBEDDINGS
+    colors: ClassVar[LatentColors] = STABLE_DIFFUSION
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTLatentConsistencyModelPipeline"}
     architectures = ("lcm", "lcm-tiny")
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-        return _PLAIN.fingerprint(configs)
+        return one_clip.fingerprint(configs)
 
     def title_of(self, configs: Mapping[str, Config]) -> str:
         """Of the models that it was distilled from: LoRAs of theirs fit."""
-        return _PLAIN.title_of(configs)
+        return one_clip.generation(configs, "Stable Diffusion 1.x and 2.x")
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return _PLAIN.chains_of(configs)
+        return one_clip.chains(configs)
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
         """As diffusers' LatentConsistencyModelPipeline."""
-        return _PLAIN.condition(run, companions, options, request)
+        return one_clip.condition(run, companions, request)
 
     def lora_loader(self) -> Any:
         import diffusers

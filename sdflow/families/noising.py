@@ -36,6 +36,10 @@ class Noising(Protocol):
         """Give the scheduler so many steps, as the family's pipelines in diffusers do. strength: for those that spread
         their steps over what it leaves."""
 
+    def as_diffusers(self, scheduler: Any, steps: int, tokens: Tokens) -> None:
+        """Give it so many steps by diffusers' own functions: what `set_timesteps` is held to. Raises ValueError for steps that
+        the scheduler refuses."""
+
     def skipped(self, steps: int, strength: float) -> int:
         """How many of the steps an image that goes through this part of them (0 to 1) leaves out."""
 
@@ -73,6 +77,9 @@ class Diffusion:
     def set_timesteps(self, scheduler: Any, steps: int, tokens: Tokens, strength: float | None = None) -> None:
         scheduler.set_timesteps(steps, **({} if strength is None else {"strength": strength}))
 
+    def as_diffusers(self, scheduler: Any, steps: int, tokens: Tokens) -> None:
+        scheduler.set_timesteps(steps)
+
     def skipped(self, steps: int, strength: float) -> int:
         """As diffusers' image to image: a strength of 0.8 leaves out the first fifth."""
         return steps - min(int(steps * strength), steps)
@@ -107,6 +114,18 @@ class Diffusion:
         return Clean(float(1 / alpha), -float(sigma / alpha), 0)
 
 
+def shift_of_diffusers(config: Mapping[str, Any], tokens: Tokens) -> dict[str, float]:
+    """How far diffusers' pipelines shift the steps of an image of so many tokens, as arguments of a scheduler's
+    `set_timesteps`; none where its config does not say that it depends on the size."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    if not config.get("use_dynamic_shifting"):
+        return {}
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    given = {name.replace("image_seq_len", "seq_len"): value for name in names if (value := config.get(name))}
+    return {"mu": calculate_shift(tokens, **given)}
+
+
 class Flow:
     """Straight lines from noise to image; a scheduler may shift its steps towards noise, the more the larger the image."""
 
@@ -134,6 +153,10 @@ class Flow:
         start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.16)
         slope = (end - start) / (high - low)
         return float(tokens * slope + (start - slope * low))
+
+    def as_diffusers(self, scheduler: Any, steps: int, tokens: Tokens) -> None:
+        """As StableDiffusion3Pipeline."""
+        scheduler.set_timesteps(steps, **shift_of_diffusers(scheduler.config, tokens))
 
     def skipped(self, steps: int, strength: float) -> int:
         """As `get_timesteps` of diffusers' StableDiffusion3Img2ImgPipeline: what is left is rounded up."""

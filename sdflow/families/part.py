@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
-from sdflow.models.base import Config, Model, Original, class_names
+from sdflow.models.base import Config, Model, Original, Ports, class_names
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Part:
         named = class_names(config)
         model = next((model for model in self.instead if model.class_name in named), None)
         return self if model is None else replace(self, model=model)
+
+    def ports(self, config: Config) -> Ports:
+        """The inputs and outputs of its graph, of the model that this config.json names."""
+        return self.of(config).model.ports(config)
 
     @property
     def kind(self) -> str:

@@ -41,6 +41,12 @@ SCHEDULERS: Mapping[str, SchedulerRow] = {**NOISE_SCHEDULERS, **FLOW_SCHEDULERS}
 """Name -> class in diffusers, and options. A family draws with those of its noising (`sdflow.families.noising`)."""
 
 
+def prediction(config: Config, otherwise: str) -> str:
+    """What a denoiser makes for a scheduler of this config, as diffusers calls it. otherwise: where the config does not
+    say it."""
+    return str(config.get("prediction_type", otherwise))
+
+
 _CONSISTENCY_ALONE = ("original_inference_steps", "timestep_scaling")
 _CONSISTENCY = (
     *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"),

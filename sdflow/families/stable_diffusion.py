@@ -9,27 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from sdflow.families import one_clip
 from sdflow.families.base import Family
 from sdflow.families.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import with_projections
-from sdflow.families.part import Companion, Layout, Part
+from sdflow.families.part import Companion
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.shared_parts import (
-    CONTROLNET,
-    IMAGE_ENCODER,
-    UNET,
-    VAE,
-    is_open_clip,
-    text_fingerprint,
-    unet_fingerprint,
-    vae_fingerprint,
-)
-from sdflow.families.text import encode
+from sdflow.families.shared_parts import CONTROLNET, IMAGE_ENCODER
 from sdflow.models.base import Config
-from sdflow.models.clip_text import ClipText
-from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
-from sdflow.models.safety_checker import SafetyChecker
 
 
 class StableDiffusion(Family):
@@ -40,45 +28,11 @@ class StableDiffusion(Family):
         *("StableDiffusionControlNetPipeline", "StableDiffusionControlNetImg2ImgPipeline"),
         "StableDiffusionControlNetInpaintPipeline",
     )
-    parts = (
-        Part(
-            "text_encoder",
-            ClipText(),
-            "text_encoder",
-            "The CLIP text model: token ids to embeddings.",
-            read=lambda config: ("last_hidden_state",),
-            layouts=(
-                Layout("cond_stage_model.transformer."),
-                Layout("cond_stage_model.model.", open_clip_names, open_clip_unused),  # 2.x
-            ),
-            lora=(
-                *("lora_te_", "lora_te1_", "text_encoder.", "text_model."),
-                *("base_model.model.text_model.", "base_model.model.encoder.layers."),
-            ),
-        ),
-        UNET,
-        *VAE,
-        Part(
-            "safety_checker",
-            SafetyChecker(),
-            "safety_checker",
-            "The filter of images; `null` or `false` leaves it out.",
-            optional=True,
-        ),
-    )
+    parts = one_clip.PARTS
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
     net = CONTROLNET
     prompter = IMAGE_ENCODER
-    companions: ClassVar[Mapping[str, Companion]] = {
-        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
-        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
-        "feature_extractor": Companion(
-            "transformers",
-            "CLIPImageProcessor",
-            "preprocessor_config.json",
-            parts=("safety_checker", IMAGE_ENCODER.name),
-        ),
-    }
+    companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
     scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
     options: ClassVar[Mapping[str, Any]] = {}
     arguments = ()
@@ -87,7 +41,7 @@ class StableDiffusion(Family):
         "image": Defaults(steps=50, guidance_scale=7.5, strength=0.8),
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
     }
-    embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    embeddings = one_clip.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "OnnxStableDiffusionPipeline",
@@ -99,33 +53,18 @@ class StableDiffusion(Family):
     )
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-        return {
-            **unet_fingerprint(configs["unet"]),
-            **vae_fingerprint(configs["vae"]),
-            **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
-        }
+        return one_clip.fingerprint(configs)
 
     def title_of(self, configs: Mapping[str, Config]) -> str:
-        text = configs.get("text_encoder")
-        if text is None:
-            return self.title
-        return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
+        return one_clip.generation(configs, self.title)
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
-        text = configs.get("text_encoder")
-        return "stable_diffusion_2" if text is not None and is_open_clip(text) else "stable_diffusion_1"
+        return one_clip.chains(configs)
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        if request.guidance_width is not None:
-            request.require_no_negatives()
-        texts = list(request.prompts)
-        if request.guided:
-            texts = [*(request.negatives or [""] * len(texts)), *texts]
-        encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
-        inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
-        return Conditions(inputs, halves=2 if request.guided else 1)
+        return one_clip.condition(run, companions, request)
 
     def lora_loader(self) -> Any:
         import diffusers

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
+from sdflow.families import xl_parts
 from sdflow.families.base import Family
 from sdflow.families.colors import STABLE_DIFFUSION_XL, LatentColors
 from sdflow.families.defaults import Defaults, Task
@@ -23,22 +24,19 @@ from sdflow.families.shared_parts import (
     vae_fingerprint,
 )
 from sdflow.families.text import encode, last_but_one, last_but_one_layer
+from sdflow.families.xl_parts import LAYERS, SCHEDULER, TOKENIZER, open_clip_part, require_sizes
 from sdflow.models.base import Config
-from sdflow.models.clip_text import ClipText, ClipTextWithProjection
-from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.clip_text import ClipText
 from sdflow.prompts.reading import Reading
 
 if TYPE_CHECKING:
     import torch
 
-_LAYERS = {"output_hidden_states": True}
-"""So optimum exports these text encoders, and so it finds their layers' outputs."""
-
 
 class StableDiffusionXL(Family):
     name = "stable_diffusion_xl"
     title = "Stable Diffusion XL"
-    classes: tuple[str, ...] = (
+    classes = (
         "StableDiffusionXLPipeline",
         "StableDiffusionXLImg2ImgPipeline",
         "StableDiffusionXLInpaintPipeline",
@@ -46,7 +44,7 @@ class StableDiffusionXL(Family):
         "StableDiffusionXLControlNetImg2ImgPipeline",
         "StableDiffusionXLControlNetInpaintPipeline",
     )
-    parts: tuple[Part, ...] = (
+    parts = (
         Part(
             "text_encoder",
             ClipText(),
@@ -55,55 +53,41 @@ class StableDiffusionXL(Family):
             read=lambda config: (last_but_one(config),),
             layouts=(Layout("conditioner.embedders.0.transformer."),),
             lora=("lora_te1_", "text_encoder."),
-            config=_LAYERS,
+            config=LAYERS,
             embedding="clip_l",
         ),
-        Part(
-            "text_encoder_2",
-            ClipTextWithProjection(),
-            "text_encoder_2",
-            "The second text model, of OpenCLIP: token ids to embeddings, and to one for the whole text.",
-            read=lambda config: ("text_embeds", last_but_one(config)),
-            layouts=(Layout("conditioner.embedders.1.model.", open_clip_names, open_clip_unused),),
-            lora=("lora_te2_", "text_encoder_2."),
-            config=_LAYERS,
-            embedding="clip_g",
-        ),
+        open_clip_part("conditioner.embedders.1.model."),
         UNET,
         *VAE,
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
-    net: Part | None = CONTROLNET
-    prompter: Part | None = IMAGE_ENCODER
+    net = CONTROLNET
+    prompter = IMAGE_ENCODER
     companions: ClassVar[Mapping[str, Companion]] = {
-        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
-        "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
-        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+        "tokenizer": TOKENIZER,
+        "tokenizer_2": TOKENIZER,
+        "scheduler": SCHEDULER,
         "feature_extractor": Companion(
             "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=(IMAGE_ENCODER.name,)
         ),
     }
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
-    arguments: tuple[str, ...] = (
+    arguments = (
         "prompt_2",
         "negative_prompt_2",
         "original_size",
         "crops_coords_top_left",
         "target_size",
     )
-    defaults: ClassVar[Mapping[Task, Defaults]] = {
-        "text": Defaults(steps=50, guidance_scale=5.0),
-        "image": Defaults(steps=50, guidance_scale=5.0, strength=0.3),
-        "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
-    }
-    embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
+    embeddings = xl_parts.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION_XL
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "ORTStableDiffusionXLPipeline",
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",
     }
-    architectures: tuple[str, ...] = (
+    architectures = (
         *("sdxl", "sdxl-tiny", "sdxl-turbo", "sdxl-turbo-tiny", "lcm-sdxl", "lcm-sdxl-tiny"),
         *("sdxl-inpainting", "sdxl-inpainting-tiny"),
         *("sdxl-v", "sdxl-v-tiny", "sdxl-v-zsnr", "sdxl-v-zsnr-tiny"),
@@ -118,7 +102,7 @@ class StableDiffusionXL(Family):
         }
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return "stable_diffusion_xl"
+        return xl_parts.CHAINS
 
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
         super().require_arguments(given, prompts)
@@ -128,11 +112,7 @@ class StableDiffusionXL(Family):
                 raise UsageError(
                     f"{len(texts)} texts for {prompts} prompts", where=name, remedy="Give one for each, or one for all."
                 )
-        for name, least in (("original_size", 1), ("crops_coords_top_left", 0), ("target_size", 1)):
-            if (pair := given.get(name)) is not None and not _is_pair(pair, least):
-                raise UsageError(
-                    f"it is {pair!r}", where=name, remedy=f"Give two whole numbers of pixels, each at least {least}."
-                )
+        require_sizes(given)
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
@@ -169,9 +149,7 @@ class StableDiffusionXL(Family):
         return Conditions(inputs, halves=2 if request.guided else 1)
 
     def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.StableDiffusionXLPipeline
+        return xl_parts.lora_loader()
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
@@ -215,8 +193,3 @@ class _Texts:
         encoded = encode(run, reading, texts)
         hidden = [each.hidden(last_but_one_layer(each.outputs)) for each in encoded.values()]
         return torch.cat(hidden, dim=-1), encoded["text_encoder_2"].whole("text_embeds")
-
-
-def _is_pair(value: Any, least: int) -> bool:
-    numbers = list(value) if isinstance(value, (list, tuple)) else []
-    return len(numbers) == 2 and all(type(number) is int and number >= least for number in numbers)

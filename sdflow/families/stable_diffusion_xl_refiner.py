@@ -11,44 +11,42 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from sdflow.errors import UsageError
-from sdflow.families.defaults import Task
-from sdflow.families.part import Companion, Layout
+from sdflow.families import xl_parts
+from sdflow.families.base import Family
+from sdflow.families.colors import STABLE_DIFFUSION_XL, LatentColors
+from sdflow.families.defaults import Defaults, Task
+from sdflow.families.part import Companion
 from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.shared_parts import projected_text_fingerprint, unet_fingerprint, vae_fingerprint
-from sdflow.families.stable_diffusion_xl import StableDiffusionXL
+from sdflow.families.shared_parts import UNET, VAE, projected_text_fingerprint, unet_fingerprint, vae_fingerprint
 from sdflow.families.text import encode, last_but_one_layer
 from sdflow.models.base import Config
-from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.models.unet import RefinerUNet
 
-_PARTS = {part.name: part for part in StableDiffusionXL.parts}
 _SCORES = {"aesthetic_score": 6.0, "negative_aesthetic_score": 2.5}
 """As diffusers has them."""
 
 
-class StableDiffusionXLRefiner(StableDiffusionXL):
+class StableDiffusionXLRefiner(Family):
     name = "stable_diffusion_xl_refiner"
     title = "the refiner of Stable Diffusion XL"
     classes = ("StableDiffusionXLImg2ImgPipeline",)
     lacks = ("text_encoder", "tokenizer")
     parts = (
-        replace(
-            _PARTS["text_encoder_2"],
-            layouts=(Layout("conditioner.embedders.0.model.", open_clip_names, open_clip_unused),),
-        ),
-        replace(_PARTS["unet"], model=RefinerUNet(), adapted=None),
-        _PARTS["vae_encoder"],
-        _PARTS["vae_decoder"],
+        xl_parts.open_clip_part("conditioner.embedders.0.model."),
+        replace(UNET, model=RefinerUNet(), adapted=None),
+        *VAE,
     )
-    net = None
-    prompter = None
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
     companions: ClassVar[Mapping[str, Companion]] = {
-        name: companion
-        for name, companion in StableDiffusionXL.companions.items()
-        if name not in ("tokenizer", "feature_extractor")
+        "tokenizer_2": xl_parts.TOKENIZER,
+        "scheduler": xl_parts.SCHEDULER,
     }
+    scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     arguments = ("original_size", "crops_coords_top_left", *_SCORES)
+    defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
+    embeddings = xl_parts.EMBEDDINGS
+    colors: ClassVar[LatentColors] = STABLE_DIFFUSION_XL
     assembled_as: ClassVar[Mapping[Task, str]] = {"image": "ORTStableDiffusionXLImg2ImgPipeline"}
     architectures = ("sdxl-refiner", "sdxl-refiner-tiny")
 
@@ -62,8 +60,12 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
             **projected_text_fingerprint(configs["text_encoder_2"], *self.part("text_encoder_2").layouts),
         }
 
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return xl_parts.CHAINS
+
     def require_arguments(self, given: Mapping[str, Any], prompts: int) -> None:
         super().require_arguments(given, prompts)
+        xl_parts.require_sizes(given)
         for name in _SCORES:
             if (score := given.get(name)) is not None and not isinstance(score, (int, float)):
                 raise UsageError(f"it is {score!r}", where=name, remedy="Give a number; around 6 is usual.")
@@ -91,6 +93,9 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
         time_ids = torch.tensor(rows, dtype=torch.float32).to(hidden.device)
         inputs = {"encoder_hidden_states": hidden, "text_embeds": pooled, "time_ids": time_ids}
         return Conditions(inputs, halves=2 if request.guided else 1)
+
+    def lora_loader(self) -> Any:
+        return xl_parts.lora_loader()
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

@@ -6,6 +6,7 @@ diffusers is given the mean too, by arguments that its pipelines document.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,19 +21,21 @@ def torch_start(
     image: Any = None,
     mask_image: Any = None,
     strength: float | None = None,
+    pack: Callable[[torch.Tensor], torch.Tensor] = lambda latents: latents,
 ) -> dict[str, Any]:
     """Arguments of a call of a pipeline of diffusers that starts from this noise, (images, channels, rows, columns), and from
-    what `sdflow.samples.canvas` gives: the latents, and what the pipeline takes beside them."""
+    what `sdflow.samples.canvas` gives: the latents, and what the pipeline takes beside them. pack: to the form in
+    which its call takes latents (`Family.packed`)."""
     height, width = (pipeline.vae_scale_factor * size for size in noise.shape[2:])
     if image is None:
-        return {"latents": noise, "height": height, "width": width}
+        return {"latents": pack(noise), "height": height, "width": width}
     given = {"strength": strength}
     pixels = pipeline.image_processor.preprocess(image)
     if mask_image is not None:
         kept = pipeline.mask_processor.preprocess(mask_image) < 0.5
         masked = _mean(pipeline, pixels * kept)
         given |= {"image": image, "mask_image": mask_image, "masked_image_latents": masked}
-        return {**given, "latents": noise, "height": height, "width": width}
+        return {**given, "latents": pack(noise), "height": height, "width": width}
     mean = _mean(pipeline, pixels).repeat(len(noise), 1, 1, 1)
     pipeline.scheduler.set_timesteps(steps)
     first = pipeline.scheduler.timesteps[:1]

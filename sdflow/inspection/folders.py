@@ -17,6 +17,7 @@ from sdflow.families import (
     family_of_index,
 )
 from sdflow.families.base import Family
+from sdflow.families.schedulers import prediction
 from sdflow.inspection.contents import Contents, precision_of, read_contents
 from sdflow.inspection.description import BUILT, PIPELINE, UNKNOWN, Description
 from sdflow.inspection.lines import (
@@ -132,9 +133,7 @@ def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -
         except (KeyError, TypeError, StopIteration):
             return []
     try:
-        said = read_config(folder / "scheduler" / "scheduler_config.json", finite=False).get(
-            "prediction_type", "epsilon"
-        )
+        said = prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False), "epsilon")
     except CheckpointError:
         return found
     return sorted(found, key=lambda name: prediction_of(name) != said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,21 +28,49 @@ GUIDANCE = "timestep_cond"
 """The input in which a denoiser takes the guidance scale, embedded: diffusers' name for it."""
 
 EXACT = ("timestep", "time_ids")
-"""Inputs whose values float16 would round away: timesteps between whole numbers, sizes above 2048 pixels."""
+"""The names of exact ports (`Port.exact`) that the passes to float16 leave float32 where a workflow does not name others: they
+know a graph, and no model. They are part of cache keys."""
+
+
+class Role(Enum):
+    """What a port is for, whatever it is called: by this, whoever feeds and reads a graph finds it (`Ports.of`)."""
+
+    CONDITION = "condition"
+    """What a denoiser takes of prompts and images, and anything else that is not below: by name, from `Family.condition`."""
+    LATENTS = "latents"
+    """Of a denoiser, of its ControlNets and of both halves of a VAE."""
+    TIMESTEP = "timestep"
+    PREDICTION = "prediction"
+    """What a denoiser makes of the latents."""
+    PIXELS = "pixels"
+    """Of both halves of a VAE; of a checker the images as they are drawn."""
+    HINT = "hint"
+    """The image that a ControlNet is given."""
+    SEEN = "seen"
+    """Of a checker: the images as its processor makes them."""
+    CHECKED = "checked"
+    """Of a checker: the images with those blackened that it flags."""
+    FLAGS = "flags"
+    """Of a checker: which it flags."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size."""
+    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size; its role.
+
+    exact: float16 would round its values away, as timesteps between whole numbers and sizes above 2048 pixels: it stays float32
+    where a graph is converted. why_exact: in words, for who finds it otherwise.
+    """
 
     name: str
     dtype: str
     axes: tuple[int | str, ...]
+    role: Role = Role.CONDITION
+    why_exact: str = ""
 
     @property
     def exact(self) -> bool:
-        """Whether it stays float32 where a graph is converted to float16."""
-        return self.name in EXACT
+        return bool(self.why_exact)
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
@@ -71,6 +100,11 @@ class Ports:
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+
+    def of(self, role: Role) -> str:
+        """The name of the only port with this role. Raises ValueError where there are several or none."""
+        (port,) = (port for port in (*self.inputs, *self.outputs) if port.role is role)
+        return port.name
 
     @property
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
@@ -115,6 +149,12 @@ class Original:
     transposed: bool = False
     swapped: bool = False
     identity: bool = False
+
+
+def timestep_port() -> Port:
+    """The timestep of a denoiser: one for the whole batch."""
+    why = "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types"
+    return Port("timestep", "float32", (1,), Role.TIMESTEP, why)
 
 
 def halved(config: Config) -> int:

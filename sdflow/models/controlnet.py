@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes, halved
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, halved
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.models.residuals import by_name, residual_ports
 from sdflow.models.unet import made_up, main_ports
@@ -92,7 +92,8 @@ class ControlNet(Model):
                 where="ControlNet",
                 remedy="Leave it out. Those that keep the image's places (canny, depth, openpose and so on) are supported.",
             )
-        image = Port("controlnet_cond", "float32", ("batch", config.get("conditioning_channels", 3), "height", "width"))
+        channels = config.get("conditioning_channels", 3)
+        image = Port("controlnet_cond", "float32", ("batch", channels, "height", "width"), Role.HINT)
         sample, timestep, text, *more = main_ports(config, "ControlNet")
         return Ports(inputs=(sample, timestep, text, image, *more), outputs=residual_ports(config))
 
@@ -109,7 +110,7 @@ class ControlNet(Model):
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
         import numpy as np
 
-        if port.name == "controlnet_cond":
+        if port.role is Role.HINT:
             return random.random(shape, np.float32)
         return made_up(port, shape, random)
 

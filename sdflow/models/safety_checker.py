@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Sizes
+from sdflow.models.base import Config, Model, Port, Ports, Role, Sizes
 from sdflow.models.clip_text import UNUSED
 
 if TYPE_CHECKING:
@@ -33,8 +33,14 @@ class SafetyChecker(Model):
         size = config["vision_config"]["image_size"]
         images = ("batch", "height", "width", 3)
         return Ports(
-            inputs=(Port("clip_input", "float32", ("batch", 3, size, size)), Port("images", "float32", images)),
-            outputs=(Port("out_images", "float32", images), Port("has_nsfw_concepts", "bool", ("batch",))),
+            inputs=(
+                Port("clip_input", "float32", ("batch", 3, size, size), Role.SEEN),
+                Port("images", "float32", images, Role.PIXELS),
+            ),
+            outputs=(
+                Port("out_images", "float32", images, Role.CHECKED),
+                Port("has_nsfw_concepts", "bool", ("batch",), Role.FLAGS),
+            ),
         )
 
     def smallest(self, config: Config) -> Sizes:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
 from sdflow.models.sd3_names import sd3_names
 from sdflow.models.transformer_parameters import sd3_parameters
 
@@ -49,12 +49,12 @@ class SD3Transformer(Model):
         size = ("latent_height", "latent_width")
         return Ports(
             inputs=(
-                Port("sample", "float32", ("batch", config["in_channels"], *size)),
-                Port("timestep", "float32", (1,)),
+                Port("sample", "float32", ("batch", config["in_channels"], *size), Role.LATENTS),
+                timestep_port(),
                 Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
                 Port("pooled_projections", "float32", ("batch", config["pooled_projection_dim"])),
             ),
-            outputs=(Port("out_sample", "float32", ("batch", config["out_channels"], *size)),),
+            outputs=(Port("out_sample", "float32", ("batch", config["out_channels"], *size), Role.PREDICTION),),
         )
 
     def smallest(self, config: Config) -> Sizes:
@@ -91,7 +91,7 @@ class SD3Transformer(Model):
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
         import numpy as np
 
-        if port.name == "timestep":
+        if port.role is Role.TIMESTEP:
             return random.uniform(0, 1000, shape).astype(port.dtype)
         return random.standard_normal(shape, np.float32)
 

@@ -18,7 +18,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import PassError
-from sdflow.models.base import GUIDANCE, Config, Model, Original, Port, Ports, Shapes, Sizes, halved
+from sdflow.models.base import (
+    GUIDANCE,
+    Config,
+    Model,
+    Original,
+    Port,
+    Ports,
+    Role,
+    Shapes,
+    Sizes,
+    halved,
+    timestep_port,
+)
 from sdflow.models.image_prompts import (
     ADAPTED,
     ScaleInput,
@@ -85,7 +97,12 @@ class UNet(Model):
                 *image_prompt_ports(config),
             ),
             outputs=(
-                Port("out_sample", "float32", ("batch", config["out_channels"], "latent_height", "latent_width")),
+                Port(
+                    "out_sample",
+                    "float32",
+                    ("batch", config["out_channels"], "latent_height", "latent_width"),
+                    Role.PREDICTION,
+                ),
             ),
         )
 
@@ -222,8 +239,8 @@ def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tup
                 remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
             )
     return (
-        Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width")),
-        Port("timestep", "float32", (1,)),
+        Port("sample", "float32", ("batch", config["in_channels"], "latent_height", "latent_width"), Role.LATENTS),
+        timestep_port(),
         Port("encoder_hidden_states", "float32", ("batch", "sequence", config["cross_attention_dim"])),
         *_added_conditions(config, time_ids),
     )
@@ -233,7 +250,7 @@ def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.nda
     """Made-up values of one of them."""
     import numpy as np
 
-    if port.name == "timestep":
+    if port.role is Role.TIMESTEP:
         return random.uniform(0, 1000, shape).astype(port.dtype)
     if port.name == "time_ids":
         return random.integers(0, 1025, shape).astype(port.dtype)
@@ -258,5 +275,10 @@ def _added_conditions(config: Config, time_ids: int) -> tuple[Port, ...]:
         )
     return (
         Port("text_embeds", "float32", ("batch", joined - time_ids * width)),
-        Port("time_ids", "float32", ("batch", time_ids)),
+        Port(
+            "time_ids",
+            "float32",
+            ("batch", time_ids),
+            why_exact="a half type rounds sizes above 2048 pixels; keep_io_types",
+        ),
     )

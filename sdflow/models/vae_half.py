@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Sizes, halved
+from sdflow.models.base import Config, Model, Port, Ports, Role, Sizes, halved
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,9 @@ class DecoderHalf(VaeHalf):
 
 
 def _pixels(channels: int) -> Port:
-    return Port("sample", "float32", ("batch", channels, "height", "width"))
+    return Port("sample", "float32", ("batch", channels, "height", "width"), Role.PIXELS)
 
 
 def _latents(config: Config) -> Port:
-    return Port("latent_sample", "float32", ("batch", config["latent_channels"], "latent_height", "latent_width"))
+    axes = ("batch", config["latent_channels"], "latent_height", "latent_width")
+    return Port("latent_sample", "float32", axes, Role.LATENTS)

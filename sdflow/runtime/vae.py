@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import TiledWarning
 from sdflow.families.latents import Latents
 from sdflow.machine.memory import available_bytes
+from sdflow.models.base import Role
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.units import spell_bytes
@@ -72,10 +73,11 @@ def decode(
     """
 
     def run(part: torch.Tensor) -> torch.Tensor:
-        bound = decoder.bound(latent_sample=tuple(part.shape))
-        bound.inputs["latent_sample"].copy_(part)
-        return bound.run()["sample"]
+        bound = decoder.bound(**{given: tuple(part.shape)})
+        bound.inputs[given].copy_(part)
+        return bound.run()[made]
 
+    given, made = decoder.port(Role.LATENTS), decoder.port(Role.PIXELS)
     rows, columns = latents.shape[2:]
     side = _chosen(decoder, rows, columns, what.scale, tiles)
     for latent in what.to_vae(latents).split(1):
@@ -92,10 +94,11 @@ def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: boo
     import torch
 
     def run(part: torch.Tensor) -> torch.Tensor:
-        bound = encoder.bound(sample=tuple(part.shape))
-        bound.inputs["sample"].copy_(part)
-        return bound.run()["latent_sample"]
+        bound = encoder.bound(**{given: tuple(part.shape)})
+        bound.inputs[given].copy_(part)
+        return bound.run()[made]
 
+    given, made = encoder.port(Role.PIXELS), encoder.port(Role.LATENTS)
     rows, columns = (size // what.scale for size in images.shape[2:])
     side = _chosen(encoder, rows, columns, what.scale, tiles)
     encoded = []

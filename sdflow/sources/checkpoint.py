@@ -161,7 +161,7 @@ def pipeline_facts(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> 
         for part in family.parts
         if not part.optional and (part.component in configs or part.name not in family.text)
     }
-    latents, channels = family.latents(parts), parts[family.denoiser]["in_channels"]
+    latents, channels = family.latents(parts), family.input_channels(parts)
     if family.task(parts) != "inpaint" and channels != latents.channels:
         raise CheckpointError(
             f"the denoiser takes {channels} channels beside latents of {latents.channels}",

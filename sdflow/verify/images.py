@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.base import Family
 from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions
-from sdflow.families.latents import Latents
 from sdflow.families.request import Request, Tensors
+from sdflow.models.base import Ports, Role
 from sdflow.models.vae import image_reader
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.files.folder import (
     folder_latents,
     folder_task,
@@ -94,6 +95,13 @@ def text_to_image(
         found = run(submodel, {name: value.numpy() for name, value in inputs.items()})
         return {name: torch.from_numpy(value) for name, value in found.items()}
 
+    def ports(submodel: str) -> Ports:
+        return family.part(submodel).ports(submodel_config(folder, submodel))
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        given, made = (ports(family.encoder).of(role) for role in (Role.PIXELS, Role.LATENTS))
+        return latents.from_vae(run_torch(family.encoder, {given: pixels})[made].float())
+
     companions, latents, task = load_companions(folder), folder_latents(folder), folder_task(folder)
     height, width = (latents.scale * size for size in first.shape[2:])
     denoiser = submodel_config(folder, family.denoiser)
@@ -114,7 +122,7 @@ def text_to_image(
     ]
 
     scheduler = companions["scheduler"]
-    noising = family.noising
+    noising, names = family.noising, Moving.of(ports(family.denoiser))
     noising.set_timesteps(scheduler, steps, latents.tokens(*first.shape[2:]))
     known = {"eta": 0.0, "generator": torch.Generator().manual_seed(selection.seed)}
     accepted = inspect.signature(scheduler.step).parameters
@@ -123,21 +131,22 @@ def text_to_image(
     sample = noising.first(scheduler, noise) if begin is None else noise
     beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
     if task == "inpaint":
-        beside = _mask_and_masked(run_torch, family, latents, start["image"], start["mask_image"])
+        beside = _mask_and_masked(encode, start["image"], start["mask_image"])
     elif task == "image" and begin is None:
         pixels = image_reader(1).preprocess(start["image"])
-        encoded = run_torch(family.encoder, {"sample": pixels})["latent_sample"].float()
-        sample = noising.noised(scheduler, latents.from_vae(encoded), noise, scheduler.timesteps[:1])
+        sample = noising.noised(scheduler, encode(pixels), noise, scheduler.timesteps[:1])
     for timestep in _part(scheduler, begin, end):
         scaled = torch.cat([noising.scaled(scheduler, sample, timestep), *beside], dim=1)
         fed = torch.cat([scaled] * conditions.halves)
-        inputs = {"sample": fed, "timestep": torch.tensor([timestep.item()]), **conditions.inputs, **inputs_of_images}
+        moving = {names.latents: fed, names.timestep: torch.tensor([timestep.item()])}
+        inputs = {**moving, **conditions.inputs, **inputs_of_images}
         given = [
-            run_torch(net, {**inputs, "controlnet_cond": image}) for net, image in zip(nets, controls, strict=True)
+            run_torch(net, {**inputs, ports(net).of(Role.HINT): image})
+            for net, image in zip(nets, controls, strict=True)
         ]
         for name in given[0] if given else ():
             inputs[name] = torch.stack([each[name].float() for each in given]).sum(0)
-        output = run_torch(family.denoiser, inputs)["out_sample"].float()
+        output = run_torch(family.denoiser, inputs)[ports(family.denoiser).of(Role.PREDICTION)].float()
         if conditions.halves == 2:
             unconditional, conditional = output.chunk(2)
             output = unconditional + selection.guidance_scale * (conditional - unconditional)
@@ -146,7 +155,8 @@ def text_to_image(
     if end is not None:
         reached: np.ndarray = sample.numpy()
         return reached
-    decoded = [run_torch(family.decoder, {"latent_sample": latents.to_vae(one[None])})["sample"] for one in sample]
+    read, made = (ports(family.decoder).of(role) for role in (Role.LATENTS, Role.PIXELS))
+    decoded = [run_torch(family.decoder, {read: latents.to_vae(one[None])})[made] for one in sample]
     drawn: np.ndarray = np.clip(torch.cat(decoded).float().numpy() / 2 + 0.5, 0, 1)
     return drawn.transpose(0, 2, 3, 1)
 
@@ -166,14 +176,16 @@ def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.
 
 
 def _mask_and_masked(
-    run: Callable[[str, Tensors], Tensors], family: Family, latents: Latents, image: Image, mask_image: Image
+    encode: Callable[[torch.Tensor], torch.Tensor], image: Image, mask_image: Image
 ) -> list[torch.Tensor]:
-    """What a denoiser for inpainting reads behind the latents: the mask, small, and the latents of the masked image."""
+    """What a denoiser for inpainting reads behind the latents: the mask, small, and the latents of the masked image.
+
+    encode: pixels to latents."""
     import torch
 
     mask = image_reader(1, do_normalize=False, do_binarize=True, do_convert_grayscale=True).preprocess(mask_image)
     pixels = image_reader(1).preprocess(image) * (mask < 0.5)
-    encoded = latents.from_vae(run(family.encoder, {"sample": pixels})["latent_sample"].float())
+    encoded = encode(pixels)
     return [torch.nn.functional.interpolate(mask, size=tuple(encoded.shape[2:])), encoded]
 
 

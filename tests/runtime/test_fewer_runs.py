@@ -39,7 +39,7 @@ from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
-from tests.runtime.test_split import SIZES, load, lowered
+from tests.runtime.test_split import MOVING, SIZES, load, lowered
 
 STEPS = 6
 HALF = {"every": 2, "from": 0.2, "to": 1.0}
@@ -170,8 +170,8 @@ def test_several_images_without_guidance(built: Built) -> None:
 @pytest.mark.parametrize("guidance", [False, True])
 def test_the_two_steps_of_a_graph_for_cuda_give_what_it_gives(fused_unet: Any, guidance: bool) -> None:  # noqa: F811
     model = load(fused_unet.path)
-    parts = split(model, SIZES, guidance=guidance)
-    assert len(skip_joins(parts.step.graph)) == 4
+    parts = split(model, SIZES, moving=MOVING, guidance=guidance)
+    assert len(skip_joins(parts.step.graph, parts.moving.latents)) == 4
     cut = depths(parts, 2)
     random = np.random.default_rng(3)
     whole, shallow = lowered(cut.whole, fused_unet.path), lowered(cut.shallow, fused_unet.path)
@@ -191,7 +191,7 @@ def test_the_two_steps_of_a_graph_for_cuda_give_what_it_gives(fused_unet: Any, g
 
 
 def test_more_layers_than_there_are(fused_unet: Any) -> None:  # noqa: F811
-    parts = split(load(fused_unet.path), SIZES, guidance=True)
+    parts = split(load(fused_unet.path), SIZES, moving=MOVING, guidance=True)
     with pytest.raises(UsageError, match="4 layers with a skip connection, and 4 are to run"):
         depths(parts, 4)
 

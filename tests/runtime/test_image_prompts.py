@@ -19,6 +19,7 @@ from ip_adapter_files import save_adapter, save_encoder, tensors, with_adapters
 from PIL import Image
 
 from sdflow.errors import UsageError
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
@@ -159,7 +160,7 @@ def test_steps_read_keys_and_values_of_the_images_that_are_computed_once(built: 
         "image_tokens_0": 4,
         "image_tokens_1": 6,
     }
-    parts = split(model, sizes, guidance=True)
+    parts = split(model, sizes, moving=Moving("sample", "timestep"), guidance=True)
 
     def matrices(part: Any) -> int:
         read = {name for node in part.graph.node for name in node.input}

@@ -14,6 +14,7 @@ import pytest
 from sdflow.errors import PassError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts
 from sdflow.runtime.denoiser.split import split as take_apart
 from sdflow.sources.architectures import architecture_config
@@ -21,6 +22,7 @@ from sdflow.sources.load import parameter_shapes
 from sdflow.verify.lowering import lower
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
 
+MOVING = Moving("sample", "timestep")
 SIZES = {"batch": 4, "latent_height": 8, "latent_width": 8, "sequence": 77}
 TIMESTEPS = (981.25, 500.0, 1.0)
 
@@ -82,7 +84,7 @@ def run_split(parts: Parts, sessions: Sequence[Any], feeds: Sequence[Mapping[str
 
 
 def assert_same(model: Any, folder: Path, open_session: Any, *, guidance: bool) -> Parts:
-    parts = take_apart(model, SIZES, guidance=guidance)
+    parts = take_apart(model, SIZES, moving=MOVING, guidance=guidance)
     assert (parts.rows, parts.latents) == (4, 2 if guidance else 4)
     whole, split = steps(model, parts)
     reference = open_session(model, folder)
@@ -116,7 +118,7 @@ def test_the_parts_of_a_graph_for_cuda_give_what_it_gives(fused_unet: Any, guida
 
 def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: F811
     model = load(fused_unet.path)
-    parts = take_apart(model, SIZES, guidance=True)
+    parts = take_apart(model, SIZES, moving=MOVING, guidance=True)
 
     def weights(graph: Any) -> set[str]:
         return {tensor.name for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
@@ -134,7 +136,7 @@ def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: 
 
 def test_a_batch_without_two_halves_is_an_error(fused_unet: Any) -> None:  # noqa: F811
     with pytest.raises(PassError, match="a batch of 3 has no two halves"):
-        take_apart(load(fused_unet.path), {**SIZES, "batch": 3}, guidance=True)
+        take_apart(load(fused_unet.path), {**SIZES, "batch": 3}, moving=MOVING, guidance=True)
 
 
 def test_a_scale_that_all_timesteps_would_share_is_refused(fused_unet: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -146,8 +148,10 @@ def test_a_scale_that_all_timesteps_would_share_is_refused(fused_unet: Any, tmp_
         return load(folder)
 
     with pytest.raises(PassError, match="with one scale for all timesteps"):
-        take_apart(quantized(tmp_path / "all"), SIZES, guidance=True)
-    parts = take_apart(quantized(tmp_path / "kept", "*/time_embedding/*", "*/time_emb_proj/*"), SIZES, guidance=True)
+        take_apart(quantized(tmp_path / "all"), SIZES, moving=MOVING, guidance=True)
+    parts = take_apart(
+        quantized(tmp_path / "kept", "*/time_embedding/*", "*/time_emb_proj/*"), SIZES, moving=MOVING, guidance=True
+    )
     products = {
         part: [node.op_type for node in getattr(parts, part).graph.node] for part in ("text", "timestep", "step")
     }

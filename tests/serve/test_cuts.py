@@ -13,7 +13,10 @@ import pytest
 from until import PATIENCE
 
 from sdflow.errors import PassError
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.serve.engine.cuts import Cuts
+
+MOVING = Moving("sample", "timestep")
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ class Splits:
         self.begun: list[int] = []
         self.began, self.go_on = threading.Event(), threading.Event()
 
-    def __call__(self, graph: Any, sizes: Mapping[str, int], *, guidance: bool) -> Any:
+    def __call__(self, graph: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: bool) -> Any:
         self.begun.append(sizes["batch"])
         if sizes["batch"] == 8:
             self.began.set()
@@ -53,9 +56,9 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Splits]:
 def test_who_wants_other_parts_does_not_wait(model: Path, splits: Splits) -> None:
     cuts = Cuts()
     with ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(cuts.of, model, {"batch": 8}, guidance=True) for _ in range(2)]
+        slow = [pool.submit(cuts.of, model, {"batch": 8}, moving=MOVING, guidance=True) for _ in range(2)]
         assert splits.began.wait(PATIENCE)
-        assert cuts.of(model, {"batch": 2}, guidance=True)[1] == 2
+        assert cuts.of(model, {"batch": 2}, moving=MOVING, guidance=True)[1] == 2
         assert not any(each.done() for each in slow)
         splits.go_on.set()
         assert [each.result(PATIENCE)[1] for each in slow] == [8, 8]
@@ -66,5 +69,5 @@ def test_what_failed_is_tried_again(model: Path, splits: Splits) -> None:
     cuts = Cuts()
     for _ in range(2):
         with pytest.raises(PassError, match="a batch of 3"):
-            cuts.of(model, {"batch": 3}, guidance=True)
+            cuts.of(model, {"batch": 3}, moving=MOVING, guidance=True)
     assert splits.begun == [3, 3]

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.models.base import Role
 from sdflow.models.residuals import is_residual
 from sdflow.models.vae import image_reader
 from sdflow.runtime.denoiser.denoiser import WholeDenoiser
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.start import preprocess
 from sdflow.runtime.sessions.bound import Bound
@@ -120,7 +122,7 @@ class ControlledDenoiser:
         self._residuals = {name: value for name, value in inputs.items() if is_residual(name)}
         rows = images if guess else sizes["batch"]
         self._nets = [
-            _Net(nets[name], control, {**sizes, "batch": rows}, inputs["sample"], guess=guess)
+            _Net(nets[name], control, {**sizes, "batch": rows}, inputs[denoiser.moving.latents], guess=guess)
             for name, control in controls.items()
         ]
         self._schedule: Schedule | None = None
@@ -154,7 +156,9 @@ class _Net:
         self._control, self._guess = control, guess
         self._bound: Bound = model.bound(**model.shapes(sizes))
         self._rows = sizes["batch"]
-        own = self._bound.inputs["sample"]
+        ports = model.part.ports(model.config)
+        self._moving, self._hint = Moving.of(ports), ports.of(Role.HINT)
+        own = self._bound.inputs[self._moving.latents]
         # Of a denoiser for inpainting the latents alone. In guess mode the last rows: those of the prompts.
         self._sample = sample[-self._rows :, : own.shape[1]]
 
@@ -167,13 +171,13 @@ class _Net:
         for name, value in conditions.items():
             if name in inputs:
                 inputs[name].copy_(value[-self._rows :])
-        into = inputs["controlnet_cond"]
+        into = inputs[self._hint]
         into.copy_(pixels.repeat(len(into) // len(pixels), 1, 1, 1))
 
     def add(self, timestep: torch.Tensor, residuals: Mapping[str, torch.Tensor]) -> None:
         """Add what it gives for the denoiser's latents to the residuals."""
-        self._bound.inputs["sample"].copy_(self._sample)
-        self._bound.inputs["timestep"].copy_(timestep)
+        self._bound.inputs[self._moving.latents].copy_(self._sample)
+        self._bound.inputs[self._moving.timestep].copy_(timestep)
         for scale, (name, value) in zip(self._scales(len(residuals)), self._bound.run().items(), strict=True):
             residuals[name][-self._rows :].add_(value, alpha=scale)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sdflow.models.base import Role
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.sessions.bound import Bound, data_inputs
 from sdflow.runtime.sessions.session import read_graph
@@ -37,8 +39,10 @@ class WholeDenoiser:
         """shape: (images, channels, rows, columns) of the latents and their context. sizes: of the graph's axes by name,
         `batch` among them."""
         rows = sizes["batch"]
-        self._bound = model.bound(**{**model.shapes(sizes), "sample": (rows, *shape[1:])})
-        self.sample = self._bound.inputs["sample"].view(rows // shape[0], *shape)
+        ports = model.part.ports(model.config)
+        self.moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
+        self._bound = model.bound(**{**model.shapes(sizes), self.moving.latents: (rows, *shape[1:])})
+        self.sample = self._bound.inputs[self.moving.latents].view(rows // shape[0], *shape)
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
@@ -51,8 +55,8 @@ class WholeDenoiser:
         self._timesteps = schedule.timesteps
 
     def step(self, index: int) -> torch.Tensor:
-        self._bound.inputs["timestep"].copy_(self._timesteps[index])
-        return self._bound.run()["out_sample"]
+        self._bound.inputs[self.moving.timestep].copy_(self._timesteps[index])
+        return self._bound.run()[self._prediction]
 
 
 class PartedDenoiser:
@@ -67,7 +71,10 @@ class PartedDenoiser:
         from sdflow.runtime.denoiser.split import split
 
         assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
-        parts = split(read_graph(model.path), sizes, guidance=sizes["batch"] == 2 * shape[0])
+        ports = model.part.ports(model.config)
+        self._moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
+        guidance = sizes["batch"] == 2 * shape[0]
+        parts = split(read_graph(model.path), sizes, moving=self._moving, guidance=guidance)
         cut = depths(parts, layers) if layers else None
         with ThreadPoolExecutor(max_workers=4) as pool:
             text = pool.submit(model.part_session, parts.text)
@@ -85,7 +92,7 @@ class PartedDenoiser:
             if cut is not None and shallow is not None:
                 kept = {cut.features: self._step.outputs[cut.features]}
                 self._shallow = _bind(shallow.result(), model, {**given, **self._step.inputs, **kept})
-        self.sample = self._step.inputs["sample"].view(-1, *shape)
+        self.sample = self._step.inputs[self._moving.latents].view(-1, *shape)
         self._schedule: Schedule | None = None
 
     def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
@@ -93,7 +100,7 @@ class PartedDenoiser:
             (self._text if name in self._text.inputs else self._step).inputs[name].copy_(value)
         self._text.run()
         if schedule is not self._schedule:
-            times = Bound(self._timestep_session, self._place, {"timestep": schedule.timesteps.reshape(-1)})
+            times = Bound(self._timestep_session, self._place, {self._moving.timestep: schedule.timesteps.reshape(-1)})
             self._rows = self._time_values.table(times.run())
             self._schedule = schedule
 
@@ -101,7 +108,7 @@ class PartedDenoiser:
         self._time_values.memory.copy_(self._rows[index])
         reused = self._schedule is not None and self._schedule.reused[index : index + 1] == (True,)
         bound = self._shallow if reused and self._shallow is not None else self._step
-        return bound.run()["out_sample"]
+        return bound.run()[self._prediction]
 
 
 class PartlyGuidedDenoiser:

@@ -18,7 +18,7 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.families.approximation import REUSE
 from sdflow.onnx_model.nodes import copied
-from sdflow.runtime.denoiser.split import SAMPLE, Parts
+from sdflow.runtime.denoiser.split import Parts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def depths(parts: Parts, layers: int) -> Depths:
     Raises UsageError for a graph without as many.
     """
     graph = parts.step.graph
-    joins = skip_joins(graph)
+    joins = skip_joins(graph, parts.moving.latents)
     if layers >= len(joins):  # above the lowest join lies all but the middle: nothing is won
         raise UsageError(
             f"its denoiser has {len(joins)} layers with a skip connection, and {layers} are to run in every step",
@@ -54,10 +54,10 @@ def depths(parts: Parts, layers: int) -> Depths:
     return Depths(whole, _above(parts.step, features, types[features]), features)
 
 
-def skip_joins(graph: Any) -> list[str]:
+def skip_joins(graph: Any, latents: str) -> list[str]:
     """What comes from below at each join of the way up, in the order in which they run: the outermost last.
 
-    graph: of a step, with the shapes of all values.
+    graph: of a step, with the shapes of all values. latents: its input.
     """
     ranks = {
         item.name: len(item.type.tensor_type.shape.dim) for item in (*graph.input, *graph.value_info, *graph.output)
@@ -66,7 +66,7 @@ def skip_joins(graph: Any) -> list[str]:
     pairs = [_joined(node, ranks) for node in graph.node]
     origins = {name: _origin(name, producers) for pair in pairs if pair is not None for name in pair}
     watched = set(origins.values())
-    made_of: dict[str, frozenset[str]] = {SAMPLE: frozenset()}
+    made_of: dict[str, frozenset[str]] = {latents: frozenset()}
     found = []
     for node, pair in zip(graph.node, pairs, strict=True):
         read = [made_of[name] for name in node.input if name in made_of]

@@ -20,10 +20,12 @@ from typing import Any
 
 from sdflow.errors import PassError
 from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.specialize import specialize
 
 _ONE_SCALE = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
-SAMPLE, TIMESTEP, STEPS = "sample", "timestep", "steps"
+STEPS = "steps"
+"""The axis of a part for any number of timesteps."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Parts:
     timestep: `timestep` of shape [steps], any number -> `time_values`, each with `steps` rows.
     step: `sample` (latents of `latents` rows), `text_values` as they are, `time_values` -> `out_sample` of `rows` rows.
         Of a time value, one step's row is wanted, repeated: as many rows as the step's input says.
-    rows: the batch of the model as a whole; latents: rows of `sample`, half as many with guidance.
+    rows: the batch of the model as a whole; latents: rows of `sample`, half as many with guidance. moving: the names of `sample`
+    and `timestep`.
     """
 
     text: Any
@@ -44,13 +47,14 @@ class Parts:
     time_values: tuple[str, ...]
     rows: int
     latents: int
+    moving: Moving
 
 
-def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
+def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: bool) -> Parts:
     """Cut a denoiser's ModelProto into parts for these sizes.
 
     sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole model, 2 N with guidance.
-    guidance: the rows of `sample` stand for both halves of the batch.
+    moving: the inputs that change from step to step. guidance: the rows of `sample` stand for both halves of the batch.
     Raises PassError for an odd batch with guidance, and for a graph whose time embedding cannot be computed for several
     timesteps at once, among them one that is quantized with one scale for all its rows: beside others a timestep would not be
     what it is alone.
@@ -62,10 +66,10 @@ def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
     half = specialize(model, {**sizes, "batch": rows // 2}) if guidance else whole
     reach = _reach(whole.graph)
     inputs = {item.name for item in whole.graph.input}
-    text_inputs = inputs - {SAMPLE, TIMESTEP}
+    text_inputs = inputs - {moving.latents, moving.timestep}
     kinds = {"text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
     for index, node in enumerate(whole.graph.node):
-        kinds[_kind(reach[_output(node)], text_inputs, guidance)].append(index)
+        kinds[_kind(reach[_output(node)], text_inputs, moving.timestep, guidance)].append(index)
     if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
         raise PassError(
             f"{shared[0].name} quantizes a value that depends on the timestep alone, with one scale for all timesteps",
@@ -77,15 +81,15 @@ def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
         kind: {name for index in found for name in whole.graph.node[index].output if name}
         for kind, found in kinds.items()
     }
-    made["latents"].add(SAMPLE) if guidance else None
+    made["latents"].add(moving.latents) if guidance else None
 
     text, rest = [whole.graph.node[i] for i in kinds["text"]], [copied(whole.graph.node[i]) for i in kinds["rest"]]
     text = [*map(copied, text), *_unpack_keys_and_values(rest, made["text"], _types(whole.graph))]
     made["text"].update(name for node in text for name in node.output)
     halves = {_output(node): node for node in half.graph.node}
     latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
-    doubles, moved = _double(rest, made["latents"], whole.graph)
-    step_nodes = [*latents, *doubles, *moved, *rest]
+    doubles, transposed = _double(rest, made["latents"], whole.graph)
+    step_nodes = [*latents, *doubles, *transposed, *rest]
     results = [item.name for item in whole.graph.output]
     text_values = _read(step_nodes, made["text"], results)
     time_values = _read(step_nodes, made["time"], results)
@@ -93,19 +97,20 @@ def split(model: Any, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
     text_model = _model(whole, "text", text, sorted(text_inputs), text_values)
     half_constants = _separate(latents, half.graph, whole.graph) if guidance else []
     extra = sorted(text_inputs.intersection(_read(step_nodes, text_inputs, [])))
-    step_model = _model(whole, "step", step_nodes, [SAMPLE, *extra, *text_values, *time_values], results)
+    step_model = _model(whole, "step", step_nodes, [moving.latents, *extra, *text_values, *time_values], results)
     step_model.graph.initializer.extend(half_constants)
     if guidance:
-        _set_types(step_model.graph, half.graph, [SAMPLE, *_read(latents, set(time_values), [])])
-    time_model = _timestep_part(whole, kinds["time"], time_values)
+        _set_types(step_model.graph, half.graph, [moving.latents, *_read(latents, set(time_values), [])])
+    time_model = _timestep_part(whole, kinds["time"], moving.timestep, time_values)
     step_model = specialize(step_model, {})  # with the shapes of all values again
-    return Parts(text_model, time_model, step_model, text_values, time_values, rows, rows // 2 if guidance else rows)
+    latent_rows = rows // 2 if guidance else rows
+    return Parts(text_model, time_model, step_model, text_values, time_values, rows, latent_rows, moving)
 
 
-def _kind(reached: frozenset[str], text_inputs: Collection[str], guidance: bool) -> str:
+def _kind(reached: frozenset[str], text_inputs: Collection[str], timestep: str, guidance: bool) -> str:
     if reached and reached <= set(text_inputs):
         return "text"
-    if reached == {TIMESTEP}:
+    if reached == {timestep}:
         return "time"
     if guidance and not reached & set(text_inputs):
         return "latents"
@@ -245,8 +250,8 @@ def _set_types(graph: Any, source: Any, names: Sequence[str]) -> None:
             item.type.CopyFrom(types[item.name])
 
 
-def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -> Any:
-    """The nodes between `timestep` and `outputs` for any number of timesteps: without the Expand that gives each image
+def _timestep_part(whole: Any, indices: Sequence[int], name: str, outputs: Sequence[str]) -> Any:
+    """The nodes between the timestep and `outputs` for any number of timesteps: without the Expand that gives each image
     of the batch its own. Raises PassError if they do not give one row for each timestep."""
     from onnx import helper
 
@@ -254,12 +259,12 @@ def _timestep_part(whole: Any, indices: Sequence[int], outputs: Sequence[str]) -
     types = _types(whole.graph)
     for index in indices:
         node = copied(whole.graph.node[index])
-        node.input[:] = [same.get(name, name) for name in node.input]
+        node.input[:] = [same.get(value, value) for value in node.input]
         if node.op_type == "Expand" and len(_shape(types[node.output[0]])) == 1:
             same[node.output[0]] = node.input[0]
         else:
             nodes.append(node)
-    model = _model(whole, "timestep", nodes, [TIMESTEP], outputs)
+    model = _model(whole, name, nodes, [name], outputs)
     (timestep,) = model.graph.input
     timestep.type.CopyFrom(helper.make_tensor_type_proto(timestep.type.tensor_type.elem_type, [STEPS]))
     checked = {item.name: _shape(item.type) for item in specialize(model, {STEPS: 3}).graph.output}

@@ -21,6 +21,7 @@ from sdflow.families.defaults import Defaults, Task
 from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
 from sdflow.families.request import Conditions, Request, Tensors
 from sdflow.machine.providers import onnxruntime_for
+from sdflow.models.base import Role
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.denoiser import Denoiser
 from sdflow.runtime.denoiser.denoisers import Denoisers, DenoiserSource
@@ -288,13 +289,14 @@ class LoadedPipeline:
         assert self.family.checker is not None, "only a family that has one"
         checked, flags = [], []
         with self.place.current(), self._using(self.family.checker) as checker:
-            for clip_input, image in zip(seen.split(1), images.split(1), strict=True):
-                bound = checker.bound(clip_input=tuple(clip_input.shape), images=tuple(image.shape))
-                self.place.put(bound.inputs["clip_input"], clip_input)
-                bound.inputs["images"].copy_(image)
+            read, pixels = checker.port(Role.SEEN), checker.port(Role.PIXELS)
+            for crop, image in zip(seen.split(1), images.split(1), strict=True):
+                bound = checker.bound(**{read: tuple(crop.shape), pixels: tuple(image.shape)})
+                self.place.put(bound.inputs[read], crop)
+                bound.inputs[pixels].copy_(image)
                 result = bound.run()
-                flags.append(result["has_nsfw_concepts"].any())
-                checked.append(result["out_images"].to(torch.float32, copy=True))
+                flags.append(result[checker.port(Role.FLAGS)].any())
+                checked.append(result[checker.port(Role.CHECKED)].to(torch.float32, copy=True))
             return torch.cat(checked), torch.stack(flags)
 
     def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:

@@ -276,7 +276,7 @@ def load_companions(folder: Path) -> dict[str, Any]:
             what = error.what.removeprefix(f"its {name} ")  # the folder says that
             raise UsageError(what, where=error.where, remedy=DAMAGED) from error
         try_companion(loaded[name], str(folder / name), DAMAGED)
-    lengths = {name: each.model_max_length for name, each in loaded.items() if hasattr(each, "model_max_length")}
+    lengths = {name: loaded[name].model_max_length for name in family.of_one_length if name in loaded}
     if len({*lengths.values()}) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UsageError(

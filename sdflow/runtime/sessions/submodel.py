@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, VerificationError
 from sdflow.families.part import Part
+from sdflow.models.base import Role
 from sdflow.runtime.sessions.bound import Bound, input_types
 from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.dimensions import free_dimensions
@@ -132,6 +133,10 @@ class Submodel:
     def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
         """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
         return self._load(None, graph, capture)
+
+    def port(self, role: Role) -> str:
+        """The name of the only input or output with this role."""
+        return self.part.ports(self.config).of(role)
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Input name -> shape where the graph's axes have these sizes, by name."""

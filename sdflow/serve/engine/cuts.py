@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts, split
 from sdflow.runtime.sessions.session import read_graph
 
@@ -25,12 +26,12 @@ class Cuts:
         self._graphs: dict[str, Any] = {}
         self._cut: dict[tuple[Any, ...], Future[Parts]] = {}
 
-    def of(self, model: Path, sizes: Mapping[str, int], *, guidance: bool) -> Parts:
+    def of(self, model: Path, sizes: Mapping[str, int], *, moving: Moving, guidance: bool) -> Parts:
         """The parts of the graph in this file. Whoever asks first for some makes them; who asks for others does not wait for
         that. Raises as `split`, VerificationError for what is no graph."""
         with model.open("rb") as file:
             graph = hashlib.file_digest(file, "sha256").hexdigest()
-        key = (graph, tuple(sorted(sizes.items())), guidance)
+        key = (graph, tuple(sorted(sizes.items())), moving, guidance)
         with self._lock:
             coming = self._cut.pop(key, None)
             if first := coming is None:
@@ -38,7 +39,7 @@ class Cuts:
                 coming = Future()
             self._cut[key] = coming
         if first:
-            self._make(key, coming, lambda: split(self._graph(graph, model), sizes, guidance=guidance))
+            self._make(key, coming, lambda: split(self._graph(graph, model), sizes, moving=moving, guidance=guidance))
         return coming.result()
 
     def _make(self, key: tuple[Any, ...], coming: Future[Parts], make: Callable[[], Parts]) -> None:

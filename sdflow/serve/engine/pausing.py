@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 from sdflow.errors import PassError
 from sdflow.families.approximation import EXACT, Approximation
 from sdflow.families.request import Conditions
+from sdflow.models.base import Role
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.denoiser import Denoiser
 from sdflow.runtime.denoiser.denoisers import DenoiserSource, token_sizes
 from sdflow.runtime.denoiser.loop import Start
 from sdflow.runtime.denoiser.schedule import Schedule
-from sdflow.runtime.denoiser.split import TIMESTEP
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.place import Place
 from sdflow.serve.engine.cuts import Cuts
@@ -64,8 +64,8 @@ class StepsOfSizes:
         self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
         self._alone: set[tuple[tuple[str, int], ...]] = set()
         self.room: int | None = None
-        ports = self._model.part.model.ports(self._model.config).inputs
-        common = [port.name for port in ports if port.axes[0] != "batch" and port.name != TIMESTEP]
+        ports = self._model.part.ports(self._model.config).inputs
+        common = [port.name for port in ports if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
         self.why_alone: str | None = None
         if pipeline.nets:
             self.why_alone = "its ControlNets are run for each image by itself"

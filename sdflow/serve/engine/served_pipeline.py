@@ -16,7 +16,6 @@ from sdflow.families.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
-from sdflow.runtime.denoiser.split import SAMPLE, TIMESTEP
 from sdflow.runtime.drawing.loaded import Images
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.ensemble import Ensemble
@@ -232,9 +231,10 @@ class ServedPipeline:
 
             shapes = denoiser.shapes({**steps.sizes, "batch": halves})
             with stage.place.current(), torch.no_grad():
-                given = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in (SAMPLE, TIMESTEP)}
+                latents = shapes.pop(steps.moving.latents)
+                given = {name: torch.zeros(shape) for name, shape in shapes.items() if name != steps.moving.timestep}
                 texts = [steps.texts(given, halves) for _ in range(size)]
-                sample = torch.randn(shapes["sample"][1:])
+                sample = torch.randn(latents[1:])
                 batch = [Step(sample, text, steps.times(schedule), 0) for text in texts]
                 try:
                     steps.run(batch, size)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
 from sdflow.machine.onnx_runtime import numpy_type
+from sdflow.models.base import Role
+from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
-from sdflow.runtime.denoiser.split import SAMPLE, TIMESTEP
 from sdflow.runtime.sessions.bound import Bound, data_inputs
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
@@ -60,7 +61,9 @@ class SharedSteps:
             raise PassError("this target runs whole graphs only")
         self._model, self.sizes = model, dict(sizes)
         self._path, self._cuts = model.path, cuts
-        parts = cuts.of(model.path, {**sizes, "batch": 2}, guidance=True)
+        ports = model.part.ports(model.config)
+        self.moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
+        parts = cuts.of(model.path, {**sizes, "batch": 2}, moving=self.moving, guidance=True)
         text, timestep = model.part_session(parts.text), model.part_session(parts.timestep, capture=False)
         self._timestep_session = timestep
         self._time_values = parts.time_values
@@ -96,7 +99,7 @@ class SharedSteps:
                 return table
         with self._model.place.current():
             self._hold()
-            given = {TIMESTEP: schedule.timesteps.reshape(-1)}
+            given = {self.moving.timestep: schedule.timesteps.reshape(-1)}
             values = Bound(self._timestep_session, self._model.place, given).run()
             table = torch.cat([values[name].flatten(1) for name in self._time_values], dim=1)
         self._tables = [*self._tables[-TABLES_KEPT + 1 :], (schedule, table)]
@@ -119,12 +122,15 @@ class SharedSteps:
         """The session for a batch of so many images, made when it is first wanted."""
         if (size, halves) not in self._forms:
             guided = halves == 2
-            parts = self._cuts.of(self._path, {**self.sizes, "batch": size * halves}, guidance=guided)
+            parts = self._cuts.of(
+                self._path, {**self.sizes, "batch": size * halves}, moving=self.moving, guidance=guided
+            )
             if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
                 raise PassError("a batch of another size is taken apart in another way", where="split")
             session = self._model.part_session(parts.step)
             with self._model.place.current():
-                self._forms[size, halves] = _Form(session, self._model, self._time_values, size, halves)
+                names = self.moving.latents, self._prediction
+                self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
         return self._forms[size, halves]
 
     def forget(self, size: int) -> None:
@@ -136,14 +142,18 @@ class SharedSteps:
 class _Form:
     """The step for one size of batch. An image keeps its place from one run to the next, so that its texts are copied once."""
 
-    def __init__(self, session: Any, model: Submodel, times: Sequence[str], size: int, halves: int) -> None:
-        """times: the inputs that hold what a timestep gives, in the order of a table's columns."""
+    def __init__(
+        self, session: Any, model: Submodel, times: Sequence[str], names: tuple[str, str], size: int, halves: int
+    ) -> None:
+        """times: the inputs that hold what a timestep gives, in the order of a table's columns. names: of the input of the
+        latents, and of the output."""
+        latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
         inputs = _zeros(session, model.place.device)
         self._times, own, self._picked = _in_one_piece({name: inputs[name] for name in times}, size)
         self._bound = Bound(session, model.place, {**inputs, **own})
-        self._sample = inputs[SAMPLE]
-        self._texts = {name: value for name, value in inputs.items() if name not in times and name != SAMPLE}
+        self._sample = inputs[latents]
+        self._texts = {name: value for name, value in inputs.items() if name not in times and name != latents}
         self._placed: list[Texts | None] = [None] * size
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
@@ -157,7 +167,7 @@ class _Form:
                 samples[place], rows[place] = step.sample, step.times[step.index]
             self._sample.copy_(torch.stack(samples))
             torch.take(torch.stack(rows), self._picked, out=self._times)
-            found = self._bound.run()["out_sample"].to(torch.float32, copy=True)
+            found = self._bound.run()[self._prediction].to(torch.float32, copy=True)
             found = found.unflatten(0, (self._halves, self._size))
             return [found[-step.texts.halves :, place] for place, step in zip(places, steps, strict=True)]
 

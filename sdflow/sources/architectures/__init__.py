@@ -12,9 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.shipped import family_folders
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.families.part import Companion
+from sdflow.families.schedulers import prediction
 
 _ROOT = Path(__file__).parent
 _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "preprocessor_config.json"}
@@ -67,10 +69,16 @@ _LIKE = {
 }
 
 
+def _folder(architecture: str) -> Path:
+    """The folder of an architecture: here, or beside a family elsewhere."""
+    places = (folder / "architectures" / architecture for folder in family_folders())
+    return next((place for place in places if place.is_dir()), _ROOT / architecture)
+
+
 @cache
 def _read(architecture: str, path: str) -> str:
     """The JSON of a file of an architecture: that of the one that it is like, if there is one, with its own entries."""
-    like, own = _LIKE.get(architecture), _ROOT / architecture / path
+    like, own = _LIKE.get(architecture), _folder(architecture) / path
     if like is None:
         return own.read_text("utf-8")
     entries = json.loads(own.read_text("utf-8")) if own.is_file() else {}
@@ -87,7 +95,7 @@ def architecture_config(architecture: str, component: str) -> dict[str, Any]:
 
 def prediction_of(architecture: str) -> str:
     """What its denoiser predicts: "epsilon", "v_prediction", or "flow" where its scheduler has no choice."""
-    return str(architecture_config(architecture, "scheduler").get("prediction_type", "flow"))
+    return prediction(architecture_config(architecture, "scheduler"), "flow")
 
 
 def architecture_index(architecture: str) -> dict[str, Any]:
@@ -101,9 +109,9 @@ def companion_folder(architecture: str, companion: str) -> Path:
     """The folder of "tokenizer", "tokenizer_2", "scheduler" or "feature_extractor"; of a tokenizer it may be another's."""
     _check(architecture)
     like = _LIKE.get(architecture)
-    if like is not None and not (_ROOT / architecture / companion).is_dir():
+    if like is not None and not (_folder(architecture) / companion).is_dir():
         return companion_folder(like, companion)
-    return _ROOT / _LENDERS.get((architecture, companion), f"{architecture}/{companion}")
+    return _ROOT / lender if (lender := _LENDERS.get((architecture, companion))) else _folder(architecture) / companion
 
 
 def companion_folders(

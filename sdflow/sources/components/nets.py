@@ -14,7 +14,7 @@ from typing import Any
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
 from sdflow.families.part import Part
-from sdflow.models.base import Shapes
+from sdflow.models.base import Role, Shapes
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
@@ -22,9 +22,6 @@ from sdflow.sources.components.component import axes, ports_of
 from sdflow.sources.components.component_source import Found, Source
 from sdflow.sources.reference import SyntheticReference
 from sdflow.sources.synthetic import synthetic_identity
-
-LATENTS = "sample"
-"""The input of a ControlNet that latents go into."""
 
 
 def with_nets(
@@ -137,7 +134,8 @@ def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint
     denoiser = checkpoint.submodels[family.denoiser].load["config"]
     taken = {port.name: port for port in family.part(family.denoiser).model.ports(denoiser).inputs}
     given = {port.name: port for port in ports_of(part, net, reference)}
-    latents = given.pop(LATENTS)
+    latents = next(port for port in given.values() if port.role is Role.LATENTS)
+    del given[latents.name]
     wrong = [
         f"{name} is ({axes(given[name])}), and {checkpoint.reference} takes ({axes(taken[name])})"
         for name in given

@@ -19,7 +19,7 @@ from sdflow.families.base import Family
 from sdflow.families.part import Part
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built
-from sdflow.models.base import EXACT, Port
+from sdflow.models.base import Port
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.files.folder import submodel_config
 from sdflow.targets import Target, find_target
@@ -140,7 +140,7 @@ def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[
 def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes | None = None) -> list[Finding]:
     """What is wrong with a submodel's model.onnx: its versions, its external data, its inputs and outputs.
 
-    port_types: takes the types of inputs and outputs.
+    port_types: takes the types of inputs and outputs that are not exact.
     """
     from sdflow.onnx_model.files import decode_errors
 
@@ -156,7 +156,7 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
         config = read_json(folder / CONFIG_FILE)
-        io = part.of(config).model.ports(config)
+        io = part.ports(config)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PassError) as error:
         return [*found, Finding(submodel, "ports", "error", CONFIG_FILE, f"does not describe it ({error})", REBUILD)]
     initializers = {tensor.name for tensor in model.graph.initializer}
@@ -165,8 +165,9 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
     found += _ports(submodel, "output", list(model.graph.output), io.outputs)
     if port_types is not None:
         read = None if part.read is None else part.read(config)
+        exact = {port.name for port in (*io.inputs, *io.outputs) if port.exact}
         outputs = {info.name: _type(info) for info in model.graph.output if read is None or info.name in read}
-        port_types[submodel] = {info.name: _type(info) for info in inputs}, outputs
+        port_types[submodel] = {info.name: _type(info) for info in inputs if info.name not in exact}, outputs
     return found
 
 
@@ -272,11 +273,11 @@ def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
     halved = port.dtype == "float32" and not port.exact
     if found != port.dtype and not (halved and found == "float16"):
         allowed = f"{port.dtype} or float16" if halved else port.dtype
-        remedy = {
-            "input_ids": "diffusers feeds int32; set input_int32: true, or leave OnnxConversion's type",
-            "timestep": "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types",
-            "time_ids": "a half type rounds sizes above 2048 pixels; keep_io_types",
-        }.get(port.name, "leave the types to OnnxConversion and OnnxFloatToFloat16")
+        remedy = port.why_exact or (
+            "diffusers feeds int32; set input_int32: true, or leave OnnxConversion's type"
+            if port.dtype == "int32"
+            else "leave the types to OnnxConversion and OnnxFloatToFloat16"
+        )
         yield Finding(submodel, "ports", "error", info.name, f"the {kind} is {found}, not {allowed}", remedy)
     dims = list(info.type.tensor_type.shape.dim)
     if len(dims) != len(port.axes):
@@ -315,7 +316,7 @@ def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
         (submodel, name, found)
         for submodel, ports in passed
         for name, found in ports.items()
-        if found in ("float32", "float16") and name not in EXACT
+        if found in ("float32", "float16")
     ]
     for submodel, name, found in known[1:]:
         if found != known[0][2]:

@@ -13,6 +13,7 @@ from sdflow.distance import relative_l2
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.base import Family
+from sdflow.families.noising import Noising
 from sdflow.families.schedulers import SCHEDULERS
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import SCHEDULER
@@ -74,7 +75,7 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
     import torch
 
     try:
-        theirs.set_timesteps(steps, **_shift(theirs))
+        family.noising.as_diffusers(theirs, steps, TOKENS)
     except ValueError:
         wanted = None
     else:
@@ -93,7 +94,7 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
         if abs(have - want) > 1e-3:
             return f"timestep {index + 1} of {steps} steps is {have:g}, where {want:g} belongs"
     noise, outputs = _draw(0), [_draw(1 + index) for index in range(schedule.runs)]
-    fed, noises = _by_diffusers(theirs, noise, outputs)
+    fed, noises = _by_diffusers(theirs, family.noising, noise, outputs)
     if len(noises) != schedule.draws:
         return f"at {steps} steps it draws {schedule.draws} noises, where {len(noises)} belong"
     terms = torch.stack([noise, torch.zeros(SHAPE, dtype=torch.float64), *noises, *outputs])
@@ -107,7 +108,7 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
 
 
 def _by_diffusers(
-    scheduler: Any, noise: torch.Tensor, outputs: Sequence[torch.Tensor]
+    scheduler: Any, noising: Noising, noise: torch.Tensor, outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What the denoiser is fed in each run, and the result; and the noises that the scheduler drew."""
     import torch
@@ -127,25 +128,12 @@ def _by_diffusers(
     known = {"generator": torch.Generator().manual_seed(0), "eta": 0.0}
     accepted = inspect.signature(scheduler.step).parameters
     options = {name: value for name, value in known.items() if name in accepted}
-    # Those of flow matching begin with noise as it is, and scale nothing.
-    scaled = getattr(scheduler, "scale_model_input", lambda latents, timestep: latents)
-    fed, latents = [], noise * getattr(scheduler, "init_noise_sigma", 1.0)
+    fed, latents = [], noising.first(scheduler, noise)
     with Recorded():
         for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
-            fed.append(scaled(latents, timestep))
+            fed.append(noising.scaled(scheduler, latents, timestep))
             latents = scheduler.step(output, timestep, latents, **options).prev_sample
     return [*fed, torch.as_tensor(latents)], drawn
-
-
-def _shift(scheduler: Any) -> dict[str, float]:
-    """How far diffusers' pipelines shift the steps of an image of `TOKENS` tokens, where that depends on its size."""
-    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-    if not scheduler.config.get("use_dynamic_shifting"):
-        return {}
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    given = {name.replace("image_seq_len", "seq_len"): value for name in names if (value := scheduler.config.get(name))}
-    return {"mu": calculate_shift(TOKENS, **given)}
 
 
 def _draw(seed: int) -> torch.Tensor:
