@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +59,9 @@ class OnnxFloatToFloat16Config(PassConfig):
     op_include_list: tuple[str, ...] | None = Field(
         default=None, description="the only operator types that become float16"
     )
-    node_block_list: tuple[str, ...] | None = Field(default=None, description="names of nodes that stay float32")
+    node_block_list: tuple[str, ...] | None = Field(
+        default=None, description="nodes that stay float32, by name or by a pattern like */wo/MatMul"
+    )
     node_include_list: tuple[str, ...] | None = Field(default=None, description="the only nodes that become float16")
     force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = Field(
         default=None,
@@ -127,7 +130,7 @@ def convert_to_float16(
     if node_include_list is not None:
         options["node_include_list"] = [name for name in node_include_list if name not in set(kept)]
     else:
-        options["node_block_list"] = [*(node_block_list or ()), *kept]
+        options["node_block_list"] = [*named_nodes(source.graph, node_block_list or ()), *kept]
     with _forced_inputs(force_fp16_inputs or {}):
         run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
@@ -138,6 +141,15 @@ def convert_to_float16(
         _check_weights(result.graph, blocked, set(options["op_block_list"]), force_fp16_inputs or {})
     if not isinstance(keep_io_types, bool):
         _check_kept(result.graph, keep_io_types, set(kept))
+
+
+def named_nodes(graph: Any, patterns: Sequence[str]) -> list[str]:
+    """`patterns`, and after them the names of the nodes that one of them matches, in graph order.
+
+    A pattern may match none: a base workflow serves architectures that differ in what they have.
+    """
+    names = [node.name for node in graph.node if any(fnmatchcase(node.name, pattern) for pattern in patterns)]
+    return [*patterns, *(name for name in names if name not in patterns)]
 
 
 def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:
