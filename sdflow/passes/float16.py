@@ -136,7 +136,7 @@ def convert_to_float16(
         run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
     merged = merge_equal_casts(result.graph)
-    if (kept or matched) and undo_round_trips(result.graph, {*kept, *matched}, keep_io_types) or merged:
+    if ((kept or matched) and undo_round_trips(result.graph, {*kept, *matched}, keep_io_types)) or merged:
         write_graph(result, out)
     blocked = set(options.get("node_block_list") or ()) | set(kept)
     if op_include_list is None and node_include_list is None:

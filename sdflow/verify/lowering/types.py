@@ -68,7 +68,8 @@ class Types:
         self._types.update(outputs)
 
     def infer_contrib(self, node: Any) -> None:
-        """Outputs of a contrib operator: element type of the first input (or of `TYPED_BY`), and as many dimensions, or those declared."""
+        """Outputs of a contrib operator: element type of the first input (or of `TYPED_BY`'s), and as many dimensions,
+        or those declared."""
         import onnx
 
         typed = self._types[node.input[TYPED_BY.get(node.op_type, 0)]]
