@@ -37,9 +37,13 @@ class SD3Transformer(Model):
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
 
     def empty(self, config: Config) -> torch.nn.Module:
+        """On the meta device, its table of positions too: checkpoints hold it, and to compute that of 3.5-medium in
+        float64, as diffusers does at first, takes 4 GB."""
+        import torch
         from diffusers import SD3Transformer2DModel
 
-        module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
+        with torch.device("meta"):
+            module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
         return module
 
     def parameters(self, config: Config) -> Shapes | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +59,9 @@ class OnnxFloatToFloat16Config(PassConfig):
     op_include_list: tuple[str, ...] | None = Field(
         default=None, description="the only operator types that become float16"
     )
-    node_block_list: tuple[str, ...] | None = Field(default=None, description="names of nodes that stay float32")
+    node_block_list: tuple[str, ...] | None = Field(
+        default=None, description="nodes that stay float32, by name or by a pattern like */wo/MatMul"
+    )
     node_include_list: tuple[str, ...] | None = Field(default=None, description="the only nodes that become float16")
     force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = Field(
         default=None,
@@ -115,6 +118,7 @@ def convert_to_float16(
     if not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in source.graph.initializer):
         raise PassError("the model has no float32 weights", where="OnnxFloatToFloat16", remedy="Leave the pass out.")
     kept = [] if isinstance(keep_io_types, bool) else nodes_before_weights(source.graph, keep_io_types)
+    matched = matched_nodes(source.graph, node_block_list or ())
     options: dict[str, Any] = {
         "min_positive_val": min_positive_val,
         "max_finite_val": max_finite_val,
@@ -127,17 +131,43 @@ def convert_to_float16(
     if node_include_list is not None:
         options["node_include_list"] = [name for name in node_include_list if name not in set(kept)]
     else:
-        options["node_block_list"] = [*(node_block_list or ()), *kept]
+        options["node_block_list"] = [*(node_block_list or ()), *matched, *kept]
     with _forced_inputs(force_fp16_inputs or {}):
         run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
-    if kept and undo_round_trips(result.graph, set(kept), keep_io_types):
+    merged = merge_equal_casts(result.graph)
+    if ((kept or matched) and undo_round_trips(result.graph, {*kept, *matched}, keep_io_types)) or merged:
         write_graph(result, out)
     blocked = set(options.get("node_block_list") or ()) | set(kept)
     if op_include_list is None and node_include_list is None:
         _check_weights(result.graph, blocked, set(options["op_block_list"]), force_fp16_inputs or {})
     if not isinstance(keep_io_types, bool):
         _check_kept(result.graph, keep_io_types, set(kept))
+
+
+def matched_nodes(graph: Any, patterns: Sequence[str]) -> list[str]:
+    """Names of the nodes that one of `patterns` matches and none names as it is, in graph order.
+
+    A pattern may match none: a base workflow serves architectures that differ in what they have.
+    """
+    names = [node.name for node in graph.node if node.name not in patterns]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def merge_equal_casts(graph: Any) -> bool:
+    """Remove all but one of the Casts with one output, which no graph may have. Returns whether there were any.
+
+    ONNX Runtime's converter makes one for each blocked node that reads a value, all of the same name.
+    """
+    seen: set[str] = set()
+    twice = []
+    for node in graph.node:
+        if node.op_type == "Cast" and node.output[0] in seen:
+            twice.append(node)
+        seen.update(node.output)
+    for node in reversed(twice):
+        graph.node.remove(node)
+    return bool(twice)
 
 
 def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:

@@ -44,12 +44,16 @@ FUSED = (
     "NhwcConv",
     "QuickGelu",
     "SkipGroupNorm",
+    "SimplifiedLayerNormalization",
     "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
 )
 """What the fusions make. LayerNormalization and Gelu are standard operators too, and may be there before."""
 
 CERTAIN = {
     "clip": ("enable_gelu", "enable_layer_norm", "enable_skip_layer_norm"),
+    "mmdit": ("enable_attention", "enable_gelu", "enable_layer_norm"),
+    "t5": ("enable_gelu", "enable_layer_norm"),
     "unet": ("enable_attention", "enable_group_norm", "enable_nhwc_conv", "enable_skip_layer_norm"),
     "vae": ("enable_group_norm", "enable_nhwc_conv"),
 }
@@ -113,7 +117,7 @@ class FusionSwitches(PassConfig):
 class OrtTransformersOptimizationConfig(PassConfig):
     """Olive's options, typed."""
 
-    model_type: Literal["clip", "unet", "vae"] = Field(description="which set of fusions")
+    model_type: Literal["clip", "mmdit", "t5", "unet", "vae"] = Field(description="which set of fusions")
     num_heads: int = Field(
         default=0, ge=0, description="attention heads; 0: found in the graph, or in config.json for clip"
     )

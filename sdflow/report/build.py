@@ -32,8 +32,9 @@ SHAPES_TOLD = 6
 
 # Fused operators worth a column, in the order they are shown.
 FUSED = (
-    "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "GroupNorm", "SkipGroupNorm",
-    "NhwcConv", "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
+    "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
+    "SkipSimplifiedLayerNormalization", "GroupNorm", "SkipGroupNorm", "NhwcConv",
+    "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import ValidationError
@@ -95,6 +96,34 @@ def test_a_weight_left_in_float32_is_an_error(tmp_path: Path) -> None:
 def test_a_node_of_the_block_list_keeps_its_weights(tmp_path: Path) -> None:
     model = linear(tmp_path / "model", np.ones((4, 4), np.float32))
     assert set(convert(model, tmp_path / "half", node_block_list=["matmul"])["dtypes"]) == {"float32"}
+
+
+def test_nodes_that_a_pattern_names_hand_their_values_over_in_float32(tmp_path: Path) -> None:
+    """Two of them read one value in float16: it is widened once, and what ONNX Runtime makes of the graph loads."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="/in/MatMul"),
+        helper.make_node("Mul", ["a", "a2"], ["square"], name="/block.0/norm/Mul"),
+        helper.make_node("Add", ["a", "square"], ["sum"], name="/block.0/Add"),
+        helper.make_node("MatMul", ["sum", "w2"], ["y"], name="/out/MatMul"),
+    ]
+    weights = [numpy_helper.from_array(np.eye(4, dtype=np.float32), name) for name in ("w", "w2")]
+    weights.append(numpy_helper.from_array(np.full(4, 3, np.float32), "a2"))
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes, "two", [value("x", TensorProto.FLOAT, ["n", 4])], [value("y", TensorProto.FLOAT, ["n", 4])], weights
+    )
+    (tmp_path / "model").mkdir()
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    store_proto(model, tmp_path / "model", tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "half", node_block_list=["/block.*"])
+    found = graph_of(tmp_path / "half")
+    types = {tensor.name: tensor.data_type for tensor in found.initializer}
+    assert types == {"w": TensorProto.FLOAT16, "w2": TensorProto.FLOAT16, "a2": TensorProto.FLOAT}
+    casts = [node.attribute[0].i for node in found.node if node.op_type == "Cast"]
+    assert sorted(casts) == [TensorProto.FLOAT, TensorProto.FLOAT16], "into the two nodes and out of them"
+    session = onnxruntime.InferenceSession(tmp_path / "half/model.onnx", providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": np.full((1, 4), 20, np.float16)})
+    assert np.array_equal(y, np.full((1, 4), 80, np.float16))
 
 
 def test_a_model_without_float32_weights_is_an_error(tmp_path: Path) -> None:

@@ -38,8 +38,10 @@ _SWITCHES = {
     "NhwcConv": ("enable_nhwc_conv",),
     "QuickGelu": ("enable_gelu",),
     "RotaryEmbedding": ("enable_rotary_embeddings",),
+    "SimplifiedLayerNormalization": ("enable_layer_norm",),
     "SkipGroupNorm": ("enable_skip_group_norm",),
     "SkipLayerNormalization": ("enable_skip_layer_norm", "enable_bias_skip_layer_norm"),
+    "SkipSimplifiedLayerNormalization": ("enable_skip_layer_norm",),
 }
 """Fused operator -> the options of OrtTransformersOptimization without which it is not made."""
 

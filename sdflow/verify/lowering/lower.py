@@ -35,11 +35,16 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         "MultiHeadAttention": attention.multi_head_attention,
         "NhwcConv": convolution.nhwc_conv,
         "QuickGelu": activation.quick_gelu,
+        "SimplifiedLayerNormalization": normalization.simplified_layer_normalization,
         "SkipGroupNorm": normalization.skip_group_norm,
         "SkipLayerNormalization": normalization.skip_layer_normalization,
+        "SkipSimplifiedLayerNormalization": normalization.skip_simplified_layer_normalization,
     }
 )
 """The operators of com.microsoft and of sdflow that can be lowered: each gives its outputs, in float32."""
+
+DOMAINS: Mapping[str, str] = MappingProxyType({FLOAT8_MATMUL: DOMAIN, "SimplifiedLayerNormalization": ""})
+"""The domains of those that are not of com.microsoft. ONNX Runtime has put one of its own into the standard domain."""
 
 MOVES = frozenset({
     "Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather",
@@ -109,7 +114,7 @@ def lower(
         node = Node(builder, proto, proto.name or next(name for name in proto.output if name))
         builder.begin(node.name)
         builder.round_fp16 = round_fp16 or proto.output[0] in rounded
-        if proto.domain == (DOMAIN if proto.op_type == FLOAT8_MATMUL else CONTRIB) and proto.op_type in OPERATORS:
+        if proto.op_type in OPERATORS and proto.domain == DOMAINS.get(proto.op_type, CONTRIB):
             _replace(builder, node, types)
             lowered[proto.op_type] += 1
         elif proto.domain in ("", "ai.onnx"):
@@ -193,7 +198,7 @@ def _in_order(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _replace(builder: Builder, node: Node, types: Types) -> None:
-    """Lower a contrib operator. Its outputs have the element type of its first input."""
+    """Lower a contrib operator. Its outputs have the element type of its first input, or as `Types` knows better."""
     results = OPERATORS[node.proto.op_type](builder, node)
     types.infer_contrib(node.proto)
     if len(node.proto.output) > len(results):

@@ -1,4 +1,4 @@
-"""GroupNorm, SkipGroupNorm, SkipLayerNormalization.
+"""GroupNorm, SkipGroupNorm, SkipLayerNormalization, SimplifiedLayerNormalization, SkipSimplifiedLayerNormalization.
 
 Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`). That the
 sum of x, skip and bias is stored with the operator's element type before it is normalized is from
@@ -7,7 +7,7 @@ onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh and cuda/bert/
 
 from __future__ import annotations
 
-from sdflow.verify.lowering.builder import Builder, Node
+from sdflow.verify.lowering.builder import FLOAT, Builder, Node
 
 
 def group_norm(b: Builder, node: Node) -> list[str]:
@@ -44,6 +44,35 @@ def skip_layer_normalization(b: Builder, node: Node) -> list[str]:
     scale_and_shift = [node.input(2), *([node.input(3)] if node.has(3) else [])]
     y = b.op("LayerNormalization", total, *scale_and_shift, axis=-1, epsilon=node.attribute("epsilon", 1e-12))
     return [y, "", "", total]
+
+
+def simplified_layer_normalization(b: Builder, node: Node) -> list[str]:
+    """scale x / sqrt(mean(x^2) + epsilon) over the axes from `axis` on (RMS normalization)."""
+    node.allow("axis", "epsilon", "stash_type")
+    if node.has_output(1):
+        raise node.error("inv_std_var is an output for training only")
+    if node.attribute("axis", -1) not in (-1, b.rank(node.raw(0)) - 1):
+        raise node.error("only normalization over the last axis is known to the lowering")
+    return [_root_mean_square(b, node, node.input(0), node.input(1), 1e-5)]
+
+
+def skip_simplified_layer_normalization(b: Builder, node: Node) -> list[str]:
+    """SimplifiedLayerNormalization of s = x + skip + bias; s is the fourth output."""
+    node.allow("epsilon")
+    if node.has_output(1) or node.has_output(2):
+        raise node.error("mean and inv_std_var are outputs for training only")
+    total, bias = node.input(0), node.optional(3)
+    if bias is not None:
+        total = b.op("Add", total, bias)
+    total = b.rounded(b.op("Add", total, node.input(1)), node.element_type)
+    return [_root_mean_square(b, node, total, node.input(2), 1e-12), "", "", total]
+
+
+def _root_mean_square(b: Builder, node: Node, x: str, scale: str, epsilon: float) -> str:
+    size = b.op("Cast", b.op("Shape", scale), to=FLOAT)
+    mean = b.op("Div", b.op("ReduceSum", b.op("Mul", x, x), b.ints(-1)), size)
+    root = b.op("Sqrt", b.op("Add", mean, b.scalar(node.attribute("epsilon", epsilon))))
+    return b.op("Mul", b.op("Div", x, root), scale)
 
 
 def _group_norm(b: Builder, node: Node, x: str) -> str:

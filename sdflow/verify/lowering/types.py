@@ -12,6 +12,9 @@ SMALL = 64
 
 OUTPUT_RANK = {"MultiHeadAttention": 3, "Attention": 3}
 
+TYPED_BY = {"SimplifiedLayerNormalization": 1}
+"""Contrib operators whose outputs have the element type of another input than the first: its scale's."""
+
 
 class Types:
     """What is known of the values of `model` so far. Weights are not read."""
@@ -65,16 +68,17 @@ class Types:
         self._types.update(outputs)
 
     def infer_contrib(self, node: Any) -> None:
-        """Outputs of a contrib operator: element type of the first input, and as many dimensions, or those declared."""
+        """Outputs of a contrib operator: element type of the first input (or of `TYPED_BY`'s), and as many dimensions,
+        or those declared."""
         import onnx
 
-        first = self._types[node.input[0]]
+        typed = self._types[node.input[TYPED_BY.get(node.op_type, 0)]]
         dims = self.shape(node.input[0]).get(node.input[0])
         rank = OUTPUT_RANK.get(node.op_type, None if dims is None else len(dims))
         shape = None if rank is None else [None] * rank
         for name in node.output:
             if name:
-                self._types[name] = onnx.helper.make_tensor_type_proto(first.tensor_type.elem_type, shape)
+                self._types[name] = onnx.helper.make_tensor_type_proto(typed.tensor_type.elem_type, shape)
 
     def _op_schema(self, op_type: str) -> Any:
         import onnx

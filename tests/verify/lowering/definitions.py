@@ -72,6 +72,10 @@ def layer_norm(x: Array, gamma: Array, beta: Array | None, epsilon: float = 1e-1
     return y if beta is None else y + beta
 
 
+def root_mean_square_norm(x: Array, scale: Array, epsilon: float) -> Array:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * scale
+
+
 def conv(x: Array, w: Array, bias: Array | None, *, pads: Any, strides: Any, dilations: Any, group: int = 1) -> Array:
     """NHWC; w (M, kH, kW, C/group)."""
     top, left, bottom, right = pads

@@ -10,6 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from sdflow.verify.lowering import lower, session_of
+from sdflow.verify.lowering.lower import DOMAINS
 
 CONTRIB = "com.microsoft"
 
@@ -17,7 +18,7 @@ CONTRIB = "com.microsoft"
 def model_of(op_type: str, inputs: dict[str, np.ndarray | None], outputs: list[str], **attributes: Any) -> Any:
     """One contrib node; every input is a graph input, "" where it is None."""
     names = [name if value is not None else "" for name, value in inputs.items()]
-    node = helper.make_node(op_type, names, outputs, "the_node", domain=CONTRIB, **attributes)
+    node = helper.make_node(op_type, names, outputs, "the_node", domain=DOMAINS.get(op_type, CONTRIB), **attributes)
     given = {name: value for name, value in inputs.items() if value is not None}
     types = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in given.items()}
     graph = helper.make_graph(

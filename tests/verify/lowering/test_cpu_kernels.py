@@ -44,6 +44,18 @@ def test_skip_layer_normalization(skip_shape: tuple[int, ...], bias: bool) -> No
     agree("SkipLayerNormalization", inputs, ["y", "", "", "sum"], epsilon=1e-5)
 
 
+def test_simplified_layer_normalization() -> None:
+    x, scale = values((3, 7, 40), (40,))
+    agree("SimplifiedLayerNormalization", {"x": x, "scale": scale}, ["y"], epsilon=1e-6, axis=-1, stash_type=1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_skip_simplified_layer_normalization(bias: bool) -> None:
+    x, skip, gamma, b = values((3, 7, 40), (3, 7, 40), (40,), (40,))
+    inputs = {"x": x, "skip": skip, "gamma": gamma, "bias": b if bias else None}
+    agree("SkipSimplifiedLayerNormalization", inputs, ["y", "", "", "sum"], epsilon=1e-6)
+
+
 KEPT = np.array([[1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]], np.int32)
 MASKS = {
     "none": None,

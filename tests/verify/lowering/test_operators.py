@@ -144,6 +144,27 @@ def test_skip_layer_normalization(
     close(y, define.layer_norm(*exact(total), gamma64, beta64, 1e-3))
 
 
+@given(seeds, dtypes, dtypes, sizes, sizes, st.integers(2, 8))
+def test_simplified_layer_normalization(seed: int, dtype: Any, scale_dtype: Any, n: int, s: int, c: int) -> None:
+    """The result has the scale's type, which need not be the values'."""
+    (x,), (scale,) = values(seed, dtype, (n, s, c)), values(seed + 1, scale_dtype, (c,))
+    inputs = {"x": x, "scale": scale}
+    (y,) = run_lowered("SimplifiedLayerNormalization", inputs, ["y"], epsilon=1e-3, axis=-1, stash_type=1)
+    assert y.dtype == scale.dtype
+    close(y, define.root_mean_square_norm(*exact(x, scale), 1e-3))
+
+
+@given(seeds, dtypes, sizes, sizes, st.integers(2, 8), st.booleans())
+def test_skip_simplified_layer_normalization(seed: int, dtype: Any, n: int, s: int, c: int, has_bias: bool) -> None:
+    x, skip, gamma, bias = values(seed, dtype, (n, s, c), (n, s, c), (c,), (c,))
+    inputs = {"x": x, "skip": skip, "gamma": gamma, "bias": bias if has_bias else None}
+    y, total = run_lowered("SkipSimplifiedLayerNormalization", inputs, ["y", "", "", "sum"], epsilon=1e-3)
+    x64, skip64, gamma64, bias64 = exact(x, skip, gamma, bias if has_bias else None)
+    close(total, x64 + skip64 + (0 if bias64 is None else bias64))
+    (total64,) = exact(total)
+    close(y, define.root_mean_square_norm(total64, gamma64, 1e-3))
+
+
 def masks(form: str, n: int, s: int, keys: int, seed: int) -> tuple[np.ndarray | None, Any]:
     """A mask of that form, and whether it masks (image, query, key)."""
     generator = np.random.default_rng(seed)
