@@ -276,15 +276,26 @@ def load_companions(folder: Path) -> dict[str, Any]:
             what = error.what.removeprefix(f"its {name} ")  # the folder says that
             raise UsageError(what, where=error.where, remedy=DAMAGED) from error
         try_companion(loaded[name], str(folder / name), DAMAGED)
-    lengths = {name: each.model_max_length for name, each in loaded.items() if hasattr(each, "model_max_length")}
-    if len({*lengths.values()}) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise UsageError(
-            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {told}",
-            where=str(folder),
-            remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
-        )
+    _require_one_length(family, loaded, str(folder))
     return loaded
+
+
+def _require_one_length(family: Family, loaded: Mapping[str, Any], where: str) -> None:
+    """Raises UsageError for tokenizers of one class with different lengths: their tokens lie side by side. Those of another
+    class, T5's beside CLIP's, come behind them, in a number that the call says."""
+    for class_name in {companion.class_name for companion in family.companions.values()}:
+        lengths = {
+            name: loaded[name].model_max_length
+            for name, companion in family.companions.items()
+            if companion.class_name == class_name and hasattr(loaded.get(name), "model_max_length")
+        }
+        if len({*lengths.values()}) > 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UsageError(
+                f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {told}",
+                where=where,
+                remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
+            )
 
 
 def _read_json(path: Path, *, finite: bool = True) -> dict[str, Any]:
