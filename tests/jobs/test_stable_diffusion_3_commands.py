@@ -124,3 +124,10 @@ def test_what_it_does_not_take_is_refused_in_words(
 ) -> None:
     done = shell.run("generate", FOLDER, *DRAW, *options)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", [(), ("--text",)])
+def test_one_file_is_refused_in_words(shell: Shell, first: Any, text: tuple[str, ...]) -> None:
+    done = shell.run("export", FOLDER, "--one-file", "one.onnx", *text)
+    assert done.returncode == 2 and "flow matching" in done.stderr and "Traceback" not in done.stderr
+    assert not (shell.folder / "one.onnx").exists()
