@@ -34,11 +34,16 @@ def first(shell: Shell) -> Any:
     return pipeline
 
 
+def parameters(submodel: str) -> dict[str, tuple[int, ...]]:
+    load = {"config": architecture_config("sd35-tiny", submodel), "family": "stable_diffusion_3"}
+    return dict(parameter_shapes(submodel, load))
+
+
 @pytest.fixture(scope="module")
 def lora(shell: Shell) -> Path:
     """Of kohya's scripts: q, k and v of the image's attention in one module, and the first text encoder."""
     random = torch.Generator().manual_seed(5)
-    shapes = parameter_shapes("transformer", {"config": architecture_config("sd35-tiny", "transformer")})
+    shapes = parameters("transformer")
     places = sd3_names(shapes)
     stems = {
         place.name.removesuffix(".weight"): (place.parts * shapes[key][0], shapes[key][1])
@@ -46,7 +51,7 @@ def lora(shell: Shell) -> Path:
         if place.name.endswith("x_block.attn.qkv.weight")
     }
     names = {f"lora_unet_{stem.replace('.', '_')}": shape for stem, shape in stems.items()}
-    text = parameter_shapes("text_encoder", {"config": architecture_config("sd35-tiny", "text_encoder")})
+    text = parameters("text_encoder")
     names |= {
         f"lora_te1_text_model_{key.removeprefix('text_model.').removesuffix('.weight').replace('.', '_')}": shape
         for key, shape in text.items()
