@@ -42,7 +42,7 @@ def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, to
     origin, where = read_manifest(folder).origin, str(folder / MANIFEST_FILE)
     checkpoint = reopen_checkpoint(origin, where, digests=PlainDigests())
     family = checkpoint.family
-    wanted = (*family.drawing, *family.prompters(checkpoint.submodels))
+    wanted = (*family.drawing_of(checkpoint.submodels), *family.prompters(checkpoint.submodels))
     modules = {family.part(name).component: load_module(name, checkpoint.submodels[name].load) for name in wanted}
     stamps = checkpoint.stamps(wanted)
     for lora in origin.loras:

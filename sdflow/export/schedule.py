@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.base import Family
+from sdflow.families.noising import DIFFUSION
 from sdflow.families.schedulers import require_known
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.denoiser.scheduler_walk import IMAGE
@@ -76,10 +77,17 @@ def coefficients(
 ) -> Coefficients:
     """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. given: the scheduler's config.
 
-    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps.
+    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for a family whose
+    latents become noise in another way than the graph's loop has it.
     """
     import numpy as np
 
+    if family.noising is not DIFFUSION:
+        raise UsageError(
+            f"{family.title} draws by flow matching, which one file cannot hold yet",
+            where="--one-file",
+            remedy="Draw from the pipeline folder: sdflow generate, or Pipeline.load in Python.",
+        )
     if name is not None:
         scheduler = named_scheduler(name, given, family.noising)
     found = trace(scheduler, steps, family.scheduler_config, eta=eta, spread=family.strength_spreads)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.errors import UsageError
 from sdflow.families.colors import LatentColors
@@ -18,6 +19,9 @@ from sdflow.families.noising import DIFFUSION, Noising
 from sdflow.families.part import Companion, Part
 from sdflow.families.request import Conditions, Request, Run
 from sdflow.models.base import Config, halved
+
+if TYPE_CHECKING:
+    import torch
 
 ONNX_COMPONENT = ["diffusers", "OnnxRuntimeModel"]
 """What model_index.json calls a folder with an ONNX graph, in every family."""
@@ -91,6 +95,16 @@ class Family:
     def lora_loader(self) -> Any:
         """diffusers' class whose class methods read LoRA files and load them into modules."""
         raise NotImplementedError
+
+    def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
+        """The factors of a LoRA file, kohya's names or diffusers', under the names that diffusers has for them; and how many of
+        the file's layers, of two factors each, these are. denoiser: its config. Raises KeyError for a module that it has not."""
+        found = self.lora_loader().lora_state_dict(dict(tensors), unet_config=SimpleNamespace(**denoiser))[0]
+        return found, len(found) // 2
+
+    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
+        """Inject such factors into a denoiser's module."""
+        self.lora_loader().load_lora_into_unet(dict(tensors), None, module, adapter, **options)
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

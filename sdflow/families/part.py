@@ -39,6 +39,7 @@ class Part:
     name: as in workflows and keys. component: the checkpoint's folder. about: for the workflow's schema.
     optional: a checkpoint may lack it. read: the outputs that drawing reads, by its config; None: all. layouts: where it lies in
     files in the original layout; the first whose prefix a file has. lora: how its tensors' names begin in LoRA files.
+    unmerged: the same, of a part whose LoRAs are refused. whole: clip_skip leaves out none of its layers.
     config: entries of its config that are set on purpose; they choose the graph's outputs. embedding: name of its tensor in
     files of textual inversion that hold one for each text encoder. controlled: as config, where the pipeline has ControlNets.
     repeats: of one that may be there several times, what all of them are called (`Family.net`); else "".
@@ -54,6 +55,8 @@ class Part:
     read: Callable[[Config], tuple[str, ...]] | None = None
     layouts: tuple[Layout, ...] = ()
     lora: tuple[str, ...] = ()
+    unmerged: tuple[str, ...] = ()
+    whole: bool = False
     config: Config = field(default_factory=dict)
     embedding: str | None = None
     controlled: Config = field(default_factory=dict)

@@ -12,6 +12,7 @@ from sdflow.errors import UsageError
 from sdflow.families.base import Family
 from sdflow.families.defaults import Defaults, Task
 from sdflow.families.latents import Latents
+from sdflow.families.mmdit_loras import in_diffusers_names
 from sdflow.families.noising import FLOW, Noising
 from sdflow.families.part import Companion, Layout, Part
 from sdflow.families.request import Conditions, Request, Run
@@ -29,6 +30,9 @@ LENGTH = 256
 MOST_LENGTH = 512
 
 PROJECTION = "text_projection.weight"
+_KOHYA_DENOISER = ("lora_unet_", "lora_transformer_")
+_KOHYA = ("lora_te1_", "lora_te2_", *_KOHYA_DENOISER)
+_DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
 _LAYERS = {"output_hidden_states": True}
 _TRANSFORMER = Layout("model.diffusion_model.")
 _SECOND = ("prompt_2", "negative_prompt_2")
@@ -74,6 +78,8 @@ class StableDiffusion3(Family):
             "T5's encoder: token ids to embeddings. Without it, its tokens are zeros.",
             optional=True,
             layouts=(Layout("text_encoders.t5xxl.transformer."),),
+            whole=True,
+            unmerged=("lora_te3_", "text_encoder_3."),
         ),
         Part(
             "transformer",
@@ -81,7 +87,7 @@ class StableDiffusion3(Family):
             "transformer",
             "The denoiser, run once per step.",
             layouts=(_TRANSFORMER,),
-            lora=("transformer.", "lora_transformer_", "lora_unet_", "base_model.model.", ""),
+            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
         ),
         *VAE,
     )
@@ -223,6 +229,27 @@ class StableDiffusion3(Family):
         import diffusers
 
         return diffusers.StableDiffusion3Pipeline
+
+    def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
+        """diffusers reads its own names alone: kohya's of CLIP it reads for Stable Diffusion XL, the transformer's never."""
+        import diffusers
+
+        kohya = {name: tensor for name, tensor in tensors.items() if name.startswith(_KOHYA)}
+        found = {name: tensor for name, tensor in tensors.items() if name not in kohya}
+        text = {name: tensor for name, tensor in kohya.items() if not name.startswith(_KOHYA_DENOISER)}
+        if text:
+            found |= diffusers.StableDiffusionXLPipeline.lora_state_dict(text)[0]
+        layers = len(found) // 2
+        pairs = {
+            name.removeprefix(prefix).removesuffix(_DOWN): (tensor, kohya[name.replace(_DOWN, _UP)])
+            for prefix in _KOHYA_DENOISER
+            for name, tensor in kohya.items()
+            if name.startswith(prefix) and name.endswith(_DOWN)
+        }
+        return found | in_diffusers_names(pairs, denoiser), layers + len(pairs)
+
+    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
+        self.lora_loader().load_lora_into_transformer(tensors, module, adapter, **options)
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

@@ -319,9 +319,15 @@ class Model:
         """Whether a tensor stored in this shape holds the values of a parameter of that shape, in its order."""
         return stored == shape
 
-    def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """module -> its names in LoRA files, with dots; empty where LoRAs do not change this model."""
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        """module -> its names in LoRA files, with dots, or where it lies in a module of such a file; empty where LoRAs do not
+        change this model."""
         return {}
+
+    def has_lora_module(self, module: str) -> bool:
+        """Whether modules of such a name, with underscores in place of dots, are this model's and no other denoiser's: kohya's
+        and PEFT's names begin alike for all of them."""
+        return False
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
         """Why a LoRA's part for a module was made for another architecture than this config's; None where nothing says so.

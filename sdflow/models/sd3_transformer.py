@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
@@ -25,7 +26,10 @@ TOKENS = "joint_sequence"
 USUAL_TOKENS = 333
 """Of the text: 77 of CLIP and 256 of T5."""
 
-_BLOCK = re.compile(r"transformer_blocks_(\d+)_")
+_BLOCK = re.compile(r"(?:transformer|joint)_blocks_(\d+)_")
+_OWN_MODULE = re.compile(
+    r"(transformer_blocks|joint_blocks|pos_embed|time_text_embed|[xyt]_embedder|final_layer|norm_out)_|(context_embedder|proj_out)$"
+)
 _READS_TEXT = re.compile(r"^context_embedder$")
 
 
@@ -135,11 +139,24 @@ class SD3Transformer(Model):
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return sd3_names(keys)
 
-    def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        return {
-            module: (module, *([module.removesuffix(".0")] if module.endswith((".to_out.0", ".to_add_out.0")) else []))
-            for module in modules
-        }
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        """In the original layout q, k and v are one module, of which each is a third of the rows."""
+        modules = list(modules)
+        original = sd3_names(f"{module}.weight" for module in modules)
+        found: dict[str, tuple[str | Original, ...]] = {}
+        for module in modules:
+            names: list[str | Original] = [module]
+            if module.endswith(".to_out.0"):
+                names.append(module.removesuffix(".0"))
+            if (there := original.get(f"{module}.weight")) is not None and (
+                (name := there.name.removesuffix(".weight")) != module
+            ):
+                names.append(replace(there, name=name))
+            found[module] = tuple(names)
+        return found
+
+    def has_lora_module(self, module: str) -> bool:
+        return _OWN_MODULE.match(module) is not None
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
         layers = config.get("num_layers")

@@ -205,7 +205,7 @@ class LoadedPipeline:
         """With all prompts read alike."""
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            with self._using(name, clip_skip) as submodel:
+            with self._using(name, 0 if self.family.part(name).whole else clip_skip) as submodel:
                 return run_rows(submodel, inputs)
 
         with self.place.current():

@@ -5,7 +5,7 @@ W' = W + scale * (alpha / rank) * up @ down   (Hu et al. 2021, https://arxiv.org
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.loras.lora_family import made_for, misfit
 from sdflow.sources.loras.lora_header import read_lora_header
-from sdflow.sources.loras.lora_names import Role, peft_module, spellings
+from sdflow.sources.loras.lora_names import Places, Role, peft_module, spellings
 from sdflow.sources.loras.peft_metadata import METADATA_KEY, peft_config_file
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
@@ -130,17 +130,17 @@ def read_lora(
     names, configs = header.names, header.configs
     models = {name: FAMILIES[family].part(name).model for name in shapes}
     tables = {name: spellings(models[name], keys) for name, keys in shapes.items()}
-    groups: dict[tuple[str, str], dict[Role, str]] = {}
+    groups: dict[tuple[str, Places], dict[Role, str]] = {}
     problems: list[str] = []
     for name, parsed in names.items():
         if parsed.submodel not in FAMILIES[family].with_loras:
             problems.append(f"{name}: there is no {parsed.submodel}")
         if parsed.submodel not in tables:
             continue
-        key = tables[parsed.submodel].get(parsed.module)
-        if key is None:
+        places = tables[parsed.submodel].get(parsed.module)
+        if places is None:
             problems.append(f"{name}: the {parsed.submodel} has no such module")
-        elif (other := groups.setdefault((parsed.submodel, key), {}).setdefault(parsed.role, name)) != name:
+        elif (other := groups.setdefault((parsed.submodel, places), {}).setdefault(parsed.role, name)) != name:
             problems.append(f"{name}: {other} is for the same weight")
     factors = [name for group in groups.values() for role, name in group.items() if role != "alpha"]
     tensors = read_float_tensors(path, factors)
@@ -153,29 +153,32 @@ def read_lora(
         ],
     )
     for submodel, said in configs.items():
-        known = [(key, group) for (of, key), group in groups.items() if of == submodel and "down" in group]
+        known = [(places, group) for (of, places), group in groups.items() if of == submodel and "down" in group]
         said.require_quick(
-            [peft_module(models[submodel], key, names[group["down"]]) for key, group in known], str(path)
+            [peft_module(models[submodel], places, names[group["down"]]) for places, group in known], str(path)
         )
     ranks: list[str] = []
     layers: dict[str, dict[str, LoraLayer]] = {submodel: {} for submodel in shapes}
-    for (submodel, key), group in groups.items():
+    for (submodel, places), group in groups.items():
         found: dict[Role, Floats] = {role: tensors[name] for role, name in group.items() if role != "alpha"}
         alpha = alphas.get(group.get("alpha", ""))
-        problem = _problem(group, found, alpha, shapes[submodel][key])
+        rows, *columns = shapes[submodel][places[0].key]
+        problem = _problem(group, found, alpha, (rows * len(places), *columns))
+        problem = problem or _twice(group, [place.key for place in places if place.key in layers[submodel]])
         if problem:
             problems.append(problem)
             continue
         rank = found["down"].shape[0]
         config = configs.get(submodel)
-        module = peft_module(models[submodel], key, names[group["down"]])
+        module = peft_module(models[submodel], places, names[group["down"]])
         if config is not None and config.rank(module) != rank:
             ranks.append(f"{group['down']}: {rank}, not {config.rank(module)}")
         # Without either, alpha is the rank.
         default = 1.0 if config is None else config.scale(module, rank)
         scale = default if alpha is None else alpha / rank
         up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
-        layers[submodel][key] = LoraLayer(up, down, scale)
+        for place in places:
+            layers[submodel][place.key] = LoraLayer(place.rows(up), down, scale)
     if problems:
         others = " or ".join(made_for(names, header.entries))
         raise CheckpointError(
@@ -254,6 +257,11 @@ def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     scaled = factor.astype(np.float64) / unit
     high = np.rint(scaled)
     return high, np.rint((scaled - high) * 2.0**bits), unit
+
+
+def _twice(group: Mapping[Role, str], keys: Sequence[str]) -> str | None:
+    """What is wrong with the tensors of a module whose rows, these, another module of the file changes too."""
+    return f"{group['up']}: there are others for {' and '.join(keys)}" if keys else None
 
 
 def _problem(

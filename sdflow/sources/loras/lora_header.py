@@ -15,7 +15,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES, WITH_LORAS
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.loras.adapter_kinds import MERGE_ELSEWHERE, MERGE_WITH_PEFT, kind_of_config, kind_of_tensor
-from sdflow.sources.loras.lora_names import PEFT_PREFIX, LoraName, parse_name
+from sdflow.sources.loras.lora_names import PEFT_PREFIX, UNMERGED, LoraName, parse_name, part_of_unmerged
 from sdflow.sources.loras.peft_metadata import (
     BESIDE,
     METADATA_KEY,
@@ -92,6 +92,14 @@ def other_kinds(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str,
 
 
 def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping[str, LoraName], of_peft: bool) -> None:
+    unmerged = [name for name in entries if name.startswith(UNMERGED)]
+    if unmerged:
+        parts = ", ".join(sorted(part_of_unmerged(unmerged)))
+        raise CheckpointError(
+            f"is also for a part whose LoRAs are not merged ({parts}): {listing(unmerged)}",
+            where=str(path),
+            remedy="Write a copy of it without these tensors, and use that.",
+        )
     for name, entry in entries.items():
         if (kind := kind_of_tensor(name, entry.shape)) is not None:
             raise CheckpointError(

@@ -7,12 +7,15 @@ three that came before it) and of kohya's sd-scripts, the latter over diffusers'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.families import FAMILIES
-from sdflow.models.base import Model, Shapes
+from sdflow.models.base import Model, Original, Shapes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Role = Literal["up", "down", "alpha"]
 
@@ -37,13 +40,18 @@ PEFT_PREFIX = "base_model.model."
 _OLDER = "text_model."
 """What transformers before 5 had in front of a text encoder's modules: a part of the module's name, though it tells the
 submodel too."""
+_UNMERGED = {prefix: part.name for family in FAMILIES.values() for part in family.parts for prefix in part.unmerged}
+UNMERGED = tuple(_UNMERGED)
+"""How the names of tensors begin whose part takes no LoRAs here."""
 _KEPT = (_OLDER, "encoder.layers.")
 """Ends of prefixes that belong to the module's name as well."""
-_PREFIXES = sorted(
-    {(prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora},
-    key=lambda entry: -len(entry[0]),
-)
-"""How a name begins -> the submodel; the longest first, as some are the beginning of others."""
+_PARTS = [part for family in FAMILIES.values() for part in family.parts if part.lora]
+_PREFIXES = {
+    prefix: tuple({part.name: part.model for part in _PARTS if prefix in part.lora}.items())
+    for prefix in sorted({prefix for part in _PARTS for prefix in part.lora}, key=len, reverse=True)
+}
+"""How a name begins -> the submodels that it may be for, with their models; the longest first, as some are the beginning of
+others. kohya calls every denoiser a UNet, and PEFT writes no submodel at all."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +68,62 @@ def parse_name(name: str) -> LoraName | None:
     for suffix, role in _ROLES:
         if name.endswith(suffix):
             stem = name[: -len(suffix)]
-            for prefix, submodel in _PREFIXES:
+            for prefix, submodels in _PREFIXES.items():
                 if stem.startswith(prefix):
                     kept = next((each for each in _KEPT if prefix.endswith(each)), "")
-                    module = kept + stem[len(prefix) :]
-                    return LoraName(submodel, module.replace(".processor.", "."), role)
+                    module = (kept + stem[len(prefix) :]).replace(".processor.", ".")
+                    return LoraName(_submodel(submodels, module), module, role)
     return None
 
 
-def peft_module(model: Model, key: str, name: LoraName) -> str:
+def _submodel(submodels: Sequence[tuple[str, Model]], module: str) -> str:
+    """Of those that a name may be for, the one whose model has modules of such names; else the first."""
+    plain = module.replace(".", "_")
+    return next((name for name, model in submodels if model.has_lora_module(plain)), submodels[0][0])
+
+
+def part_of_unmerged(names: Iterable[str]) -> set[str]:
+    """The parts that these names, which begin so, are for."""
+    return {part for name in names for prefix, part in _UNMERGED.items() if name.startswith(prefix)}
+
+
+def peft_module(model: Model, places: Places, name: LoraName) -> str:
     """What peft called the module when it wrote the file; the patterns in its configuration are for this name.
 
-    key: of the weight, in the state_dict. transformers before 5 had a text_model in the names of a text encoder: a
+    places: of the module. transformers before 5 had a text_model in the names of a text encoder: a
     file from there has it in its tensors' names too.
     """
-    module = model.current_name(key.removesuffix(".weight"))
+    if len(places) > 1:
+        return name.module
+    module = model.current_name(places[0].key.removesuffix(".weight"))
     return f"{_OLDER}{module}" if name.module.startswith(_OLDER) else module
 
 
-def spellings(model: Model, shapes: Shapes) -> dict[str, str]:
-    """Every spelling of the modules of a model with a weight that a LoRA can change: spelling -> state_dict key.
+@dataclass(frozen=True)
+class Place:
+    """The weight of this state_dict key: what a module of a LoRA file changes, whole or by the part of this index out of so many
+    equal parts of its rows; swapped: with the halves of these rows swapped."""
+
+    key: str
+    part: int = 0
+    parts: int = 1
+    swapped: bool = False
+
+    def rows(self, up: NDArray[Any]) -> NDArray[Any]:
+        """Those of the factor `up` (rows, rank) that are for this weight, in its order."""
+        import numpy as np
+
+        size = len(up) // self.parts
+        own = up[self.part * size : (self.part + 1) * size]
+        return np.roll(own, len(own) // 2, axis=0) if self.swapped else own
+
+
+Places = tuple[Place, ...]
+"""Of one module of a file: one place, or one for each of the equal parts that its rows are."""
+
+
+def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
+    """Every spelling of the modules of a model with a weight that a LoRA can change: spelling -> its places.
 
     shapes: of its whole state_dict.
     """
@@ -88,14 +132,16 @@ def spellings(model: Model, shapes: Shapes) -> dict[str, str]:
         for key, shape in shapes.items()
         if key.endswith(".weight") and len(shape) in (2, 4) and not key.endswith("_embedding.weight")
     }
-    table: dict[str, str] = {}
+    found: dict[str, dict[int, Place]] = {}
     for module, names in model.lora_spellings(modules).items():
-        _enter(table, names, modules[module])
-    return table
-
-
-def _enter(table: dict[str, str], names: Iterable[str], key: str) -> None:
-    for name in names:
-        for spelling in (name, name.replace(".", "_")):
-            if table.setdefault(spelling, key) != key:
-                raise AssertionError(f"{spelling} stands for both {table[spelling]} and {key}")
+        for each in names:
+            there = Original(each) if isinstance(each, str) else each
+            place = Place(modules[module], there.part, there.parts, there.swapped)
+            for spelling in (there.name, there.name.replace(".", "_")):
+                if (other := found.setdefault(spelling, {}).setdefault(there.part, place)) != place:
+                    raise AssertionError(f"{spelling} stands for both {other.key} and {place.key}")
+    return {
+        spelling: tuple(places[part] for part in sorted(places))
+        for spelling, places in found.items()
+        if len(places) == places[max(places)].parts
+    }

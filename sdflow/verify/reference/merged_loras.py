@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
@@ -27,7 +26,7 @@ METADATA = "lora_adapter_metadata"
 PEFT_CONFIG = "adapter_config.json"
 """What PEFT's save_pretrained writes beside the tensors."""
 PEFT_PREFIX = "base_model.model."
-KOHYA = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+KOHYA = ("lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_")
 ORIGINAL = "diffusion_model."
 """How ComfyUI begins the names of the original UNet's modules."""
 OLDER = "text_model."
@@ -71,14 +70,17 @@ def merge_lora(
         if folded < _count(tensors):
             raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
         metadata = None
-    loader = family.lora_loader()
     placed: Tensors = {}
+    count = 0
     for part in _by_style(tensors, family):
-        placed |= loader.lora_state_dict(part, unet_config=SimpleNamespace(**denoiser))[0]
-    if _count(placed) != _count(tensors):
-        raise VerificationError(
-            f"diffusers gives {_count(placed)} of its {_count(tensors)} layers a place", where=str(path)
-        )
+        try:
+            found, layers = family.lora_state(part, denoiser)
+        except KeyError as error:
+            raise VerificationError(f"diffusers gives {error} no place", where=str(path)) from error
+        count += layers
+        placed |= found
+    if count != _count(tensors):
+        raise VerificationError(f"diffusers gives {count} of its {_count(tensors)} layers a place", where=str(path))
     own = {
         name.removeprefix(f"{component}."): each for name, each in placed.items() if name.startswith(f"{component}.")
     }
@@ -97,9 +99,9 @@ def merge_lora(
     options = {"metadata": configured, "low_cpu_mem_usage": True}
     try:
         if is_denoiser:
-            loader.load_lora_into_unet(whole, None, module, ADAPTER, **options)
+            family.load_lora(whole, module, ADAPTER, **options)
         else:
-            loader.load_lora_into_text_encoder(whole, None, module, component, 1.0, ADAPTER, **options)
+            family.lora_loader().load_lora_into_text_encoder(whole, None, module, component, 1.0, ADAPTER, **options)
         _fuse(module, _count(own), scale, path)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise VerificationError(f"diffusers and PEFT cannot merge it: {error}", where=str(path)) from error
