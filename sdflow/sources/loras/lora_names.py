@@ -40,7 +40,8 @@ submodel too."""
 _KEPT = (_OLDER, "encoder.layers.")
 """Ends of prefixes that belong to the module's name as well."""
 _PREFIXES = sorted(
-    {(prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora},
+    # In the order of families, as several share prefixes: a set's order would differ from process to process.
+    dict.fromkeys((prefix, part.name) for family in FAMILIES.values() for part in family.parts for prefix in part.lora),
     key=lambda entry: -len(entry[0]),
 )
 """How a name begins -> the submodel; the longest first, as some are the beginning of others."""
