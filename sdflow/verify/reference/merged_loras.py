@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.families.base import Family
+from sdflow.verify.reference.original_names import diffusers_names, is_original
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +72,14 @@ def merge_lora(
         if folded < _count(tensors):
             raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
         metadata = None
+    tensors = _past_diffusers_reader(tensors, family, denoiser)
     loader = family.lora_loader()
     placed: Tensors = {}
     for part in _by_style(tensors, family):
-        placed |= loader.lora_state_dict(part, unet_config=SimpleNamespace(**denoiser))[0]
+        try:
+            placed |= loader.lora_state_dict(part, unet_config=SimpleNamespace(**denoiser))[0]
+        except (ValueError, KeyError, IndexError) as error:
+            raise VerificationError(f"diffusers cannot read its names: {error!r}"[:300], where=str(path)) from error
     if _count(placed) != _count(tensors):
         raise VerificationError(
             f"diffusers gives {_count(placed)} of its {_count(tensors)} layers a place", where=str(path)
@@ -156,6 +161,32 @@ def _without_alphas(tensors: Tensors, path: Path) -> tuple[Tensors, int]:
         down, up = pair
         found[up] = tensors[up] * (float(found.pop(name)) / len(tensors[down]))
     return found, len(alphas)
+
+
+def _past_diffusers_reader(tensors: Tensors, family: Family, denoiser: Mapping[str, Any]) -> Tensors:
+    """With the names of diffusers' modules for those that its reader of LoRAs takes for others: the original UNet's, and both
+    layers of add_embedding, to which it gives one name."""
+    factors = {name: found for name in tensors if (found := _stem_and_role(name)) is not None}
+    stems = {stem for stem, _ in factors.values()}
+    modules = diffusers_names([stem for stem in stems if is_original(stem)], denoiser)
+    modules |= {stem: stem.replace("_linear", ".linear") for stem in stems if stem.startswith("add_embedding_")}
+    unet = family.part(family.denoiser).component
+    return {
+        f"{unet}.{modules[found[0]]}.lora_{found[1]}.weight"
+        if (found := factors.get(name)) and found[0] in modules
+        else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _stem_and_role(name: str) -> tuple[str, str] | None:
+    """Of a factor for the denoiser in kohya's or ComfyUI's names: its module, dots as underscores, and PEFT's letter."""
+    prefix = next((each for each in (KOHYA[0], ORIGINAL) if name.startswith(each)), None)
+    ends = [(end, letter) for pair in _FACTORS for end, letter in zip(pair, "AB", strict=True) if name.endswith(end)]
+    if prefix is None or not ends:
+        return None
+    end, letter = ends[0]
+    return name.removeprefix(prefix).removesuffix(end).replace(".", "_"), letter
 
 
 def _by_style(tensors: Tensors, family: Family) -> list[Tensors]:
