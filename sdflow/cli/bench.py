@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
-@needs("REFERENCE")
+@needs("REFERENCE", unless=("compare",))
 def bench(
     pipeline: Annotated[Path | None, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")] = None,
     engine: Annotated[

@@ -10,14 +10,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def needs(*what: Literal["DRAWS", "REFERENCE", "SERVES"]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a command that needs these of `sdflow.machine.packages`: it raises UsageError where one is not installed."""
+def needs(
+    *what: Literal["DRAWS", "REFERENCE", "SERVES"], unless: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a command that needs these of `sdflow.machine.packages`: it raises UsageError where one is not installed.
+
+    unless: parameters with which it only reads files of results.
+    """
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:
         @wraps(command)  # typer reads the options off its signature
         def checked(*arguments: P.args, **options: P.kwargs) -> R:
             from sdflow.machine import packages
 
+            if any(options.get(name) for name in unless):
+                return command(*arguments, **options)
             wanted = [name for each in what for name in getattr(packages, each)]
             packages.require_packages(f"`sdflow {command.__name__}`", *wanted, "onnxruntime")
             return command(*arguments, **options)

@@ -10,7 +10,7 @@ import typer
 from sdflow.cli.needs import needs
 
 
-@needs("REFERENCE")
+@needs("REFERENCE", unless=("show",))
 def selftest(
     target: Annotated[
         str | None,

@@ -18,7 +18,7 @@ import torch
 from lora_spellings import SPELLINGS, Tensors, states
 from safetensors.torch import save_file
 
-from sdflow.errors import CheckpointError, VerificationError
+from sdflow.errors import CheckpointError
 from sdflow.sources import (
     Checkpoint,
     PlainDigests,
@@ -61,18 +61,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-_BLOCKS = "diffusers takes block 10 of the original names for one of block 1, and fails"
-_EMBEDDINGS = "diffusers gives both layers of add_embedding one name"
-NOT_PLACED_BY_DIFFUSERS = {
-    ("sd15-tiny", "kohya, LoCon in original names"): _BLOCKS,
-    ("sd15-tiny", "ComfyUI"): _BLOCKS,
-    ("sdxl-tiny", "kohya"): _EMBEDDINGS,
-    ("sdxl-tiny", "OneTrainer"): _EMBEDDINGS,
-    ("sdxl-tiny", "ai-toolkit"): _EMBEDDINGS,
-}
-"""What diffusers 0.42.1 does not read, so that verification cannot prove the merge; test_lora_spellings.py does."""
-
-
 @pytest.fixture(scope="module", params=["sd15-tiny", "sdxl-tiny"])
 def opened(request: pytest.FixtureRequest) -> tuple[Checkpoint, Weights]:
     found = open_checkpoint(f"synthetic:{request.param}", digests=PlainDigests(), download=False)
@@ -96,14 +84,12 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_module_in_every_spelling_merges_as_peft_merges_it(
-    name: str, opened: tuple[Checkpoint, Weights], tmp_path: Path, request: pytest.FixtureRequest
+    name: str, opened: tuple[Checkpoint, Weights], tmp_path: Path
 ) -> None:
     checkpoint, weights = opened
     made = SPELLINGS[name](weights)
     path = tmp_path / "lora.safetensors"
     save_file(made.tensors, path)
-    if reason := NOT_PLACED_BY_DIFFUSERS.get((checkpoint.reference.removeprefix("synthetic:"), name)):
-        request.applymarker(pytest.mark.xfail(strict=True, raises=(KeyError, VerificationError), reason=reason))
     ours = merged_by_sdflow(checkpoint, weights, path)
     layers = 0
     for submodel in weights:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,20 @@ def test_every_module_gets_its_own_factors(name: str, opened: Opened, tmp_path: 
         layer, shape = layers[place]
         delta = torch.from_numpy(lora_delta(layer, shape, 1.0)).double()
         assert torch.linalg.vector_norm(delta - expected) <= 1e-6 * torch.linalg.vector_norm(expected), place
+
+
+def test_a_name_is_for_the_same_submodel_in_every_process() -> None:
+    """Several families share prefixes, as lora_unet_, and the order of a set of strings differs between processes."""
+    name = "lora_unet_mid_block_attentions_0_proj_in.lora_down.weight"
+    code = f"from sdflow.sources.loras.lora_names import parse_name; print(parse_name({name!r}).submodel)"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (3, 4, 6, 8)
+    }
+    assert told == {"unet\n"}

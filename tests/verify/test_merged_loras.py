@@ -14,9 +14,18 @@ from safetensors.torch import save_file
 
 from sdflow.errors import VerificationError
 from sdflow.models.ldm_names import ldm_unet_names
-from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_delta, read_lora
+from sdflow.sources import (
+    Checkpoint,
+    PlainDigests,
+    load_module,
+    load_pipeline,
+    lora_delta,
+    open_checkpoint,
+    read_lora,
+)
 from sdflow.verify.reference import merged_loras, reference, torch_module
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.verify.reference.original_names import diffusers_names, is_original
 from tests.sources.test_lora import (
     Shapes,
     Tensors,
@@ -258,3 +267,16 @@ def test_the_reference_knows_nothing_of_the_reader() -> None:
         }
         told = {name for name in imported if "sdflow" in name and ("lora" in name.lower() or "peft" in name)}
         assert told <= (set() if module is merged_loras else own)
+
+
+@pytest.mark.parametrize("model", ["sd15-tiny", "sdxl-tiny"])
+def test_every_module_of_the_original_unet_is_found_by_diffusers_conversion(model: str) -> None:
+    """With blocks 1 and 10 and more beside each other, which diffusers' reader of LoRAs takes for one another."""
+    unet = open_checkpoint(f"synthetic:{model}", digests=PlainDigests(), download=False).submodels["unet"].load
+    state = load_module("unet", unet).state_dict()
+    modules = [key.removesuffix(".weight") for key in state if key.endswith(".weight")]
+    stems = {name.replace(".", "_"): module for module, name in ldm_unet_names(modules).items()}
+    assert any(stem.startswith("output_blocks_1_") for stem in stems)
+    assert all(is_original(stem) for stem in stems)
+    assert not any(is_original(module.replace(".", "_")) for module in modules)
+    assert diffusers_names(stems, unet["config"]) == stems

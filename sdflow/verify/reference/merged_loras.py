@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.families.base import Family
+from sdflow.verify.reference.original_names import diffusers_names, is_original
 
 if TYPE_CHECKING:
     import torch
@@ -70,13 +71,14 @@ def merge_lora(
         if folded < _count(tensors):
             raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
         metadata = None
+    tensors = _past_diffusers_reader(tensors, family, denoiser)
     placed: Tensors = {}
     count = 0
     for part in _by_style(tensors, family):
         try:
             found, layers = family.lora_state(part, denoiser)
-        except KeyError as error:
-            raise VerificationError(f"diffusers gives {error} no place", where=str(path)) from error
+        except (ValueError, KeyError, IndexError) as error:
+            raise VerificationError(f"diffusers cannot read its names: {error!r}"[:300], where=str(path)) from error
         count += layers
         placed |= found
     if count != _count(tensors):
@@ -158,6 +160,32 @@ def _without_alphas(tensors: Tensors, path: Path) -> tuple[Tensors, int]:
         down, up = pair
         found[up] = tensors[up] * (float(found.pop(name)) / len(tensors[down]))
     return found, len(alphas)
+
+
+def _past_diffusers_reader(tensors: Tensors, family: Family, denoiser: Mapping[str, Any]) -> Tensors:
+    """With the names of diffusers' modules for those that its reader of LoRAs takes for others: the original UNet's, and both
+    layers of add_embedding, to which it gives one name."""
+    factors = {name: found for name in tensors if (found := _stem_and_role(name)) is not None}
+    stems = {stem for stem, _ in factors.values()}
+    modules = diffusers_names([stem for stem in stems if is_original(stem)], denoiser)
+    modules |= {stem: stem.replace("_linear", ".linear") for stem in stems if stem.startswith("add_embedding_")}
+    unet = family.part(family.denoiser).component
+    return {
+        f"{unet}.{modules[found[0]]}.lora_{found[1]}.weight"
+        if (found := factors.get(name)) and found[0] in modules
+        else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _stem_and_role(name: str) -> tuple[str, str] | None:
+    """Of a factor for the denoiser in kohya's or ComfyUI's names: its module, dots as underscores, and PEFT's letter."""
+    prefix = next((each for each in (KOHYA[0], ORIGINAL) if name.startswith(each)), None)
+    ends = [(end, letter) for pair in _FACTORS for end, letter in zip(pair, "AB", strict=True) if name.endswith(end)]
+    if prefix is None or not ends:
+        return None
+    end, letter = ends[0]
+    return name.removeprefix(prefix).removesuffix(end).replace(".", "_"), letter
 
 
 def _by_style(tensors: Tensors, family: Family) -> list[Tensors]:
