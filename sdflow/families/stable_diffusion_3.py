@@ -17,7 +17,7 @@ from sdflow.families.noising import FLOW, Noising
 from sdflow.families.part import Companion, Layout, Part
 from sdflow.families.request import Conditions, Request, Run
 from sdflow.families.shared_parts import VAE, vae_fingerprint
-from sdflow.families.text import last_but_one, last_but_one_layer, token_ids
+from sdflow.families.text import last_but_one, last_but_one_layer, plain_texts, token_ids
 from sdflow.models import sd3_transformer, t5_text
 from sdflow.models.base import Config, Original
 from sdflow.models.clip_text import ClipTextWithProjection
@@ -175,18 +175,12 @@ class StableDiffusion3(Family):
         """As diffusers' StableDiffusion3Pipeline: `encode_prompt`."""
         import torch
 
-        if not request.reading.plain or request.reading.words:
-            raise UsageError(
-                "this model reads prompts as they are: weights and learned words are for models with CLIP alone",
-                where="prompt_syntax",
-                remedy="Take the plain syntax, and no embeddings.",
-            )
         more = {name: value for name, value in request.more.items() if value is not None}
         count = len(request.prompts)
 
         def texts(first: Sequence[str], names: Sequence[str]) -> list[list[str]]:
             others = [_texts(more.get(name), first) for name in names]
-            return [list(first), *others]
+            return [plain_texts(each, request.reading) for each in (list(first), *others)]
 
         wanted = texts(request.prompts, ("prompt_2", "prompt_3"))
         if request.guided:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sdflow.errors import UsageError
 from sdflow.families.request import Run
 from sdflow.models.base import Config
 from sdflow.prompts.chunks import Chunk, chunked
@@ -77,6 +78,28 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     pieces = [piece if isinstance(piece, tuple) else tokenize(piece) for piece in reading.pieces(text)]
     ids = [token for piece in pieces for token in piece][:size]  # as diffusers cuts it
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
+
+
+def plain_texts(texts: Sequence[str], reading: Reading) -> list[str]:
+    """The texts for an encoder that knows neither weights nor chunks: what other syntaxes write without them is plain text.
+
+    Raises UsageError for a text with weights or BREAK, and where words stand for learned vectors.
+    """
+    if reading.words:
+        raise UsageError("this model takes no learned words", where="embeddings", remedy="Leave the embeddings out.")
+    if reading.plain:
+        return list(texts)
+    found = []
+    for text in texts:
+        sections = parse(text)
+        if len(sections) > 1 or any(each.weight != 1 for each in sections[0]):
+            raise UsageError(
+                f"{text[:40]!r} has weights or BREAK, which this model does not know",
+                where="prompt",
+                remedy="Write it without them, or with prompt_syntax plain, which reads every character as text.",
+            )
+        found.append("".join(each.text for each in sections[0]))
+    return found
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], length: int | None = None) -> torch.Tensor:

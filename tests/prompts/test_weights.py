@@ -91,3 +91,16 @@ def test_a_word_that_has_break_in_it_is_a_word() -> None:
 def test_a_weight_beyond_all_numbers_is_refused() -> None:
     with pytest.raises(UsageError, match="would have the weight inf"):
         parse(f"(cat:{'9' * 400})")
+
+
+def test_a_text_without_weights_is_plain_whatever_the_syntax() -> None:
+    from sdflow.errors import UsageError
+    from sdflow.families.text import plain_texts
+    from sdflow.prompts.reading import PLAIN, Reading
+
+    marked = Reading("a1111")
+    assert plain_texts(["a (cat:1.2) BREAK b"], PLAIN) == ["a (cat:1.2) BREAK b"]
+    assert plain_texts(["a cat", r"a \(cat\)", ""], marked) == ["a cat", "a (cat)", ""]
+    for text in ("a (cat:1.2)", "a [cat]", "a BREAK b"):
+        with pytest.raises(UsageError, match="weights or BREAK"):
+            plain_texts([text], marked)

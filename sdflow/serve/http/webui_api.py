@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -68,9 +69,9 @@ def webui_routes(served: Served) -> APIRouter:
 
     async def draw(request: Request, asked: Text, image: Image | None, mask: Image | None) -> dict[str, Any]:
         prompt, wanted = loras_in(asked.prompt)
-        scheduler = _scheduler(asked.sampler_name or asked.sampler_index)
         name = asked.override_settings.sd_model_checkpoint or now.model
         model = find_model(served.models, name)
+        scheduler = _scheduler(asked.sampler_name or asked.sampler_index, model.schedulers)
         side = model.latents.image_size
         fields = Edit.model_validate(
             {
@@ -188,15 +189,16 @@ async def _watched(served: Served, jobs: list[Job], now: _Now) -> dict[int, Draw
     return found
 
 
-def _scheduler(sampler: str | None) -> Any:
+def _scheduler(sampler: str | None, schedulers: Collection[str]) -> Any:
     """The scheduler of a sampler. "Karras" behind its name has no effect: timesteps are the scheduler's own, and the answer names
     the sampler without it. Raises ApiError."""
     if sampler is None or sampler == "Automatic":
         return None
     own = {name.lower(): scheduler for name, scheduler in SAMPLERS.items()}
     plain = sampler.lower().removesuffix(" karras").removesuffix(" exponential")
-    if plain in own:
-        return own[plain]
+    if plain in own:  # for families of flow matching, the sampler of that name
+        found = own[plain]
+        return f"flow_{found}" if found not in schedulers and f"flow_{found}" in schedulers else found
     if plain in own.values():
         return plain
     raise ApiError(
