@@ -97,7 +97,9 @@ def open_folder(
     for component, parts in family.components.items():
         if parts[0].optional and (component in left_out or index.get(component, [None])[0] is None):
             continue
-        found[component] = open_component(folder / component, component, parts[0], family, allow_pickle)
+        found[component] = open_component(
+            folder / component, component, parts[0], family, allow_pickle, declared=index.get(component)
+        )
         configs[component] = found[component].config
     every = [file for component in found.values() for file in component.weights.files]
     sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
@@ -135,13 +137,18 @@ def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in origin.items() if key == "commit"}
 
 
-def open_component(folder: Path, component: str, part: Part, family: Family, allow_pickle: bool) -> ComponentFiles:
+def open_component(
+    folder: Path, component: str, part: Part, family: Family, allow_pickle: bool, *, declared: Any = None
+) -> ComponentFiles:
     """A component in a folder of its own: config.json, checked to be of the part's class or one in its place, and weights.
+
+    declared: library and class as model_index.json has them, by which diffusers loads it; they count where config.json names no
+    class.
 
     Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
     """
     model = part.of(read_config(folder / "config.json")).model
-    config = _component_config(folder, model, family)
+    config = _component_config(folder, model, family, declared)
     weights = find_weights(folder, model, config, allow_pickle=allow_pickle)
     notes = []
     if weights.variant:
@@ -190,10 +197,12 @@ def _refuse_others(folder: Path) -> None:
         )
 
 
-def _component_config(folder: Path, model: Model, family: Family) -> dict[str, Any]:
+def _component_config(folder: Path, model: Model, family: Family, declared: Any) -> dict[str, Any]:
     path = folder / "config.json"
     config = read_config(path)
     named = class_names(config)
+    if not named and isinstance(declared, list) and len(declared) == 2:
+        named = [str(declared[1])]
     if model.class_name not in named:
         said = f"of {', '.join(named)}" if named else "of no class that it names"
         raise CheckpointError(

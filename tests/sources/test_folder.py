@@ -255,7 +255,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "StableDiffusionXLPipeline"),
+        ("model_index.json", {"_class_name": "StableCascadeDecoderPipeline"}, "StableDiffusionXLPipeline"),
         ("unet/config.json", {"_class_name": "UNet3DConditionModel"}, "of UNet3DConditionModel, not of UNet2D"),
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
         ("vae/config.json", {"_class_name": "AsymmetricAutoencoderKL"}, "of AsymmetricAutoencoderKL"),
@@ -320,3 +320,17 @@ def test_a_sample_opens(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.M
     checkpoint = open_checkpoint("sample:shapes", digests=PlainDigests(), download=False)
     assert checkpoint.provenance["kind"] == "sample"
     assert identities(checkpoint) == identities(opened(tiny_folder))
+
+
+def test_a_config_without_a_class_is_of_the_class_that_the_index_declares(tiny: Checkpoint, folder: Path) -> None:
+    """As diffusers loads it: `from_pretrained` goes by model_index.json."""
+    from transformers import CLIPTextModel
+
+    edit(folder / "text_encoder/config.json", architectures=None)
+    loaded = CLIPTextModel.from_pretrained(folder / "text_encoder").state_dict()
+    checkpoint = opened(folder)
+    found = load_module("text_encoder", checkpoint.submodels["text_encoder"].load).state_dict()
+    assert found.keys() == loaded.keys() and all(torch.equal(found[name], loaded[name]) for name in found)
+    edit(folder / "model_index.json", text_encoder=["transformers", "T5EncoderModel"])
+    with pytest.raises(CheckpointError, match="T5EncoderModel"):
+        opened(folder)
