@@ -77,6 +77,7 @@ class Half(Options):
     keep_io_types: bool | list[str] = False
     min_positive_val: float = 1e-7
     op_block_list: tuple[str, ...] | None = None
+    node_block_list: tuple[str, ...] | None = None
     op_include_list: tuple[str, ...] | None = None
     force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = None
 

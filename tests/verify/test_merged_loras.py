@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from sdflow.errors import VerificationError
+from sdflow.families.original_unet_names import diffusers_names, is_original
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import (
     Checkpoint,
@@ -25,7 +26,6 @@ from sdflow.sources import (
 )
 from sdflow.verify.reference import merged_loras, reference, torch_module
 from sdflow.verify.reference.merged_loras import merge_lora
-from sdflow.verify.reference.original_names import diffusers_names, is_original
 from tests.sources.test_lora import (
     Shapes,
     Tensors,

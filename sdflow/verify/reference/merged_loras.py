@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.families.base import Family
-from sdflow.verify.reference.original_names import diffusers_names, is_original
+from sdflow.families.original_unet_names import diffusers_names, is_original
 
 if TYPE_CHECKING:
     import torch
@@ -169,9 +169,9 @@ def _past_diffusers_reader(tensors: Tensors, family: Family, denoiser: Mapping[s
     stems = {stem for stem, _ in factors.values()}
     modules = diffusers_names([stem for stem in stems if is_original(stem)], denoiser)
     modules |= {stem: stem.replace("_linear", ".linear") for stem in stems if stem.startswith("add_embedding_")}
-    unet = family.part(family.denoiser).component
+    component = family.part(family.denoiser).component
     return {
-        f"{unet}.{modules[found[0]]}.lora_{found[1]}.weight"
+        f"{component}.{modules[found[0]]}.lora_{found[1]}.weight"
         if (found := factors.get(name)) and found[0] in modules
         else name: tensor
         for name, tensor in tensors.items()

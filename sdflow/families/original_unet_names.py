@@ -36,6 +36,9 @@ def diffusers_names(stems: Iterable[str], denoiser: Mapping[str, Any]) -> dict[s
         convert_ldm_unet_checkpoint,
     )
 
+    stems = list(stems)
+    if not stems:
+        return {}
     modules = {_WORDS.sub(r"\1_\2", stem.replace("_", ".")): stem for stem in stems}
     # It counts the blocks that it finds, and wants some names to be there: what is missing is filled in.
     embeddings = DIFFUSERS_TO_LDM_MAPPING["unet"]["addition_embed_type"].values()
