@@ -45,7 +45,7 @@ class Fusions(Options):
 class Optimization(Options):
     """Fuse."""
 
-    model_type: Literal["clip", "unet", "vae"]
+    model_type: Literal["clip", "unet", "vae", "mmdit", "t5"]
     opt_level: int = 0
     float16: bool = False
     num_heads: int = 0
