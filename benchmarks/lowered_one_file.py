@@ -107,10 +107,11 @@ def lowered(graph: Path, folder: Path, names: Iterable[str], more: Iterable[Any]
 def of_one_size(model: Any, name: str, sizes: dict[str, int], guided: bool, runs: int) -> list[Any]:
     """What is known of the values of a denoiser that is taken apart for one size."""
     from sdflow.export.once import cut
+    from sdflow.runtime.denoiser.moving import Moving
     from sdflow.runtime.denoiser.split import STEPS
     from sdflow.runtime.sessions.specialize import specialize
 
-    found = cut(model, sizes, guided=guided)
+    found = cut(model, sizes, moving=Moving("sample", "timestep"), guided=guided)
     if found is None:
         return []
     return [

@@ -28,7 +28,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/generate.py", "vae"): "of the option --vae-tiles",
     ("config/override.py", "unet"): "an example in a remedy",
     ("export/tokenizer.py", "CLIPTokenizer"): "an operator of onnxruntime-extensions",
-    ("inspection/weights.py", "transformer"): "of other models' kind, in words",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
     ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",

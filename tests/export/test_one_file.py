@@ -19,6 +19,7 @@ from converted import Converted
 from sdflow.build.assemble import assemble, copy_file
 from sdflow.errors import CacheError, PassError, SlowerWarning, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
+from sdflow.families.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
@@ -105,7 +106,7 @@ def scheduled(tiny: Pipeline) -> Iterator[Callable[[str], Pipeline]]:
     own = tiny.scheduler
 
     def with_scheduler(name: str) -> Pipeline:
-        tiny.scheduler = named_scheduler(name, own.config)
+        tiny.scheduler = named_scheduler(name, own.config, DIFFUSION)
         return tiny
 
     yield with_scheduler

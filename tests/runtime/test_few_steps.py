@@ -24,6 +24,7 @@ from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.defaults import Defaults, settled, told_by_configs
+from sdflow.families.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import folder_defaults, read_index
@@ -130,8 +131,8 @@ def test_with_the_schedulers_of_few_step_loras_the_image_equals_diffusers(built:
         pytest.skip("its own scheduler alone")
     ours, theirs = built.ours, built.theirs(built.text)
     settings = {"output_type": "np", "height": SIZE, "width": SIZE, "num_inference_steps": 3, "guidance_scale": 0.0}
-    own, theirs.scheduler = ours.scheduler, named_scheduler(scheduler, ours.scheduler.config)
-    ours.scheduler = named_scheduler(scheduler, own.config)
+    own, theirs.scheduler = ours.scheduler, named_scheduler(scheduler, ours.scheduler.config, DIFFUSION)
+    ours.scheduler = named_scheduler(scheduler, own.config, DIFFUSION)
     try:
         for eta in (0.0, 1.0) if scheduler == "tcd" else (0.0,):
             expected = theirs(PROMPT, generator=generator(), eta=eta, **settings).images

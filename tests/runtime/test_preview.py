@@ -13,6 +13,7 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
+from sdflow.families.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview, by_colors
@@ -55,7 +56,7 @@ def test_a_preview_is_what_the_scheduler_takes_for_the_image(
     ours: Pipeline, tiny_torch: Any, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pipeline in (ours, tiny_torch):
-        made = named_scheduler(name, {**pipeline.scheduler.config, "prediction_type": kind})
+        made = named_scheduler(name, {**pipeline.scheduler.config, "prediction_type": kind}, DIFFUSION)
         monkeypatch.setattr(pipeline, "scheduler", made)
     expected = recorded(tiny_torch.scheduler)
     tiny_torch(PROMPT, generator=generator(), output_type="latent", **SETTINGS)

@@ -19,6 +19,7 @@ from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families import FAMILIES, family_of_index
+from sdflow.families.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
 from sdflow.runtime.denoiser.schedule import named_scheduler
@@ -144,7 +145,7 @@ def test_base_and_refiner_together_equal_diffusers(
     ensemble: Ensemble, their_base: Any, theirs: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pipeline in (ensemble.base, ensemble.refiner, their_base, theirs):
-        monkeypatch.setattr(pipeline, "scheduler", named_scheduler(scheduler, pipeline.scheduler.config))
+        monkeypatch.setattr(pipeline, "scheduler", named_scheduler(scheduler, pipeline.scheduler.config, DIFFUSION))
     one, other = generator(), generator()
     both = {"num_inference_steps": 5, "negative_prompt": "blurry"}
     size = {"height": SIZE, "width": 2 * SIZE}

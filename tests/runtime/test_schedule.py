@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
-from sdflow.families.schedulers import SCHEDULERS
+from sdflow.families.noising import DIFFUSION
+from sdflow.families.schedulers import NOISE_SCHEDULERS
 from sdflow.runtime.denoiser.loop import require_room
 from sdflow.runtime.denoiser.schedule import named_scheduler, require_steps, table_bytes, trace
 
@@ -39,7 +40,7 @@ STEPS = 9
 
 
 def made(name: str, kind: str = "epsilon") -> Any:
-    return named_scheduler(name, {**BASE, "prediction_type": kind})
+    return named_scheduler(name, {**BASE, "prediction_type": kind}, DIFFUSION)
 
 
 def dense(
@@ -102,7 +103,7 @@ def dense(
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
 def test_the_factors_are_bit_for_bit_those_of_a_dense_trace(name: str, options: dict[str, Any]) -> None:
     expected, found = dense(made(name), **options), trace(made(name), STEPS, **options)
     assert torch.equal(found.timesteps, expected["timesteps"])

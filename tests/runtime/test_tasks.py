@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from sdflow.errors import UsageError
-from sdflow.families.schedulers import SCHEDULERS
+from sdflow.families.noising import DIFFUSION
+from sdflow.families.schedulers import NOISE_SCHEDULERS
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
@@ -80,10 +81,10 @@ def assert_equal_images(drawn: np.ndarray, expected: np.ndarray) -> None:
     assert difference <= TOLERANCE, f"largest difference {difference}"
 
 
-@pytest.fixture(params=SCHEDULERS)
+@pytest.fixture(params=NOISE_SCHEDULERS)
 def scheduler(request: pytest.FixtureRequest, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each scheduler; `pipeline` has it as long as the test runs."""
-    made = named_scheduler(request.param, pipeline.scheduler.config)
+    made = named_scheduler(request.param, pipeline.scheduler.config, DIFFUSION)
     monkeypatch.setattr(pipeline, "scheduler", made)
     return made
 
@@ -203,7 +204,7 @@ def test_settings_that_do_not_fit_are_refused(
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest_name(pipeline: Pipeline) -> None:
     with pytest.raises(UsageError, match=r"no scheduler is named 'dpm\+\+2m'; did you mean 'dpm\+\+_2m'"):
-        named_scheduler("dpm++2m", pipeline.scheduler.config)
+        named_scheduler("dpm++2m", pipeline.scheduler.config, DIFFUSION)
 
 
 def test_a_scheduler_that_is_not_linear_is_refused() -> None:

@@ -18,6 +18,7 @@ from sdflow.build.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, UsageError, WorkflowError
 from sdflow.families import FAMILIES
+from sdflow.families.noising import DIFFUSION
 from sdflow.inspection import inspect
 from sdflow.manifest import Origin
 from sdflow.passes.registry import catalog
@@ -97,7 +98,7 @@ def test_image_to_image_equals_diffusers_that_draws_no_sample(
 
 
 def test_its_previews_are_images_and_the_last_is_the_image(ours: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "scheduler", named_scheduler("euler", ours.scheduler.config))
+    monkeypatch.setattr(ours, "scheduler", named_scheduler("euler", ours.scheduler.config, DIFFUSION))
     seen: list[Preview] = []
     given = {"generator": generator(), "callback_on_preview": seen.append, "height": SIZE, "width": SIZE}
     (image,) = ours(PROMPT, num_inference_steps=4, **given).images

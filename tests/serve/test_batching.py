@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 
+from sdflow.families.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.loaded import Images
 from sdflow.runtime.files.images import to_pil
@@ -96,7 +97,7 @@ def alone(pipeline: Pipeline, each: Job) -> np.ndarray:
     }
     try:
         if each.scheduler:
-            pipeline.scheduler = named_scheduler(each.scheduler, own.config)
+            pipeline.scheduler = named_scheduler(each.scheduler, own.config, DIFFUSION)
         result = pipeline(
             each.prompt,
             **start,

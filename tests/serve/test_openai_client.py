@@ -19,6 +19,7 @@ import torch
 from serve.conftest import SIZE, RunningServer
 from until import PATIENCE, until
 
+from sdflow.families.noising import DIFFUSION
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.http.api_document import ANSWERS
 
@@ -67,7 +68,7 @@ def test_images_are_those_that_the_pipeline_draws(client: openai.OpenAI, pipelin
     assert [datum.model_extra["seed"] for datum in answer.data] == [7, 8]  # type: ignore[index]
     from sdflow.runtime.denoiser.schedule import named_scheduler
 
-    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
+    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config, DIFFUSION)
     for datum, seed in zip(answer.data, (7, 8), strict=True):
         expected = pipeline(
             "a red circle",
@@ -138,7 +139,7 @@ def test_an_image_is_gone_on_from(client: openai.OpenAI, pipeline: Pipeline) -> 
     assert answer.data is not None
     from sdflow.runtime.denoiser.schedule import named_scheduler
 
-    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config)
+    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config, DIFFUSION)
     expected = pipeline(
         "a red circle",
         PIL.Image.open(io.BytesIO(image)),
@@ -155,7 +156,7 @@ def test_only_what_is_transparent_in_the_mask_is_drawn(client: openai.OpenAI, pi
     lower_half = PIL.Image.fromarray(np.repeat(np.array([0, 255], np.uint8), 2048).reshape(64, 64))
     from sdflow.runtime.denoiser.schedule import named_scheduler
 
-    pipeline.scheduler = named_scheduler("ddim", pipeline.scheduler.config)
+    pipeline.scheduler = named_scheduler("ddim", pipeline.scheduler.config, DIFFUSION)
     for image, files in ((png("RGB"), {"mask": png("RGBA", seed=9)}), (png("RGBA"), {})):
         answer = client.images.edit(image=image, prompt="a", extra_body=more, **files)
         assert answer.data is not None

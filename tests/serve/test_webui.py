@@ -17,6 +17,7 @@ import torch
 from serve.conftest import RunningServer
 from until import PATIENCE, until
 
+from sdflow.families.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.api_error import ApiError
@@ -44,7 +45,7 @@ def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: 
     answer = ask(server, "txt2img", {**SMALL, "batch_size": 2, "restore_faces": False, "script_args": []}).json()
     assert json.loads(answer["info"])["all_seeds"] == [5, 6]
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1)
-    pipeline.scheduler = named_scheduler("euler_a", pipeline.scheduler.config)
+    pipeline.scheduler = named_scheduler("euler_a", pipeline.scheduler.config, DIFFUSION)
     options = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 7.0, "prompt_syntax": "a1111"}
     drawn = [pixels(each) for each in answer["images"]]
     for image, seed in zip(drawn, (5, 6), strict=True):

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from sdflow.families.few_steps import spelled
-from sdflow.families.schedulers import SCHEDULERS, SchedulerName, renamed
+from sdflow.families.schedulers import NOISE_SCHEDULERS, SCHEDULERS, SchedulerName, renamed
 from sdflow.sources import PlainDigests, few_steps, load_pipeline, open_checkpoint
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.few_steps import few_steps_of_lora
@@ -134,7 +134,7 @@ def test_the_names_of_schedulers_are_one_list() -> None:
     assert list(SchedulerName.__args__) == list(SCHEDULERS)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
 @pytest.mark.parametrize("architecture", ["sd15", "sd21", "sdxl", "sdxl-turbo", "lcm"])
 def test_a_renamed_config_is_what_diffusers_makes_of_it(
     name: str, architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

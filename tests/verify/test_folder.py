@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from sdflow.errors import UsageError
 from sdflow.families import ARCHITECTURES, FAMILIES
+from sdflow.families.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.sources import Checkpoint, load_pipeline
@@ -335,7 +336,7 @@ def test_a_scheduler_that_nobody_chose_is_a_note_and_is_refused_when_it_is_chose
     assert finding.what.startswith("ddim, ddim_trailing cannot draw as diffusers does with this checkpoint: ")
     own = diffusers.PNDMScheduler.from_pretrained(folder / "scheduler")
     with pytest.raises(UsageError, match="does not act linearly") as refused:
-        trace(named_scheduler("ddim", own.config), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)
+        trace(named_scheduler("ddim", own.config, DIFFUSION), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)
     assert "--scheduler" in (refused.value.remedy or "")
 
 
