@@ -18,7 +18,7 @@ EXTRAS = {
     ),
     "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
     "remote": ("aiohttp", "cryptography", "fsspec"),
-    "s3": ("s3fs",),
+    "s3": ("aiobotocore", "s3fs"),
     "gs": ("gcsfs",),
     "az": ("adlfs",),
     "ray": ("ray",),

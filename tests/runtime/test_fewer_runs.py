@@ -250,7 +250,7 @@ def test_where_a_denoiser_is_not_taken_apart_nothing_is_left_out(built: Built) -
         ({"edges": unet}, True, "ControlNets"),
         ({}, False, "compiles the denoiser as a whole"),
     ):
-        denoisers = Denoisers(unet, nets, [], decoder, 8, split=parted, low_memory=False)
+        denoisers = Denoisers(unet, nets, [], decoder, 8, {"sequence": 77}, split=parted, low_memory=False)
         with pytest.raises(UsageError, match=words):
             denoisers.get(start, 2, None, {}, {}, guess=False, fewer=fewer)
 

@@ -271,5 +271,5 @@ def test_the_header_of_save_lora_adapter_has_no_submodel_in_front(
 def test_a_header_that_does_not_say_its_submodel_is_refused(shapes: Shapes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: lora_alpha, r"):
         read_lora(a_file(tmp_path, {"r": 4, "lora_alpha": 2}), shapes)
-    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: transformer\.r"):
-        read_lora(a_file(tmp_path, {"transformer.r": 4}), shapes)
+    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: prior\.r"):
+        read_lora(a_file(tmp_path, {"prior.r": 4}), shapes)

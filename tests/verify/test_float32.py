@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import onnx
 import pytest
@@ -76,7 +75,3 @@ def test_what_float16_would_hide_is_found_in_a_float32_graph(
     wrong = verdict("unet", in_place(unet, tmp_path / "unet", plant), "cpu", cases)
     (output,) = wrong.outputs
     assert output.limit is not None and output.distance > output.limit and wrong.problems, shown(wrong)
-    if plant is gelu_by_tanh:
-        assert median(case.distance for case in wrong.cases) < 1e-4, (
-            "so little that a hundred times what is needed lets it pass"
-        )

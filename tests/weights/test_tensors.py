@@ -60,11 +60,5 @@ def test_a_pickle_is_mapped_from_its_file_and_not_read_whole(original: dict[str,
 
 
 def test_a_tensor_that_has_no_place_in_one_file_is_named(original: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path / "a.safetensors", {**original, "first_stage_model.more": torch.zeros(2)})
-    load: Any = checkpoint.submodels["vae_encoder"].load
-    shapes = parameter_shapes("vae_encoder", load)
-    with (
-        pytest.raises(CheckpointError, match=r"unexpected: first_stage_model\.more"),
-        open_tensors("vae_encoder", load, shapes),
-    ):
-        pass
+    with pytest.raises(CheckpointError, match=r"unexpected: first_stage_model\.more"):
+        saved(tmp_path / "a.safetensors", {**original, "first_stage_model.more": torch.zeros(2)})
