@@ -1,0 +1,116 @@
+"""A product and its gate in ONNX Runtime: MatMul and BiasSplitGelu, beside Geglu, at the sizes of the UNets.
+
+    python benchmarks/gpu/geglu.py [ROWSxDEPTHxCOLUMNS ...]
+
+COLUMNS: of the weights, of which a half are gates. Both have our kernels and a captured graph of several products with weights of
+their own, more than the L2 holds; they take turns. Microseconds for one, medians; and how far apart the results are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from sdflow.runtime.kernels.library import build, on_hopper
+from sdflow.runtime.kernels.replace import with_own_kernels
+
+SHAPES = (  # SDXL's at batch 2 and 1024x1024; at 512x512, of SD 1.5's: batch 2, 16 and 1
+    (2048, 1280, 10240), (8192, 640, 5120),
+    (8192, 320, 2560), (2048, 640, 5120), (512, 1280, 10240), (128, 1280, 10240),
+    (65536, 320, 2560), (16384, 640, 5120), (4096, 1280, 10240), (1024, 1280, 10240),
+    (4096, 320, 2560), (1024, 640, 5120), (256, 1280, 10240), (64, 1280, 10240),
+)  # fmt: skip
+HELD = 200 << 20
+"""Bytes of weights."""
+MOST, TURNS, RUNS, REST = 16, 5, 4, 0.05
+
+
+def model(rows: int, depth: int, columns: int, count: int) -> onnx.ModelProto:
+    """`count` products of x with their gates, each with weights of its own."""
+    half, inputs = TensorProto.FLOAT16, [helper.make_tensor_value_info("x", TensorProto.FLOAT16, [rows, depth])]
+    nodes, weights, between, results = [], [], [], []
+    random: dict[str, Any] = {"generator": torch.Generator("cuda").manual_seed(0), "device": "cuda"}
+    for i in range(count):
+        weight = (torch.randn(depth, columns, **random) / depth**0.5).half().cpu().numpy()
+        bias = torch.randn(columns, **random).half().cpu().numpy()
+        weights += [numpy_helper.from_array(weight, f"w{i}"), numpy_helper.from_array(bias, f"b{i}")]
+        nodes.append(helper.make_node("MatMul", ["x", f"w{i}"], [f"h{i}"], f"product{i}"))
+        nodes.append(
+            helper.make_node("BiasSplitGelu", [f"h{i}", f"b{i}"], [f"y{i}"], f"gate{i}", domain="com.microsoft")
+        )
+        between.append(helper.make_tensor_value_info(f"h{i}", half, [rows, columns]))
+        results.append(helper.make_tensor_value_info(f"y{i}", half, [rows, columns // 2]))
+    graph = helper.make_graph(nodes, "gated", inputs, results, weights, value_info=between)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+class Captured:
+    """A session of a graph, and its results."""
+
+    def __init__(self, graph: onnx.ModelProto, library: Path, x: torch.Tensor, columns: int, count: int) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(str(library))
+        options.log_severity_level = 3
+        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+        self.session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=providers)
+        self.results = [torch.empty(x.shape[0], columns // 2, dtype=x.dtype, device="cuda") for _ in range(count)]
+        self.binding = self.session.io_binding()
+        self.binding.bind_input("x", "cuda", 0, np.float16, tuple(x.shape), x.data_ptr())
+        for i, y in enumerate(self.results):
+            self.binding.bind_output(f"y{i}", "cuda", 0, np.float16, tuple(y.shape), y.data_ptr())
+        for _ in range(4):
+            self.session.run_with_iobinding(self.binding)
+        torch.cuda.synchronize()
+
+    def microseconds(self) -> float:
+        """Of one product with its gate."""
+        time.sleep(REST)
+        self.session.run_with_iobinding(self.binding)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(RUNS):
+            self.session.run_with_iobinding(self.binding)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / RUNS / len(self.results) * 1e6
+
+
+def measure(library: Path, rows: int, depth: int, columns: int) -> str:
+    count = max(4, min(MOST, HELD // (depth * columns * 2)))
+    graph = model(rows, depth, columns, count)
+    x = torch.randn(rows, depth, device="cuda").half()
+    ways: list[Any] = [with_own_kernels(graph, hopper=hopper) for hopper in (False, True)]
+    if all(node.op_type != "Geglu" for node in ways[1].graph.node):
+        return "stays a product and BiasSplitGelu"
+    both = [Captured(way, library, x, columns, count) for way in ways]
+    turns = [[one.microseconds() for one in both] for _ in range(TURNS)]
+    apart, gated = (statistics.median(turn[i] for turn in turns) for i in range(2))
+    expected, found = (one.results[-1].double() for one in both)
+    distance = float((found - expected).norm() / expected.norm())
+    return f"MatMul and BiasSplitGelu {apart:.1f} us, Geglu {gated:.1f} ({gated / apart:.2f}); {distance:.1e} apart"
+
+
+def main() -> None:
+    if not on_hopper():
+        raise SystemExit("Geglu is for GPUs of compute capability 9.0")
+    library = build()
+    given = [tuple(int(size) for size in text.split("x")) for text in sys.argv[1:]]
+    for shape in given or SHAPES:
+        rows, depth, columns = shape
+        print(f"{rows}x{depth}x{columns}: {measure(library, rows, depth, columns)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What the memory of a server does in half an hour of requests that differ in steps, guidance, size, start and LoRAs.
+
+    python benchmarks/serve/serve_soak.py PIPELINE --rate 0.4 [--seconds 1800] [--loras DIR --cache DIR --lanes 2]
+
+Every half minute a line: the requests that were answered and refused so far, and the resident memory of each process of the
+server. At the end the table of start, thirds and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import time
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.serve.serve_load import load, quantile, sdflow_server
+
+LOOK_SECONDS = 30.0
+PROMPT = "a large red circle on a blue background"
+
+
+@dataclass
+class Seen:
+    """What became of the requests so far."""
+
+    took: list[float] = field(default_factory=list)
+    refused: int = 0
+    failed: list[str] = field(default_factory=list)
+    image: bytes | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pipeline", type=Path)
+    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loras", type=Path, help="the folder that they are in")
+    parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
+    parser.add_argument("--lanes", help="of the server; without it, as it measures")
+    given = parser.parse_args()
+    more = ["--loras", str(given.loras)] if given.loras else []
+    more += ["--lanes", given.lanes] if given.lanes else []
+    with sdflow_server(given.pipeline, given.cache, *more) as url:
+        asyncio.run(soak(url, given))
+
+
+async def soak(url: str, given: Any) -> None:
+    """Arrivals at random, whatever the server does, and looks at its memory beside them."""
+    chance, seen, begun = random.Random(given.seed), Seen(), time.perf_counter()
+    names = [path.stem for path in sorted(given.loras.glob("*.safetensors"))] if given.loras else []
+    rows = [row(seen, 0.0)]
+
+    async def look() -> None:
+        for number in itertools.count(1):
+            await asyncio.sleep(max(0.0, begun + number * LOOK_SECONDS - time.perf_counter()))
+            rows.append(row(seen, time.perf_counter() - begun))
+
+    looking = asyncio.create_task(look())
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        found = (await client.get("/readyz")).json()["pipelines"]
+        print("; ".join(f"{name}: {each['lanes']} lanes" for name, each in found.items()), flush=True)
+        async with asyncio.TaskGroup() as tasks:
+            due = begun + chance.expovariate(given.rate)
+            while due < begun + given.seconds:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                tasks.create_task(ask(client, due, varied(chance, names), seen))
+                due += chance.expovariate(given.rate)
+    looking.cancel()
+    rows.append(row(seen, time.perf_counter() - begun))
+    print(f"p50 {quantile(seen.took, 0.5):.2f} s, p95 {quantile(seen.took, 0.95):.2f} s; {load()}")
+    for what in sorted(set(seen.failed)):
+        print(f"{seen.failed.count(what)} failed: {what}")
+    print("| minute | answered | refused | failed | MB of each process |\n|---|---|---|---|---|")
+    for part in range(4):
+        wanted = part * given.seconds / 3
+        minute, *counts, memory = min(rows, key=lambda each: abs(each[0] * 60 - wanted))
+        print(f"| {minute:.0f} | {' | '.join(map(str, counts))} | {memory} |")
+
+
+def row(seen: Seen, seconds: float) -> tuple[float, int, int, int, str]:
+    """Printed, and kept for the table."""
+    found = seconds / 60, len(seen.took), seen.refused, len(seen.failed), memory()
+    print(f"{found[0]:.1f} min: {found[1]} answered, {found[2]} refused, {found[3]} failed; {found[4]}", flush=True)
+    return found
+
+
+def memory() -> str:
+    """Of the server's processes, the largest first."""
+    own = [each for each in psutil.Process().children(recursive=True) if each.name() != "cat"]
+    return ", ".join(f"{size:.0f}" for size in sorted((each.memory_info().rss / 2**20 for each in own), reverse=True))
+
+
+def varied(chance: random.Random, names: Sequence[str]) -> dict[str, Any]:
+    """A request that differs from others in what makes sessions, tables and weights. Some go on from the last image."""
+    loras = [{"name": name, "scale": chance.choice((0.5, 0.7, 1.0))} for name in names if chance.random() < 0.5]
+    size = {"size": f"{chance.choice((96, 128))}x128"} if chance.random() < 0.2 else {}
+    more = {"guidance_scale": chance.choice((1.0, 5.0, 7.5)), "seed": chance.randrange(1000), "loras": loras}
+    start = {"strength": chance.choice((0.5, 0.8))} if chance.random() < 0.2 else {}
+    return {"prompt": PROMPT, **more, **size, **start, "steps": chance.randrange(2, 16)}
+
+
+async def ask(client: httpx.AsyncClient, due: float, body: dict[str, Any], seen: Seen) -> None:
+    """From when it was due."""
+    if "strength" in body and seen.image is not None:
+        import json
+
+        form = {name: json.dumps(value) if name == "loras" else str(value) for name, value in body.items()}
+        file = {"image": ("image.png", seen.image, "image/png")}
+        answer = await client.post("/v1/images/edits", data=form, files=file)
+    else:
+        body.pop("strength", None)
+        answer = await client.post("/v1/images/generations", json=body)
+    if answer.status_code == 429:
+        seen.refused += 1
+    elif answer.is_success:
+        seen.took.append(time.perf_counter() - due)
+        seen.image = b64decode(answer.json()["data"][0]["b64_json"])
+    else:
+        seen.failed.append(f"{answer.status_code}: {answer.text[:200]}")
+
+
+if __name__ == "__main__":
+    main()
