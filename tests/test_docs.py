@@ -1,7 +1,9 @@
-"""README and manual say what is true of the program: every command, option, file, link and example in them is held to it."""
+"""README and manual are true of the program: every command, option, file, link, message and example in them is checked."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shlex
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import typer
 import yaml
@@ -21,9 +24,12 @@ from started_python import Command
 from sdflow.cli.app import app
 from sdflow.config import load_workflow
 from sdflow.passes import registry
+from sdflow.passes.base import PassInputs
+from sdflow.passes.user_pass import load_user_pass
+from sdflow.serve.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INSTALL = "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[cpu,test]' && "
 
 RUN_HERE = ("plan", "explain", "validate", "schema", "passes", "targets", "cache", "generate", "bench", "export")
@@ -40,7 +46,7 @@ PARSED_ONLY = {
     "selftest": "tests/selftest/test_selftest.py",
     "doctor": "its status depends on the machine",
 }
-"""Of these it is held that they parse; where they are run. So too of what stands in a sentence (`sdflow plan`)."""
+"""These are only parsed; the tests that run them. So are mentions in a sentence, and the fences of `sh`."""
 QUICKER = {
     "generate": ("--steps", "2", "--threads", "1"),
     "bench": [
@@ -66,12 +72,14 @@ COMPARED = {"--compare"}
 
 @dataclass(frozen=True)
 class Line:
-    """A command in a page. whole: it stands on a line of its own, to be typed; else in a sentence, as a mention."""
+    """A command in a page. whole: it stands on a line of its own, to be typed; else in a sentence, as a mention. runs: in an
+    indented block, not in a fence of `sh`, whose commands need a model, hardware or a service that is not here."""
 
     page: Path
     number: int
     words: tuple[str, ...]
     whole: bool
+    runs: bool = False
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.number} {' '.join(self.words)}"
@@ -88,18 +96,30 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands() -> Iterator[Line]:
     for page in PAGES:
-        prose = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text_of(page), flags=re.M | re.S)
+        text = text_of(page)
+        for fence in re.finditer(r"^ *```(?:sh|powershell)\n(.*?)^ *```", text, flags=re.M | re.S):
+            lines = fence[1].replace("\\\n", " \n").splitlines()
+            for number, line in enumerate(lines, text[: fence.start(1)].count("\n") + 1):
+                yield from _commands(page, number, line, whole=True, runs=False)
+        prose = re.sub(r"^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
         for number, line in enumerate(prose.splitlines(), 1):
-            whole = line.startswith("    ")
-            for code in [line.strip()] if whole else re.findall(r"`([^`]+)`", line):
-                for command in code.split("&&"):
-                    words = shlex.split(command)
-                    if words and words[0] in ("sdflow", ".venv/bin/sdflow"):
-                        yield Line(page, number, tuple(words[1:]), whole)
+            if line.startswith("    "):
+                yield from _commands(page, number, line, whole=True, runs=True)
+            else:
+                for code in re.findall(r"`([^`]+)`", line):
+                    yield from _commands(page, number, code, whole=False, runs=False)
+
+
+def _commands(page: Path, number: int, code: str, *, whole: bool, runs: bool) -> Iterator[Line]:
+    for command in code.strip().removeprefix("run: ").split("&&"):
+        if command.lstrip().startswith(("sdflow", ".venv/bin/sdflow")):
+            words = shlex.split(command, comments=True)
+            if words[0] in ("sdflow", ".venv/bin/sdflow") and words[1:2] not in ([], ["COMMAND"]):
+                yield Line(page, number, tuple(words[1 : words.index(">") if ">" in words else None]), whole, runs)
 
 
 COMMANDS = list(commands())
-WHOLE = [line for line in COMMANDS if line.whole]
+WHOLE = [line for line in COMMANDS if line.runs]
 
 
 def parse(line: Line) -> None:
@@ -159,7 +179,7 @@ def test_every_option_that_is_spoken_of_exists() -> None:
         (page.name, option)
         for page in PAGES
         for code in re.findall(r"`([^`\n]+)`", text_of(page))
-        if not code.startswith(("python ", "ruff "))
+        if not code.startswith(("python ", "ruff ", "olive ", "optimum-cli ", "mkdocs ", "pip "))
         for option in re.findall(r"(?<!\S)--[a-z][a-z0-9_-]*", code)
     }
     assert len(spoken) > 20
@@ -235,7 +255,6 @@ def test_links_and_files_that_are_named_are_there(page: Path) -> None:
             assert all(f'"{option}"' in source for option in re.findall(r"--[a-z-]+", rest)), code
         for name in re.findall(r"^(?:workflows|sdflow|tests|benchmarks|user_scripts|samples)/[\w/.]*$", code):
             assert (ROOT / name).exists() or name == "user_scripts/my_pass.py", code
-    assert f"]({'docs/' + page.name})" in text_of(PAGES[0]) or page == PAGES[0], "the README leads to every page"
 
 
 WORKFLOWS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
@@ -248,6 +267,9 @@ def test_the_workflows_of_the_manual_are_valid(page: Path, block: str, tmp_path:
     for name in ("models/dreamshaper.safetensors", "loras/ink.safetensors", "loras/wood.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
+    (folder / "user_scripts").mkdir()
+    for name, content in scripts().items():
+        (folder / "user_scripts" / name).write_text(content)
     written = yaml.safe_load(block)
     if "extends" not in written:
         block += "extends: base/sd15.yaml\ntarget: cpu\n"
@@ -267,9 +289,83 @@ def test_the_python_of_the_manual_is_python_and_imports_what_is_there() -> None:
             assert all(hasattr(imported, name) for name in names.split(", ")), module
 
 
-def test_the_pass_of_the_manual_is_a_pass(tmp_path: Path) -> None:
-    (block,) = [block for page in PAGES for block in blocks(page, "python") if "my_pass.py" in block]
-    (tmp_path / "my_pass.py").write_text(block)
-    described = registry.describe("my_pass.py", tmp_path)
-    assert described.summary == "Says what it does in one line."
-    assert [option.name for option in described.options] == ["keep"]
+def scripts() -> dict[str, str]:
+    """The manual's passes: file name -> content."""
+    found = [block for page in PAGES for block in blocks(page, "python") if block.startswith("# user_scripts/")]
+    return {block.split("\n")[0].removeprefix("# user_scripts/"): block for block in found}
+
+
+def test_the_passes_of_the_manual_are_passes(tmp_path: Path) -> None:
+    described = {}
+    for name, block in scripts().items():
+        (tmp_path / name).write_text(block)
+        described[name] = registry.describe(name, tmp_path)
+    assert described["my_pass.py"].summary == "Says what it does in one line."
+    assert [option.name for option in described["my_pass.py"].options] == ["keep"]
+    assert [option.name for option in described["merge_equal.py"].options] == ["limit"]
+
+
+def test_the_pass_of_the_tutorial_leaves_a_smaller_model_of_the_same_ports(built: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "merge_equal.py").write_text(scripts()["merge_equal.py"])
+    written = load_user_pass("merge_equal.py", tmp_path)()
+    out = tmp_path / "out"
+    out.mkdir()
+    facts = written.run(PassInputs("unet", built / "unet", {}), out, written.Config())
+    before, after = (
+        onnx.load(str(folder / "model.onnx"), load_external_data=False) for folder in (built / "unet", out)
+    )
+    assert facts == {"nodes": len(after.graph.node), "merged": len(before.graph.node) - len(after.graph.node)}
+    assert facts["merged"] > 0
+    onnx.checker.check_model(str(out / "model.onnx"))
+    assert [port.name for port in after.graph.input] == [port.name for port in before.graph.input]
+
+
+MESSAGES = re.findall(r"^### `(.+)`$", text_of(ROOT / "docs/troubleshooting.md"), flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Every text in the package, with `…` in the place of each value."""
+    found = []
+    for path in sorted((ROOT / "sdflow").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_errors_of_the_manual_are_those_of_the_program(message: str, texts: list[str]) -> None:
+    pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
+    assert any(pattern.search(text) for text in texts)
+
+
+def keys_of(schema: dict[str, Any]) -> Iterator[str]:
+    """Names of the properties of a part of the JSON Schema, at any depth, without those of single passes."""
+    if isinstance(schema, dict):
+        yield from schema.get("properties", {})
+        for name, each in schema.items():
+            if name != "$defs":
+                yield from keys_of(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from keys_of(each)
+
+
+def test_the_reference_names_every_key_of_a_workflow_and_every_metric_and_variable() -> None:
+    schema = json.loads((ROOT / "sdflow.schema.json").read_text())
+    fields = {
+        name: each for name, each in schema["$defs"].items() if name.split(".")[0] in ("evaluate", "generate", "cache")
+    }
+    named = set(re.findall(r"[a-z0-9_]+", text_of(ROOT / "docs/reference/workflow.md")))
+    shared = set(re.findall(r"[a-z_]+", text_of(ROOT / "docs/shared_cache.md")))
+    assert {*keys_of(schema), *(key for each in fields.values() for key in keys_of(each))} - named - shared == set()
+    metrics = {each.name for each in Metrics().registry.collect()}
+    told = set(re.findall(r"`(sdflow_[a-z_]+?)(?:_total)?`", text_of(ROOT / "docs/reference/metrics.md")))
+    assert metrics == told
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "sdflow").rglob("*.py"))
+    variables = set(re.findall(r"SDFLOW_[A-Z_]+[A-Z]", source)) - {"SDFLOW_ORT_H"}  # a macro of C
+    assert variables <= set(re.findall(r"SDFLOW_[A-Z_]+[A-Z]", text_of(ROOT / "docs/reference/environment.md")))
