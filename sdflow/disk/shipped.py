@@ -1,7 +1,8 @@
-"""What ships with sdflow beside its code: sample checkpoints, and the workflows that others extend."""
+"""What ships with sdflow beside its code: sample checkpoints, and what the families' folders hold."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,39 +10,51 @@ from pathlib import Path
 import sdflow
 from sdflow.disk.input_file import is_regular
 
-FAMILIES_ELSEWHERE = "sdflow_families"
-"""The namespace package of families that do not ship with sdflow: each a package with `family.py`, which has a `FAMILY`, and
-beside it its `architectures/` and its `workflows/base/`. Tests define families there: the import path (PYTHONPATH) is the one
-setting that every process that sdflow starts inherits already. There is no promise to users: what a family has to offer changes
-from release to release."""
+_FAMILY_PACKAGES = ("sdflow.families", "sdflow_families")
+"""Where families are found: those that ship, and a namespace package of others, which tests define. The import path
+(PYTHONPATH) is the one setting that every process that sdflow starts inherits already. There is no promise to users: what a
+family has to offer changes from release to release."""
 
 
 @cache
-def family_folders() -> tuple[Path, ...]:
-    """The folders of these families, in the order of their names."""
-    spec = find_spec(FAMILIES_ELSEWHERE)
-    places = () if spec is None else tuple(spec.submodule_search_locations or ())
-    return tuple(sorted(file.parent for place in places for file in Path(place).glob("*/family.py")))
+def _folders() -> tuple[tuple[str, Path], ...]:
+    """The packages in these by their full names, and their folders, in the order of their names."""
+    found = []
+    for package in _FAMILY_PACKAGES:
+        spec = find_spec(package)
+        places = () if spec is None else tuple(spec.submodule_search_locations or ())
+        folders = (file.parent for place in places for file in Path(place).glob("*/__init__.py"))
+        found += [(f"{package}.{folder.name}", folder) for folder in sorted(folders)]
+    return tuple(found)
 
 
-def shipped_folders(name: str) -> tuple[Path, ...]:
-    """Where a folder ("samples", "workflows") may lie: in the installed package's data, beside the package in a checkout, or in
-    that of a family elsewhere."""
+def family_modules() -> tuple[str, ...]:
+    """The modules that have a `FAMILY` each."""
+    return tuple(f"{package}.family" for package, folder in _folders() if (folder / "family.py").is_file())
+
+
+def family_data(name: str) -> tuple[Path, ...]:
+    """The folders of this name ("architectures", "workflows") of the families, and of what they share."""
+    return tuple(place for _, folder in _folders() if (place := folder / name).is_dir())
+
+
+def sample_folders() -> tuple[Path, ...]:
+    """Where samples may lie: in the installed package's data, or beside the package in a checkout."""
     package = Path(sdflow.__file__).parent
-    return package / "data" / name, package.parent / name, *(folder / name for folder in family_folders())
+    return package / "data/samples", package.parent / "samples"
+
+
+def _bases() -> Iterator[tuple[str, Path]]:
+    """Every workflow that ships to be extended, named as in `extends`."""
+    for folder in family_data("workflows"):
+        yield from ((f"base/{path.name}", path) for path in (folder / "base").glob("*.yaml"))
 
 
 def shipped_workflow(reference: str) -> Path | None:
     """A workflow that ships with sdflow, named as `base/sd15.yaml`; None where there is none of that name."""
-    if Path(reference).is_absolute() or ".." in Path(reference).parts or Path(reference).parts[:1] != ("base",):
-        return None
-    found = (folder / reference for folder in shipped_folders("workflows"))
-    return next((path for path in found if is_regular(path)), None)
+    return next((path for name, path in _bases() if name == reference and is_regular(path)), None)
 
 
 def shipped_workflows() -> tuple[str, ...]:
     """The names of all workflows that ship with sdflow to be extended."""
-    names = {
-        f"base/{path.name}" for folder in shipped_folders("workflows") for path in (folder / "base").glob("*.yaml")
-    }
-    return tuple(sorted(names))
+    return tuple(sorted(name for name, _ in _bases()))

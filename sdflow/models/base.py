@@ -1,8 +1,8 @@
-"""What a model is: one network class, and so one graph.
+"""`Model`: one network class, exported as one graph.
 
-A model knows its config.json and its state_dict, and nothing of the pipeline around it. Names of ports are those that
-diffusers' ONNX pipelines and optimum-onnx feed and read. Two axes with one name have one size, across all submodels of
-a pipeline but for `batch`, so that `add_free_dimension_override_by_name` can make every shape static.
+A model knows its config.json and its state_dict, but not the pipeline around it. Ports are named as in diffusers' ONNX
+pipelines and optimum-onnx. Axes that share a name share a size across all submodels of a pipeline, except for `batch`, so
+that `add_free_dimension_override_by_name` can make every shape static.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ if TYPE_CHECKING:
     import torch
 
 Config = Mapping[str, Any]
-"""config.json of the submodel; of the whole VAE for its halves."""
+"""The submodel's config.json. Both halves of a VAE share the VAE's."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """state_dict key -> shape."""
 
 
 GUIDANCE = "timestep_cond"
-"""The input in which a denoiser takes the guidance scale, embedded: diffusers' name for it."""
+"""The denoiser input that holds the embedded guidance scale, as diffusers names it."""
 
 EXACT = ("timestep", "time_ids")
-"""The names of exact ports (`Port.exact`) that the passes to float16 leave float32 where a workflow does not name others: they
-know a graph, and no model. They are part of cache keys."""
+"""Exact ports (`Port.exact`) that float16 passes keep in float32 by default. Passes see a graph, not a model, so they need
+the names; the names are part of cache keys."""
 
 
 class Role(Enum):
-    """What a port is for, whatever it is called: by this, whoever feeds and reads a graph finds it (`Ports.of`)."""
+    """The purpose of a port. Callers look ports up by role (`Ports.of`) rather than by name."""
 
     CONDITION = "condition"
-    """What a denoiser takes of prompts and images, and anything else that is not below: by name, from `Family.condition`."""
+    """An input with no role of its own: prompt embeddings, image embeddings. `Family.condition` supplies it by name."""
     LATENTS = "latents"
-    """Of a denoiser, of its ControlNets and of both halves of a VAE."""
+    """Latents of a denoiser, a ControlNet, or either half of a VAE."""
     TIMESTEP = "timestep"
     PREDICTION = "prediction"
-    """What a denoiser makes of the latents."""
+    """The denoiser's prediction: noise, velocity or image."""
     PIXELS = "pixels"
-    """Of both halves of a VAE; of a checker the images as they are drawn."""
+    """Images: of either half of a VAE, or those that a safety checker receives."""
     HINT = "hint"
-    """The image that a ControlNet is given."""
+    """The control image of a ControlNet."""
     SEEN = "seen"
-    """Of a checker: the images as its processor makes them."""
+    """Safety checker: the images as preprocessed for CLIP."""
     CHECKED = "checked"
-    """Of a checker: the images with those blackened that it flags."""
+    """Safety checker: the images, with flagged ones blacked out."""
     FLAGS = "flags"
-    """Of a checker: which it flags."""
+    """Safety checker: one boolean per image, true if flagged."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output: its name, numpy type, and for each axis its fixed size or the name of its dynamic size; its role.
+    """One input or output of a graph.
 
-    exact: float16 would round its values away, as timesteps between whole numbers and sizes above 2048 pixels: it stays float32
-    where a graph is converted. why_exact: in words, for who finds it otherwise.
+    axes: a fixed size or the name of a dynamic size, per axis. why_exact: why the port must stay float32 when a graph is
+    converted to float16 (fractional timesteps, sizes above 2048 pixels); shown when it does not.
     """
 
     name: str
@@ -70,14 +70,16 @@ class Port:
 
     @property
     def exact(self) -> bool:
+        """Whether the port stays float32 in a float16 graph."""
         return bool(self.why_exact)
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
+        """Axis index -> name, for the axes without a fixed size."""
         return {index: axis for index, axis in enumerate(self.axes) if isinstance(axis, str)}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Its shape where the axes have these sizes, by name; one that is a part of another (`divided`) follows from it."""
+        """The shape for these sizes by axis name. The size of a `divided` axis follows from the axis that it divides."""
         return tuple(axis if isinstance(axis, int) else _size_of(axis, sizes) for axis in self.axes)
 
 
@@ -85,7 +87,7 @@ _OVER = "_over_"
 
 
 def divided(axis: str, by: int) -> str:
-    """The name of the axis that is so many times smaller than this one."""
+    """The name of an axis `by` times smaller than `axis`."""
     return axis if by == 1 else f"{axis}{_OVER}{by}"
 
 
@@ -96,26 +98,29 @@ def _size_of(axis: str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Ports:
-    """The inputs and outputs of a graph, in its order."""
+    """The inputs and outputs of a graph, in graph order."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
     def of(self, role: Role) -> str:
-        """The name of the only port with this role. Raises ValueError where there are several or none."""
+        """The name of the only port with this role. Raises ValueError unless there is exactly one."""
         (port,) = (port for port in (*self.inputs, *self.outputs) if port.role is role)
         return port.name
 
     @property
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """Port name -> axis index -> axis name, as `torch.onnx.export` wants them."""
+        """Port name -> axis index -> axis name, as `torch.onnx.export` takes them."""
         return {port.name: port.dynamic_axes for port in (*self.inputs, *self.outputs) if port.dynamic_axes}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the dynamic axes are. height, width: of the image in pixels; vae_scale: image pixels per latent pixel, for
-    models whose config does not say it; sequence: tokens per prompt; more: of further axes, by name."""
+    """Sizes of the dynamic axes.
+
+    height, width: of the image, in pixels. vae_scale: image pixels per latent pixel, for models whose config does not include
+    it. sequence: tokens per prompt. more: other axes, by name.
+    """
 
     batch: int = 1
     height: int = 512
@@ -139,9 +144,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Original:
-    """Where a parameter lies in a file in the original layout: the tensor `name`; of its rows the part of this index out
-    of so many equal parts (q, k and v in one matrix); transposed; with the halves of its rows swapped. identity: it lies nowhere,
-    and is the identity matrix."""
+    """Location of a parameter in a checkpoint file in the original layout.
+
+    name: of the tensor. part, parts: the parameter is this one of so many equal slices of the tensor's rows (q, k and v in
+    one matrix). transposed: stored transposed. swapped: stored with the two halves of its rows exchanged. identity: not stored
+    at all; the parameter is the identity matrix.
+    """
 
     name: str
     part: int = 0
@@ -152,15 +160,15 @@ class Original:
 
 
 def timestep_port() -> Port:
-    """The timestep of a denoiser: one for the whole batch."""
+    """A denoiser's timestep: float32 of shape (1,), 0 to 1000, shared by the whole batch."""
     why = "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types"
     return Port("timestep", "float32", (1,), Role.TIMESTEP, why)
 
 
 def halved(config: Config) -> int:
-    """How many times smaller the deepest level of a UNet or VAE is than what goes in, along each axis.
+    """The downsampling factor of a UNet or VAE along each axis, from input to deepest level.
 
-    Raises what looking up an entry that the config lacks raises.
+    Raises KeyError if the config has no channels, TypeError if they are not a list.
     """
     channels = config.get("block_out_channels") or config.get("decoder_block_out_channels")
     if channels is None:
@@ -169,18 +177,18 @@ def halved(config: Config) -> int:
 
 
 def class_names(config: Config) -> list[str]:
-    """The class that a config.json is of, as diffusers or transformers write it; none where it names none."""
+    """The class names in a config.json, as diffusers or transformers write them; empty if there are none."""
     named = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
 class Model:
-    """One network class. Subclasses set the class variables and the methods that raise here.
+    """One network class. Subclasses set the class variables and implement the methods that raise NotImplementedError.
 
     class_name: as in config.json and in cache keys.
-    weights_stem: of the file that diffusers or transformers keep its weights in, without the suffix.
-    library_module: of its library, that holds the class and imports slowly; a process that will make many imports it once.
-    quick: a VAE that decodes in a small part of a step's time.
+    weights_stem: name of the weights file in diffusers or transformers folders, without suffix.
+    library_module: the module that defines the class. It is slow to import, so long-lived processes import it once up front.
+    quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
     """
 
     class_name: ClassVar[str]
@@ -190,94 +198,101 @@ class Model:
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers' rules say where its weights lie; else diffusers' do."""
+        """Whether its weights are stored by transformers' conventions rather than diffusers'."""
         return self.weights_stem == "model"
 
     def library_class(self) -> Any:
-        """Its class in diffusers or transformers."""
+        """The class itself, from diffusers or transformers."""
         assert self.library_module is not None
         return getattr(import_module(self.library_module), self.class_name)
 
     def empty(self, config: Config) -> torch.nn.Module:
-        """The module as its library makes it from the config. The caller puts its parameters on the meta device."""
+        """The module as its library builds it from the config. Callers wrap this in a meta-device context."""
         raise NotImplementedError
 
     def parameters(self, config: Config) -> Shapes | None:
-        """The parameters of the module that `empty` makes, told without it; None where that takes the class itself. What
-        adapters add is not among them. Raises KeyError or TypeError for a config that lacks something."""
+        """Name -> shape of the parameters of `empty`'s module, computed without importing its library; None if that requires
+        the class. Excludes parameters added by adapters. Raises KeyError or TypeError for an incomplete config."""
         return None
 
     def ports(self, config: Config) -> Ports:
-        """The inputs and outputs of its graph. Raises PassError for a config with other inputs."""
+        """Inputs and outputs of the graph. Raises PassError if the config implies inputs that are not supported."""
         raise NotImplementedError
 
     def smallest(self, config: Config) -> Sizes:
-        """The smallest sizes from which a trace generalizes: no axis is 1, and no two are equal by accident."""
+        """The smallest sizes for which a trace generalizes: no axis is 1, and no two axes are equal by coincidence."""
         raise NotImplementedError
 
     def traced(self, module: Any) -> None:
-        """Change the module so that its `forward` takes and returns the tensors of `ports`, in the form that the fusions
-        match. No wrapper: the names of its parameters stay the keys of its state_dict."""
+        """Modify the module in place for export: `forward` takes and returns the tensors of `ports`, in the form that the
+        fusions match. No wrapper module, so parameter names remain the keys of the state_dict."""
         raise NotImplementedError
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs by name from inputs by name, by the library's own forward. It never calls `traced`: it is what the
-        traced graph is held to."""
+        """Outputs by name for inputs by name, computed by the library's own forward. Independent of `traced`, because the
+        traced graph is verified against it."""
         raise NotImplementedError
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The arguments of a call that diffusers' pipeline made of the module, under the names of the inputs."""
+        """The arguments of a call of the module by diffusers' pipeline, as graph inputs by name."""
         raise NotImplementedError
 
+    def recorded_outputs(
+        self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that came out of such a call, under the names of the outputs; none where they are not one for each."""
+        names = [port.name for port in ports.outputs]
+        return dict(zip(names, outputs, strict=True)) if len(outputs) == len(names) else {}
+
     def recorded_state(self, module: Any) -> dict[str, torch.Tensor]:
-        """What diffusers sets in the module before it calls it, under the names of the inputs."""
+        """Graph inputs that diffusers sets as attributes of the module before calling it, by name."""
         return {}
 
     def config_for(self, denoiser: Config) -> Config:
-        """The config of such a model for a denoiser with this config, where a file has none. For ControlNets."""
+        """The config for use with this denoiser, for files that have none (ControlNets)."""
         raise NotImplementedError
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
-        """Tensors by which a file is known to hold such a model alone, of this config, by the names that `current_name`
-        gives; none where nothing tells. Raises KeyError for a config that lacks something."""
+        """Name (as `current_name` gives it) -> shape of tensors that identify a file holding only this model with this
+        config; empty if none do. Raises KeyError for an incomplete config."""
         return {}
 
     def config_from_shapes(self, config: Config, shapes: Shapes) -> Config:
-        """The config with what the tensors of a file, without a prefix, tell of such a model: a file has no config."""
+        """The config, completed from the shapes of a file's tensors (names without prefix): files have no config."""
         return config
 
     def halves(self, config: Config) -> Mapping[str, Shapes]:
-        """Of a model that is also published as a file for each half, in the original names: half -> the tensors by which its
-        file is known. In `original_names` the halves' names begin with the half and a dot, which the files leave out."""
+        """For models also published as one file per half: half -> the tensors (original names) that identify its file. In
+        `original_names`, such names are prefixed with the half and a dot; the files omit the prefix."""
         return {}
 
-    def to_float16(self, module: Any) -> None:
-        """Make the module plain float16 PyTorch, for `reference`: what a float16 graph is measured by."""
-        module.half()
+    def to_half(self, module: Any, dtype: torch.dtype) -> None:
+        """Convert the module to float16 or bfloat16 in place. Its error is the yardstick for graphs of that type."""
+        module.to(dtype)
 
     def scale(self, config: Config) -> int | None:
-        """Image pixels per latent pixel, along each axis; None where the config does not say it."""
+        """Image pixels per latent pixel along each axis; None if the config does not determine it."""
         return None
 
     def width(self, config: Config) -> int:
-        """Channels of its widest layer, of a denoiser."""
+        """Channels of a denoiser's widest layer."""
         return int(max(config["block_out_channels"]))
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """An estimate of how many values are in memory at once, at most, while the graph computes one image of a batch.
+        """Estimated peak number of activation values (not bytes) per image of a batch.
 
-        rows, columns: of the latents. scores: whether attention keeps its matrix of scores (tokens x tokens of each head), as
-        ONNX Runtime's kernels for the CPU do; those for CUDA do not. 0 for models whose memory does not grow with the image.
-        Raises KeyError or TypeError for a config that lacks something.
+        rows, columns: of the latents. scores: whether attention materializes its scores (heads x tokens x tokens), as ONNX
+        Runtime's CPU kernels do and its CUDA kernels do not. 0 for models whose memory does not depend on the image size.
+        Raises KeyError or TypeError for an incomplete config.
         """
         return 0
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
-        """The sizes of axes that no other model has, at the smallest."""
+        """Smallest sizes of axes specific to this model, by name."""
         return {}
 
     def token_sizes(self, config: Config, inputs: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The sizes of the axes of tokens, by name, when inputs have these shapes. inputs: shapes by port, of any of them."""
+        """Sizes of the token axes, by name, implied by these input shapes. inputs: shape by port; may be partial."""
         return {
             axis: int(size)
             for port in self.ports(config).inputs
@@ -287,7 +302,7 @@ class Model:
         }
 
     def dummy(self, config: Config, sizes: Sizes = Sizes(), seed: int = 0) -> dict[str, np.ndarray]:
-        """Random inputs of the right names, types and shapes. The same seed gives the same values."""
+        """Random inputs by name, with the types and shapes of `ports` at these sizes; deterministic in the seed."""
         import numpy as np
 
         axes = {**self.more_axes(config), **sizes.axes()}
@@ -298,40 +313,40 @@ class Model:
         return {port.name: self.values(port, list(port.shape(axes)), config, random) for port in ports}
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Made-up values of one input: standard normal, unless a subclass knows better."""
+        """Random values for one input: standard normal unless overridden."""
         import numpy as np
 
         return random.standard_normal(shape, np.float32)
 
     def current_name(self, name: str) -> str:
-        """A tensor's name in a checkpoint as the class has it today: older releases called some otherwise."""
+        """The name that the class uses today for a checkpoint tensor: older library releases used other names."""
         return name
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
-        """state_dict key -> where it lies in a file in the original layout, without the prefix."""
+        """state_dict key -> its location in a file in the original layout, without the prefix."""
         return {key: Original(self.current_name(key)) for key in keys}
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
-        """Whether a tensor of a checkpoint that has no place among the module's keys is there by custom, and not read."""
+        """Whether a checkpoint tensor that matches no key is a known leftover that can be ignored."""
         return False
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor stored in this shape holds the values of a parameter of that shape, in its order."""
+        """Whether a tensor stored in shape `stored` can be reshaped to a parameter of shape `shape`."""
         return stored == shape
 
     def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """module -> its names in LoRA files, with dots, or where it lies in a module of such a file; empty where LoRAs do not
-        change this model."""
+        """Module -> its names in LoRA files (dotted), or its location in a fused module there; empty if LoRAs do not apply
+        to this model."""
         return {}
 
     def has_lora_module(self, module: str) -> bool:
-        """Whether modules of such a name, with underscores in place of dots, are this model's and no other denoiser's: kohya's
-        and PEFT's names begin alike for all of them."""
+        """Whether a module name (underscores for dots) belongs to this model and no other denoiser: prefixes in kohya and
+        PEFT files are the same for all denoisers."""
         return False
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
-        """Why a LoRA's part for a module was made for another architecture than this config's; None where nothing says so.
+        """Why LoRA weights for a module do not fit this config; None if they appear to.
 
-        module: as LoRA files name it, with underscores in place of dots. width: of its input.
+        module: as named in LoRA files, underscores for dots. width: its input features.
         """
         return None

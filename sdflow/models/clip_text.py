@@ -90,10 +90,10 @@ class ClipText(Model):
         names = [port.name for port in self.ports(module.config.to_dict()).outputs]
         return self._outputs(module(input_ids=inputs["input_ids"].long()), names)
 
-    def to_float16(self, module: Any) -> None:
+    def to_half(self, module: Any, dtype: torch.dtype) -> None:
         """Attention operator by operator ("eager"), as the exported graph computes it where nothing is fused."""
         module.set_attn_implementation("eager")
-        super().to_float16(module)
+        super().to_half(module, dtype)
 
     @staticmethod
     def _outputs(output: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:

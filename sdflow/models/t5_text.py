@@ -86,12 +86,14 @@ class T5Text(Model):
         """Of a file that has both names, one is enough."""
         return name in _TIED
 
-    def to_float16(self, module: Any) -> None:
-        """With the second product of each feed-forward layer in float32, as transformers loads it in half precision
+    def to_half(self, module: Any, dtype: torch.dtype) -> None:
+        """In float16 with the second product of each feed-forward layer in float32, as transformers loads it
         (`_keep_in_fp32_modules`): its sums pass 65,504."""
-        module.half()
+        import torch
+
+        module.to(dtype)
         for name, part in module.named_modules():
-            if name.endswith(".wo"):
+            if name.endswith(".wo") and dtype == torch.float16:
                 part.float()
 
 

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 from sdflow_families.tiny_flux.model import PATCH, FluxTransformer, packed
 
-from sdflow.families.base import Family
-from sdflow.families.defaults import Defaults, Task
-from sdflow.families.latents import Latents
-from sdflow.families.noising import Flow, shift_of_diffusers
-from sdflow.families.part import Companion, Layout, Part
-from sdflow.families.request import Conditions, Request, Run
-from sdflow.families.shared_parts import VAE, vae_fingerprint
-from sdflow.families.text import token_ids
+from sdflow.families.shared.architecture import Architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.noising import Flow, shift_of_diffusers
+from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.request import Conditions, Request, Run
+from sdflow.families.shared.text import token_ids
+from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.models.base import Config
 from sdflow.models.clip_text import ClipText
 from sdflow.models.t5_text import TOKENS, T5Text
@@ -70,6 +71,7 @@ class TinyFlux(Family):
             "transformer",
             "The denoiser.",
             layouts=(Layout("model.diffusion_model."),),
+            lora=("transformer.", "base_model.model."),
         ),
         *VAE,
     )
@@ -82,16 +84,20 @@ class TinyFlux(Family):
     noising = _Noising()
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
-    arguments = ()
     of_one_length = ()
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=4, guidance_scale=1.0),
         "image": Defaults(steps=4, guidance_scale=1.0, strength=0.6),
         "inpaint": Defaults(steps=4, guidance_scale=1.0, strength=0.6),
     }
+    reference_arguments: ClassVar[Mapping[str, Any]] = {"max_sequence_length": LENGTH}
     embeddings = ("prompt_embeds", "pooled_prompt_embeds")
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFluxPipeline"}
-    architectures = ("flux-tiny",)
+    architectures: ClassVar[Mapping[str, Architecture]] = {
+        "flux-tiny": Architecture(
+            borrowed={"tokenizer": "sd15/tokenizer", "tokenizer_2": "sd35-medium/tokenizer_3"},
+        )
+    }
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         transformer = configs["transformer"]
@@ -133,6 +139,14 @@ class TinyFlux(Family):
         import diffusers
 
         return diffusers.FluxPipeline
+
+    def lora_state(self, tensors: Mapping[str, Any], denoiser: Config) -> tuple[dict[str, Any], int]:
+        diffusers_names = {name.replace("base_model.model.", "transformer."): each for name, each in tensors.items()}
+        found: dict[str, Any] = self.lora_loader().lora_state_dict(diffusers_names)
+        return found, len(found) // 2
+
+    def load_lora(self, tensors: Mapping[str, Any], module: Any, adapter: str, **options: Any) -> None:
+        self.lora_loader().load_lora_into_transformer(dict(tensors), None, module, adapter, **options)
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
 from sdflow.models.t5_text import TOKENS
 
 PATCH = 2
@@ -77,11 +77,14 @@ class FluxTransformer(Model):
         return super().values(port, shape, config, random)
 
     def traced(self, module: Any) -> None:
+        from diffusers.models.transformers.transformer_flux import FluxAttention
         from torch.nn import RMSNorm
 
         for part in module.modules():
             if isinstance(part, RMSNorm):
                 part.forward = partial(_normed, part)  # the exporter knows no operator for it
+            elif isinstance(part, FluxAttention):
+                part.forward = partial(_attended, part)
         original = module.forward
 
         def forward(latents: Any, timestep: Any, encoder_hidden_states: Any, pooled_projections: Any) -> Any:
@@ -93,17 +96,59 @@ class FluxTransformer(Model):
         return {"velocity": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        rows, columns = (int(kwargs["img_ids"][:, axis].max() + 1) * PATCH for axis in (1, 2))
         return {
-            "latents": unpacked(kwargs["hidden_states"], rows, columns),
+            "latents": unpacked(kwargs["hidden_states"], *_size(kwargs["img_ids"])),
             "timestep": 1000 * kwargs["timestep"][:1].float(),
             "encoder_hidden_states": kwargs["encoder_hidden_states"],
             "pooled_projections": kwargs["pooled_projections"],
         }
 
+    def recorded_outputs(self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[Any]) -> dict[str, Any]:
+        return {"velocity": unpacked(outputs[0], *_size(kwargs["img_ids"]))}
+
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        return {module: (module,) for module in modules}
+
+    def has_lora_module(self, module: str) -> bool:
+        return module.startswith(("single_transformer_blocks_", "x_embedder", "time_text_embed_"))
+
+
+def _size(ids: Any) -> tuple[int, int]:
+    """Rows and columns of latents, by the places of their patches."""
+    rows, columns = (int(ids[:, axis].max() + 1) * PATCH for axis in (1, 2))
+    return rows, columns
+
 
 def _normed(part: Any, values: Any) -> Any:
     return values * (values.square().mean(-1, keepdim=True) + part.eps).rsqrt() * part.weight
+
+
+def _attended(part: Any, hidden_states: Any, encoder_hidden_states: Any = None, image_rotary_emb: Any = None) -> Any:
+    """As diffusers' FluxAttnProcessor, which reads sizes in a way that makes constants of them in a trace. Tokens of the text
+    come first."""
+    import torch
+
+    def heads(values: Any) -> Any:
+        return values.unflatten(-1, (-1, part.head_dim))
+
+    def rotated(values: Any) -> Any:
+        cosine, sine = (each[None, :, None] for each in image_rotary_emb)
+        turned = torch.stack([-values[..., 1::2], values[..., 0::2]], dim=-1).flatten(-2)
+        return values * cosine + turned * sine
+
+    queries = part.norm_q(heads(part.to_q(hidden_states)))
+    keys, values = part.norm_k(heads(part.to_k(hidden_states))), heads(part.to_v(hidden_states))
+    text = encoder_hidden_states
+    if text is not None:
+        queries = torch.cat([part.norm_added_q(heads(part.add_q_proj(text))), queries], dim=1)
+        keys = torch.cat([part.norm_added_k(heads(part.add_k_proj(text))), keys], dim=1)
+        values = torch.cat([heads(part.add_v_proj(text)), values], dim=1)
+    by_head = (each.transpose(1, 2) for each in (rotated(queries), rotated(keys), values))
+    found = torch.nn.functional.scaled_dot_product_attention(*by_head).transpose(1, 2).flatten(2)
+    if text is None:
+        return found
+    of_text, of_image = found[:, : text.shape[1]], found[:, text.shape[1] :]
+    return part.to_out[1](part.to_out[0](of_image)), part.to_add_out(of_text)
 
 
 def _run(forward: Any, latents: Any, timestep: Any, text: Any, pooled: Any) -> Any:

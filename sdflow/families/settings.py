@@ -1,0 +1,223 @@
+"""The settings of a drawing: the parameters that are the same for every family, declared once.
+
+The options of `sdflow generate` and `query`, the fields of both HTTP APIs, a workflow's `generate`, the arguments of a
+pipeline's call and the text of a PNG are derived from them. A new one is a field here, or in a family's `arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from sdflow.families import FAMILIES
+from sdflow.families.shared.approximation import parse
+from sdflow.families.shared.schedulers import SchedulerName
+from sdflow.parameter import Parameter, parameters
+
+MOST_BLUR = 256
+"""Pixels."""
+
+MOST_SEED = 2**63 - 1
+
+PromptSyntax = Literal["plain", "a1111"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an image is drawn. None: the model's own. more: the family's own arguments (`Family.arguments`), by name."""
+
+    negative_prompt: Annotated[str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt")] = None
+    prompt_syntax: Annotated[
+        PromptSyntax,
+        Parameter(
+            "How prompts are read. plain: all of it is text, 75 tokens of it. a1111: (word:1.3), ((word)), [word], BREAK, "
+            "any length.",
+            metavar="plain|a1111",
+            served=True,
+        ),
+    ] = "plain"
+    clip_skip: Annotated[
+        int | None,
+        Parameter(
+            "Number of final text encoder layers to skip for the prompt; the negative prompt uses all of them. Counted as in "
+            "diffusers: 1 is what others call clip skip 2.",
+            least=0,
+            most=30,
+            served=True,
+        ),
+    ] = None
+    reuse: Annotated[
+        Mapping[str, float] | None,
+        Parameter(
+            "An approximation: of so many steps one is whole, and its deep features serve the others. layers=1 sets how many "
+            "of the outermost layers run in every step.",
+            otherwise="the workflow's, else off",
+            metavar="every=2,from=0.1,to=0.9|off",
+            read=partial(parse, "--reuse"),
+            recorded=False,
+        ),
+    ] = None
+    guidance_interval: Annotated[
+        Mapping[str, float] | None,
+        Parameter(
+            "An approximation: the part of the steps that have guidance.",
+            otherwise="the workflow's, else all",
+            metavar="from=0.1,to=0.8|off",
+            read=partial(parse, "--guidance-interval"),
+            recorded=False,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        Parameter(
+            "Denoising steps.",
+            least=1,
+            most=10_000,  # the free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)
+            otherwise="the model's, 50, or 1 to 8 of few-step models",
+            call="num_inference_steps",
+            webui="steps",
+            served=True,
+            workflow=True,
+        ),
+    ] = None
+    guidance_scale: Annotated[
+        float | None,
+        Parameter(
+            "How strongly the prompt guides; up to 1 there is no guidance.",
+            least=0,
+            most=1000,
+            otherwise="the model's, 7.5 or for SDXL 5",
+            webui="cfg_scale",
+            served=True,
+            workflow=True,
+        ),
+    ] = None
+    strength: Annotated[
+        float | None,
+        Parameter(
+            "The part of the steps that the image goes through.",
+            above=0,
+            most=1,
+            otherwise="the model's, 0.8 or for SDXL 0.3; 1 with a mask",
+            webui="denoising_strength",
+            needs="image",
+            served=True,
+            workflow=True,
+        ),
+    ] = None
+    eta: Annotated[
+        float | None,
+        Parameter(
+            "How much noise DDIM and TCD add in a step.",
+            least=0,
+            most=1,
+            otherwise="the model's",
+            webui="eta",
+            served=True,
+            workflow=True,
+        ),
+    ] = None
+    scheduler: Annotated[
+        SchedulerName | None,
+        Parameter(
+            "ddim, euler, euler_a, each also as ..._trailing, dpm++_2m, unipc, lcm, tcd, pndm; for flow matching flow_euler.",
+            otherwise="the pipeline's",
+            call="-",
+            recorded=False,
+            served=True,
+            workflow=True,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Parameter(
+            "Seed of the first image; later images increment it.",
+            least=0,
+            most=MOST_SEED,
+            otherwise="a random one",
+            call="-",
+            recorded=False,
+            served=True,
+        ),
+    ] = None
+    height: Annotated[int | None, Parameter("Pixels.", least=1, otherwise="the model's own", recorded=False)] = None
+    width: Annotated[int | None, Parameter("Pixels.", least=1, otherwise="the model's own", recorded=False)] = None
+    mask_blur: Annotated[
+        float,
+        Parameter(
+            "Pixels over which the drawing fades into what the mask keeps.",
+            least=0,
+            most=MOST_BLUR,
+            metavar="PIXELS",
+            webui="mask_blur",
+            needs="mask",
+            served=True,
+        ),
+    ] = 0.0
+    whole: Annotated[
+        bool,
+        Parameter(
+            "Leave what the mask keeps as the VAE decodes it, slightly changed, as diffusers does.",
+            needs="mask",
+            served=True,
+        ),
+    ] = False
+    guess_mode: Annotated[bool, Parameter("ControlNets guess what the image shows; the prompt may be empty.")] = False
+    refiner_start: Annotated[
+        float | None,
+        Parameter(
+            "The part of the denoising at which the refiner takes over; 1: not at all.",
+            above=0,
+            most=1,
+            otherwise="0.8",
+            recorded=False,
+        ),
+    ] = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def given(self) -> dict[str, Any]:
+        """What is not the default, by name, with the family's own arguments."""
+        own = {name: getattr(self, name) for name in COMMON}
+        return {name: value for name, value in own.items() if value != COMMON[name].default} | dict(self.more)
+
+    def recorded(self) -> dict[str, Any]:
+        """What the text of a PNG says of it under its own names."""
+        given = {name: value for name, value in self.given().items() if name not in COMMON or COMMON[name].recorded}
+        return {"negative_prompt": self.negative_prompt, **given}
+
+    def call_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a pipeline's call, without those that are the default."""
+        named = ((COMMON[name].call or name if name in COMMON else name, value) for name, value in self.given().items())
+        return {name: value for name, value in named if name != "-"}
+
+
+COMMON = parameters(Settings)
+"""The parameters of every family, by name."""
+
+
+def _family_arguments() -> Iterator[tuple[str, Parameter]]:
+    takers: dict[str, list[str]] = {}
+    found: dict[str, Parameter] = {}
+    for family in FAMILIES.values():
+        for name, parameter in family.arguments.items():
+            takers.setdefault(name, []).append(family.title)
+            found[name] = parameter
+    for name, parameter in found.items():
+        yield name, replace(parameter, about=f"{', '.join(takers[name])}: {parameter.about}", default=None, served=True)
+
+
+FAMILY_ARGUMENTS: Mapping[str, Parameter] = dict(_family_arguments())
+"""What only some families take, by name; each says which families do."""
+
+ALL: Mapping[str, Parameter] = {**COMMON, **FAMILY_ARGUMENTS}
+SERVED: Mapping[str, Parameter] = {name: each for name, each in ALL.items() if each.served}
+"""What requests to a server take."""
+
+
+def settings_of(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The arguments of `Settings` for these parameters by name: those of families in `more`; None stands for no value."""
+    given = {name: value for name, value in values if value is not None}
+    own = {name: value for name, value in given.items() if name not in FAMILY_ARGUMENTS}
+    return own | {"more": {name: value for name, value in given.items() if name in FAMILY_ARGUMENTS}}

@@ -1,0 +1,117 @@
+"""Models and LoRAs that draw in few steps, and how: known by the names that their makers publish them under.
+
+Nothing in a UNet's weights says that it was distilled, and a LoRA has no config at all. What is written here is what the
+model cards say: https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sdxl-turbo, .../latent-consistency,
+.../ByteDance/SDXL-Lightning, .../ByteDance/Hyper-SD, .../h1t/TCD-SDXL-LoRA.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FewSteps:
+    """How such a model or LoRA draws. what: its name. scheduler: of `SCHEDULERS`; None: the checkpoint's own. strength: from
+    an image; None: as the family has it."""
+
+    what: str
+    steps: int
+    guidance_scale: float
+    scheduler: str | None = None
+    eta: float = 0.0
+    strength: float | None = None
+
+    def with_its_own_scheduler(self) -> FewSteps:
+        """Of a model that brings the right one."""
+        return replace(self, scheduler=None)
+
+    def changes(self) -> dict[str, Any]:
+        """What it changes of a call's defaults, and the scheduler, by name; eta only where there is any."""
+        found: dict[str, Any] = {"steps": self.steps, "guidance_scale": self.guidance_scale}
+        if self.eta:
+            found["eta"] = self.eta
+        if self.strength is not None:
+            found["strength"] = self.strength
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler
+        return found
+
+
+def spelled(changes: Mapping[str, Any]) -> str:
+    """What is said of how a model draws (`sdflow.manifest.form.Said`), in words."""
+    steps, guidance = changes.get("steps"), changes.get("guidance_scale")
+    words = [] if steps is None else [f"{steps} step{'s' if steps > 1 else ''}"]
+    if guidance is not None:
+        words.append(f"guidance {guidance:g}" if guidance > 1 else "no guidance")
+    words += [f"{name} {changes[name]:g}" for name in ("strength", "eta") if name in changes]
+    words += [f"scheduler {changes['scheduler']}"] if "scheduler" in changes else []
+    return ", ".join(words)
+
+
+CONSISTENT = FewSteps("a latent consistency model", 4, 8.5, "lcm")
+"""Any denoiser that takes the guidance as an input, by itself: https://arxiv.org/abs/2310.04378."""
+
+_Row = tuple[re.Pattern[str], Callable[[re.Match[str]], FewSteps]]
+
+
+def _hyper_sd(match: re.Match[str]) -> FewSteps:
+    steps = int(match[1])
+    if match[2]:
+        return FewSteps("Hyper-SD with guidance", steps, 5.0, "ddim_trailing")
+    if steps == 1:
+        return FewSteps("Hyper-SD", 1, 0.0, "tcd", eta=1.0)
+    return FewSteps("Hyper-SD", steps, 0.0, "ddim_trailing")
+
+
+def _lightning(match: re.Match[str]) -> FewSteps:
+    return FewSteps("SDXL-Lightning", int(match[1]), 0.0, "euler_trailing")
+
+
+# Of names in lower case with "-" in place of "_", "." and " ".
+_LIGHTNING: _Row = (re.compile(r"\bsdxl-lightning-([248])-?steps?\b"), _lightning)
+_LORAS: tuple[_Row, ...] = (
+    (re.compile(r"\bhyper-sd(?:xl|15)-(\d+)-?steps?(-cfg)?-lora\b"), _hyper_sd),
+    _LIGHTNING,
+    (re.compile(r"\blcm-(?:[\w-]*-)?lora\b"), lambda match: FewSteps("LCM-LoRA", 4, 1.0, "lcm")),
+    (re.compile(r"\btcd-(?:[\w-]*-)?lora\b"), lambda match: FewSteps("TCD", 4, 0.0, "tcd", eta=0.3)),
+)
+_TURBO = "SD-Turbo", "SDXL-Turbo"
+_MODELS: tuple[_Row, ...] = (
+    (re.compile(r"\bsd-turbo\b"), lambda match: FewSteps(_TURBO[0], 1, 0.0, "euler_trailing", strength=0.5)),
+    (re.compile(r"\bsd-?xl-turbo\b"), lambda match: FewSteps(_TURBO[1], 1, 0.0, "euler_a_trailing", strength=0.5)),
+    _LIGHTNING,
+)
+_ARCHITECTURES = {"sd-turbo": _TURBO[0], "sd-turbo-tiny": _TURBO[0]} | dict.fromkeys(
+    ("sdxl-turbo", "sdxl-turbo-tiny"), _TURBO[1]
+)
+
+
+def known_lora(names: Iterable[str]) -> FewSteps | None:
+    """The first of these names that is one of a LoRA that makes a model a few-step one."""
+    return _first(names, _LORAS)
+
+
+def known_model(names: Iterable[str]) -> FewSteps | None:
+    """The first of these names that is one of a model that draws in few steps."""
+    return _first(names, _MODELS)
+
+
+def of_this_name(architectures: Iterable[str], name: str) -> list[str]:
+    """Those of shipped architectures of equal shapes that a file of this name may have: one that was distilled from another
+    is known by nothing else."""
+    architectures, known = list(architectures), known_model([name])
+    named = [each for each in architectures if known is not None and _ARCHITECTURES.get(each) == known.what]
+    return named or [each for each in architectures if each not in _ARCHITECTURES]
+
+
+def _first(names: Iterable[str], rows: tuple[_Row, ...]) -> FewSteps | None:
+    for name in names:
+        plain = re.sub(r"[_. ]+", "-", name.lower())
+        for pattern, made in rows:
+            if match := pattern.search(plain):
+                return made(match)
+    return None

@@ -1,0 +1,97 @@
+"""What the families with one CLIP text encoder share: Stable Diffusion 1.x and 2.x, and what was distilled from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.request import Conditions, Request, Run
+from sdflow.families.shared.text import encode
+from sdflow.families.shared.unet_and_vae import (
+    IMAGE_ENCODER,
+    UNET,
+    VAE,
+    is_open_clip,
+    text_fingerprint,
+    unet_fingerprint,
+    vae_fingerprint,
+)
+from sdflow.models.base import Config
+from sdflow.models.clip_text import ClipText
+from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.models.safety_checker import SafetyChecker
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        "text_encoder",
+        ClipText(),
+        "text_encoder",
+        "The CLIP text model: token ids to embeddings.",
+        read=lambda config: ("last_hidden_state",),
+        layouts=(
+            Layout("cond_stage_model.transformer."),
+            Layout("cond_stage_model.model.", open_clip_names, open_clip_unused),  # 2.x
+        ),
+        lora=(
+            *("lora_te_", "lora_te1_", "text_encoder.", "text_model."),
+            *("base_model.model.text_model.", "base_model.model.encoder.layers."),
+        ),
+    ),
+    UNET,
+    *VAE,
+    Part(
+        "safety_checker",
+        SafetyChecker(),
+        "safety_checker",
+        "The filter of images; `null` or `false` leaves it out.",
+        optional=True,
+    ),
+)
+COMPANIONS: Mapping[str, Companion] = {
+    "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+    "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+    "feature_extractor": Companion(
+        "transformers",
+        "CLIPImageProcessor",
+        "preprocessor_config.json",
+        parts=("safety_checker", IMAGE_ENCODER.name),
+    ),
+}
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+def fingerprint(configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
+    """As `Family.fingerprint`."""
+    layouts = next(part.layouts for part in PARTS if part.name == "text_encoder")
+    return {
+        **unet_fingerprint(configs["unet"]),
+        **vae_fingerprint(configs["vae"]),
+        **text_fingerprint(configs["text_encoder"], *layouts),
+    }
+
+
+def generation(configs: Mapping[str, Config], otherwise: str) -> str:
+    """Which generation of Stable Diffusion a text encoder is of, for people. otherwise: without one."""
+    text = configs.get("text_encoder")
+    if text is None:
+        return otherwise
+    return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
+
+
+def chains(configs: Mapping[str, Config]) -> str:
+    """As `Family.chains_of`."""
+    text = configs.get("text_encoder")
+    return "stable_diffusion_2" if text is not None and is_open_clip(text) else "stable_diffusion_1"
+
+
+def condition(run: Run, companions: Mapping[str, Any], request: Request) -> Conditions:
+    """As `Family.condition`."""
+    if request.guidance_width is not None:
+        request.require_no_negatives()
+    texts = list(request.prompts)
+    if request.guided:
+        texts = [*(request.negatives or [""] * len(texts)), *texts]
+    encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
+    inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
+    return Conditions(inputs, halves=2 if request.guided else 1)

@@ -1,0 +1,67 @@
+"""What Stable Diffusion XL and its refiner share: the text encoder of OpenCLIP, and sizes as further conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.text import last_but_one
+from sdflow.models.clip_text import ClipTextWithProjection
+from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
+from sdflow.parameter import Parameter, pair
+
+LAYERS = {"output_hidden_states": True}
+"""So optimum exports these text encoders, and so it finds their layers' outputs."""
+
+SIZES: Mapping[str, Parameter] = {
+    "original_size": Parameter(
+        "The size that the image was scaled from, as HEIGHTxWIDTH.",
+        tuple[int, int],
+        least=1,
+        otherwise="its own",
+        read=pair,
+    ),
+    "crops_coords_top_left": Parameter(
+        "The corner that the image was cropped at, as TOPxLEFT.",
+        tuple[int, int],
+        least=0,
+        otherwise="0x0",
+        options=("--crop",),
+        read=pair,
+    ),
+}
+"""Arguments of a call: what the denoiser is told of the image, in pixels."""
+
+CHAINS = "stable_diffusion_xl"
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+DEFAULTS: Mapping[Task, Defaults] = {
+    "text": Defaults(steps=50, guidance_scale=5.0),
+    "image": Defaults(steps=50, guidance_scale=5.0, strength=0.3),
+    "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=0.9999),
+}
+TOKENIZER = Companion("transformers", "CLIPTokenizer", "tokenizer_config.json")
+SCHEDULER = Companion("diffusers", None, "scheduler_config.json")
+
+
+def open_clip_part(prefix: str) -> Part:
+    """OpenCLIP's text encoder. prefix: of its tensors in a file in the original layout."""
+    return Part(
+        "text_encoder_2",
+        ClipTextWithProjection(),
+        "text_encoder_2",
+        "The second text model, of OpenCLIP: token ids to embeddings, and to one for the whole text.",
+        read=lambda config: ("text_embeds", last_but_one(config)),
+        layouts=(Layout(prefix, open_clip_names, open_clip_unused),),
+        lora=("lora_te2_", "text_encoder_2."),
+        config=LAYERS,
+        embedding="clip_g",
+    )
+
+
+def lora_loader() -> Any:
+    """As `Family.lora_loader`."""
+    import diffusers
+
+    return diffusers.StableDiffusionXLPipeline

@@ -1,0 +1,104 @@
+"""Stable Diffusion 1.x and 2.x: one text encoder, a UNet, a VAE, and in most of 1.x a safety checker.
+
+2.x has the same classes with OpenCLIP's text encoder; its checkpoints with 768 pixels predict the velocity, which is the
+scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sdflow.families.shared import one_clip
+from sdflow.families.shared.architecture import Architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.colors import STABLE_DIFFUSION, LatentColors
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.image_prompts import with_projections
+from sdflow.families.shared.part import Companion
+from sdflow.families.shared.request import Conditions, Request, Run
+from sdflow.families.shared.unet_and_vae import CONTROLNET, IMAGE_ENCODER
+from sdflow.models.base import Config
+
+
+class StableDiffusion(Family):
+    name = "stable_diffusion"
+    title = "Stable Diffusion 1.x and 2.x"
+    classes = (
+        *("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
+        *("StableDiffusionControlNetPipeline", "StableDiffusionControlNetImg2ImgPipeline"),
+        "StableDiffusionControlNetInpaintPipeline",
+    )
+    parts = one_clip.PARTS
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
+    net = CONTROLNET
+    prompter = IMAGE_ENCODER
+    companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
+    scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
+    options: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[Task, Defaults]] = {
+        "text": Defaults(steps=50, guidance_scale=7.5),
+        "image": Defaults(steps=50, guidance_scale=7.5, strength=0.8),
+        "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
+    }
+    embeddings = one_clip.EMBEDDINGS
+    colors: ClassVar[LatentColors] = STABLE_DIFFUSION
+    assembled_as: ClassVar[Mapping[Task, str]] = {
+        "text": "OnnxStableDiffusionPipeline",
+        "inpaint": "OnnxStableDiffusionInpaintPipeline",
+    }
+    architectures: ClassVar[Mapping[str, Architecture]] = {
+        "sd15": Architecture(),
+        "sd15-tiny": Architecture(borrowed={"tokenizer": "sd15/tokenizer"}),
+        "sd21": Architecture(),
+        "sd21-base": Architecture(borrowed={"tokenizer": "sd21/tokenizer"}),
+        "sd21-tiny": Architecture(borrowed={"tokenizer": "sd21/tokenizer"}),
+        "sd-turbo": Architecture(like="sd21-base"),
+        "sd-turbo-tiny": Architecture(like="sd21-tiny"),
+        "sd15-inpainting": Architecture(like="sd15"),
+        "sd15-inpainting-tiny": Architecture(like="sd15-tiny"),
+        "sd2-inpainting": Architecture(like="sd21-base"),
+        "sd2-inpainting-tiny": Architecture(like="sd21-tiny"),
+    }
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
+        return one_clip.fingerprint(configs)
+
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        return one_clip.generation(configs, self.title)
+
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return one_clip.chains(configs)
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        return one_clip.condition(run, companions, request)
+
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusionPipeline
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        import diffusers
+
+        nets = [modules[name] for name in self.nets(modules).values()]
+        make = diffusers.StableDiffusionControlNetPipeline if nets else diffusers.StableDiffusionPipeline
+        if "unet" in modules and self.task({"unet": modules["unet"].config}) == "inpaint":
+            make = diffusers.StableDiffusionInpaintPipeline
+        pipeline = make(
+            **{name: modules.get(name) for name in ("vae", "text_encoder", "unet", "image_encoder")},
+            **({"controlnet": nets} if nets else {}),
+            tokenizer=companions["tokenizer"],
+            scheduler=companions["scheduler"],
+            safety_checker=modules.get("safety_checker"),
+            feature_extractor=companions.get("feature_extractor"),
+            requires_safety_checker="safety_checker" in modules,
+        )
+        return with_projections(pipeline)
+
+
+FAMILY = StableDiffusion()

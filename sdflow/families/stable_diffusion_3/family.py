@@ -1,0 +1,280 @@
+"""Stable Diffusion 3 and 3.5: a transformer, flow matching, and up to three text encoders, two of CLIP and T5.
+
+After diffusers' StableDiffusion3Pipeline; https://arxiv.org/abs/2403.03206.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.shared.architecture import Architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.noising import FLOW, Noising
+from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.request import Conditions, Request, Run
+from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, token_ids
+from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
+from sdflow.families.stable_diffusion_3.reference_loras import in_diffusers_names
+from sdflow.families.stable_diffusion_3.transformer import TOKENS, SD3Transformer
+from sdflow.models import t5_text
+from sdflow.models.base import Config, Original
+from sdflow.models.clip_text import ClipTextWithProjection
+from sdflow.parameter import Parameter
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTH = 256
+"""Tokens that T5 reads of a text where the call does not say it, as in diffusers."""
+
+PROJECTION = "text_projection.weight"
+_KOHYA_DENOISER = ("lora_unet_", "lora_transformer_")
+_KOHYA = ("lora_te1_", "lora_te2_", *_KOHYA_DENOISER)
+_DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
+_LAYERS = {"output_hidden_states": True}
+_TRANSFORMER = Layout("model.diffusion_model.")
+
+
+def _clip_l_names(keys: Iterable[str]) -> dict[str, Original]:
+    """Of CLIP-L as files in the original layout hold it: without its projection, which its pooled embedding goes without."""
+    model = ClipTextWithProjection()
+    return {
+        key: Original("", identity=True) if key == PROJECTION else Original(model.current_name(key)) for key in keys
+    }
+
+
+_CLIP_L = Layout("text_encoders.clip_l.transformer.", _clip_l_names, lambda name, keys: name == PROJECTION)
+_CLIP_G = Layout("text_encoders.clip_g.transformer.")
+
+
+def _clip(name: str, about: str, layout: Layout, lora: str) -> Part:
+    return Part(
+        name,
+        ClipTextWithProjection(),
+        name,
+        about,
+        read=lambda config: ("text_embeds", last_but_one(config)),
+        layouts=(layout,),
+        lora=(lora, f"{name}."),
+        config=_LAYERS,
+    )
+
+
+_TOKENIZERS = {"tokenizer": "sd15/tokenizer", "tokenizer_2": "sd21/tokenizer"}
+
+
+class StableDiffusion3(Family):
+    name = "stable_diffusion_3"
+    title = "Stable Diffusion 3"
+    classes = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
+    parts = (
+        _clip("text_encoder", "The first CLIP text model: token ids to embeddings.", _CLIP_L, "lora_te1_"),
+        _clip("text_encoder_2", "The second text model, of OpenCLIP: token ids to embeddings.", _CLIP_G, "lora_te2_"),
+        Part(
+            "text_encoder_3",
+            t5_text.T5Text(),
+            "text_encoder_3",
+            "T5's encoder: token ids to embeddings. Without it, its tokens are zeros.",
+            optional=True,
+            layouts=(Layout("text_encoders.t5xxl.transformer."),),
+            whole=True,
+            unmerged=("lora_te3_", "text_encoder_3."),
+        ),
+        Part(
+            "transformer",
+            SD3Transformer(),
+            "transformer",
+            "The denoiser, run once per step.",
+            layouts=(_TRANSFORMER,),
+            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
+        ),
+        *VAE,
+    )
+    denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
+    companions: ClassVar[Mapping[str, Companion]] = {
+        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "tokenizer_2": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "tokenizer_3": Companion(
+            "transformers", "T5TokenizerFast", "tokenizer_config.json", parts=("text_encoder_3",), shipped=False
+        ),
+        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+    }
+    noising: ClassVar[Noising] = FLOW
+    scheduler_config: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
+    arguments: ClassVar[Mapping[str, Parameter]] = {
+        **SECOND_PROMPTS,
+        "prompt_3": Parameter("Prompt for the third text encoder, T5.", str, otherwise="the prompt"),
+        "negative_prompt_3": Parameter(
+            "Negative prompt for the third text encoder, T5.", str, otherwise="the negative prompt"
+        ),
+        "max_sequence_length": Parameter(
+            "Tokens that T5 reads of a prompt.", int, least=1, most=512, otherwise=str(LENGTH)
+        ),
+    }
+    length_arguments = ("max_sequence_length",)
+    defaults: ClassVar[Mapping[Task, Defaults]] = {
+        "text": Defaults(steps=28, guidance_scale=7.0),
+        "image": Defaults(steps=50, guidance_scale=7.0, strength=0.6),
+        "inpaint": Defaults(steps=50, guidance_scale=7.0, strength=0.6),
+    }
+    embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTStableDiffusion3Pipeline"}
+    architectures: ClassVar[Mapping[str, Architecture]] = {
+        "sd35-medium": Architecture(borrowed=_TOKENIZERS),
+        "sd35-large": Architecture(like="sd35-medium"),
+        "sd3-medium": Architecture(like="sd35-medium"),
+        "sd35-tiny": Architecture(borrowed={**_TOKENIZERS, "tokenizer_3": "sd35-medium/tokenizer_3"}),
+    }
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
+        transformer = configs["transformer"]
+        width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+        last, patch, dual = (
+            transformer["num_layers"] - 1,
+            transformer["patch_size"],
+            transformer["dual_attention_layers"],
+        )
+        block = f"{_TRANSFORMER.prefix}joint_blocks"
+        return {
+            f"{_TRANSFORMER.prefix}x_embedder.proj.weight": (width, transformer["in_channels"], patch, patch),
+            f"{block}.{last}.x_block.attn.qkv.weight": (3 * width, width),
+            f"{block}.{last + 1}.x_block.attn.qkv.weight": None,
+            f"{block}.0.x_block.attn.ln_q.weight": (
+                (transformer["attention_head_dim"],) if transformer.get("qk_norm") else None
+            ),
+            f"{block}.{max(dual, default=0)}.x_block.attn2.qkv.weight": (3 * width, width) if dual else None,
+            **vae_fingerprint(configs["vae"]),
+        }
+
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        transformer = configs.get("transformer")
+        return self.title if transformer is None else f"{self.title}{'.5' if transformer.get('qk_norm') else ''}"
+
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return "stable_diffusion_3"
+
+    def latents(self, configs: Mapping[str, Config]) -> Latents:
+        transformer = configs["transformer"]
+        patch = int(transformer["patch_size"])
+        return Latents.of(transformer, configs[self.decoder], multiple=patch, patch=patch, where="transformer")
+
+    def token_sizes(self, configs: Mapping[str, Config]) -> dict[str, int]:
+        length = self._clip_length(configs)
+        return {"sequence": length, t5_text.TOKENS: LENGTH, TOKENS: length + LENGTH}
+
+    def _clip_length(self, configs: Mapping[str, Config]) -> int:
+        return max(int(configs[name]["max_position_embeddings"]) for name in ("text_encoder", "text_encoder_2"))
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        """As diffusers' StableDiffusion3Pipeline: `encode_prompt`."""
+        import torch
+
+        more = {name: value for name, value in request.more.items() if value is not None}
+        count = len(request.prompts)
+
+        def texts(first: Sequence[str], names: Sequence[str]) -> list[list[str]]:
+            others = [_texts(more.get(name), first) for name in names]
+            return [plain_texts(each, request.reading) for each in (list(first), *others)]
+
+        wanted = texts(request.prompts, ("prompt_2", "prompt_3"))
+        if request.guided:
+            negatives = texts(request.negatives or [""] * count, ("negative_prompt_2", "negative_prompt_3"))
+            wanted = [[*negative, *positive] for negative, positive in zip(negatives, wanted, strict=True)]
+        outputs = [
+            run(name, {"input_ids": token_ids(companions[tokenizer], of)})
+            for name, tokenizer, of in (
+                ("text_encoder", "tokenizer", wanted[0]),
+                ("text_encoder_2", "tokenizer_2", wanted[1]),
+            )
+        ]
+        clip = torch.cat([each[last_but_one_layer(each)] for each in outputs], dim=-1)
+        pooled = torch.cat([each["text_embeds"] for each in outputs], dim=-1)
+        length = more.get("max_sequence_length", LENGTH)
+        long = self._long(run, companions, wanted[2], length, clip, int(request.denoiser["joint_attention_dim"]))
+        padded = torch.nn.functional.pad(clip, (0, long.shape[-1] - clip.shape[-1]))
+        inputs = {"encoder_hidden_states": torch.cat([padded, long], dim=1), "pooled_projections": pooled}
+        return Conditions(inputs, halves=2 if request.guided else 1)
+
+    def _long(
+        self,
+        run: Run,
+        companions: Mapping[str, Any],
+        texts: Sequence[str],
+        length: int,
+        clip: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """(texts, length, width) of T5; zeros where the pipeline has none."""
+        import torch
+
+        tokenizer = companions.get("tokenizer_3")
+        if tokenizer is None:
+            return torch.zeros(len(clip), length, width, dtype=clip.dtype, device=clip.device)
+        found = run("text_encoder_3", {"input_ids": token_ids(tokenizer, texts, length)})
+        return found["last_hidden_state"]
+
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.StableDiffusion3Pipeline
+
+    def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
+        """diffusers reads its own names alone: kohya's of CLIP it reads for Stable Diffusion XL, the transformer's never."""
+        import diffusers
+
+        kohya = {name: tensor for name, tensor in tensors.items() if name.startswith(_KOHYA)}
+        found = {name: tensor for name, tensor in tensors.items() if name not in kohya}
+        text = {name: tensor for name, tensor in kohya.items() if not name.startswith(_KOHYA_DENOISER)}
+        if text:
+            found |= diffusers.StableDiffusionXLPipeline.lora_state_dict(text)[0]
+        layers = len(found) // 2
+        pairs = {
+            name.removeprefix(prefix).removesuffix(_DOWN): (tensor, kohya[name.replace(_DOWN, _UP)])
+            for prefix in _KOHYA_DENOISER
+            for name, tensor in kohya.items()
+            if name.startswith(prefix) and name.endswith(_DOWN)
+        }
+        return found | in_diffusers_names(pairs, denoiser), layers + len(pairs)
+
+    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
+        self.lora_loader().load_lora_into_transformer(tensors, module, adapter, **options)
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        import diffusers
+
+        names = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+        return diffusers.StableDiffusion3Pipeline(
+            **{name: modules.get(name) for name in names},
+            **{name: companions.get(name) for name in self.companions},
+        )
+
+    def encode_reference(
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+    ) -> dict[str, Any]:
+        """Without T5, diffusers asks the transformer how wide its zeros are: one without weights is enough for that."""
+        if pipeline.text_encoder_3 is None and pipeline.transformer is None:
+            from accelerate import init_empty_weights
+
+            with init_empty_weights():
+                pipeline.transformer = self.part("transformer").model.empty(configs["transformer"])
+        texts = list(prompts)
+        found = pipeline.encode_prompt(texts, None, None, device="cpu", do_classifier_free_guidance=guided)
+        return {name: value for name, value in zip(self.embeddings, found, strict=True) if value is not None}
+
+
+FAMILY = StableDiffusion3()
+
+
+def _texts(given: str | Sequence[str] | None, first: Sequence[str]) -> list[str]:
+    """A text for each of the first; an empty one is the first's, as in diffusers."""
+    if not given:
+        return list(first)
+    return [given] * len(first) if isinstance(given, str) else list(given)

@@ -1,0 +1,168 @@
+"""diffusers' SD3Transformer2DModel: the denoiser of Stable Diffusion 3 and 3.5.
+
+It takes latents as they are and cuts them into patches inside; text comes as one row of tokens, CLIP's and T5's, with the pooled
+embedding of both CLIPs beside it (https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to
+1000: one for the whole batch, as for the UNet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.stable_diffusion_3.original_names import sd3_names
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.transformer_parameters import sd3_parameters
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOKENS = "joint_sequence"
+"""The axis of the text's tokens: CLIP's and T5's together."""
+
+USUAL_TOKENS = 333
+"""Of the text: 77 of CLIP and 256 of T5."""
+
+_BLOCK = re.compile(r"(?:transformer|joint)_blocks_(\d+)_")
+_OWN_MODULE = re.compile(
+    r"(transformer_blocks|joint_blocks|pos_embed|time_text_embed|[xyt]_embedder|final_layer|norm_out)_|(context_embedder|proj_out)$"
+)
+_READS_TEXT = re.compile(r"^context_embedder$")
+
+
+class SD3Transformer(Model):
+    """The velocity, from image to noise, of latents."""
+
+    class_name: ClassVar[str] = "SD3Transformer2DModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        """On the meta device, its table of positions too: checkpoints hold it, and to compute that of 3.5-medium in
+        float64, as diffusers does at first, takes 4 GB."""
+        import torch
+        from diffusers import SD3Transformer2DModel
+
+        with torch.device("meta"):
+            module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
+        return module
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return sd3_parameters(config)
+
+    def ports(self, config: Config) -> Ports:
+        size = ("latent_height", "latent_width")
+        return Ports(
+            inputs=(
+                Port("sample", "float32", ("batch", config["in_channels"], *size), Role.LATENTS),
+                timestep_port(),
+                Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
+                Port("pooled_projections", "float32", ("batch", config["pooled_projection_dim"])),
+            ),
+            outputs=(Port("out_sample", "float32", ("batch", config["out_channels"], *size), Role.PREDICTION),),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        patch = int(config["patch_size"])
+        return Sizes(batch=2, height=4 * patch, width=6 * patch, vae_scale=1)
+
+    def width(self, config: Config) -> int:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """In a feed-forward layer there are four times as many values as elsewhere; beside it the residual, its norm
+        and the text's. Attention holds q, k and v beside its scores."""
+        tokens = (rows // config["patch_size"]) * (columns // config["patch_size"]) + USUAL_TOKENS
+        width, heads = self.width(config), config["num_attention_heads"]
+        return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 13}
+
+    def distinguishing_shapes(self, config: Config) -> Shapes:
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        last = config["num_layers"] - 1
+        found = {
+            "pos_embed.proj.weight": (width, config["in_channels"], config["patch_size"], config["patch_size"]),
+            "context_embedder.weight": (config["caption_projection_dim"], config["joint_attention_dim"]),
+            f"transformer_blocks.{last}.attn.to_q.weight": (width, width),
+        }
+        if config.get("qk_norm"):
+            found["transformer_blocks.0.attn.norm_q.weight"] = (config["attention_head_dim"],)
+        if dual := config.get("dual_attention_layers"):
+            found[f"transformer_blocks.{max(dual)}.attn2.to_q.weight"] = (width, width)
+        return found
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        import numpy as np
+
+        if port.role is Role.TIMESTEP:
+            return random.uniform(0, 1000, shape).astype(port.dtype)
+        return random.standard_normal(shape, np.float32)
+
+    def traced(self, module: Any) -> None:
+        original = module.forward
+
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, pooled_projections: Any) -> Any:
+            return original(
+                hidden_states=sample,
+                timestep=timestep.expand(sample.shape[0]),
+                encoder_hidden_states=encoder_hidden_states,
+                pooled_projections=pooled_projections,
+                return_dict=False,
+            )[0]
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sample = inputs["sample"]
+        found = module(
+            hidden_states=sample,
+            timestep=inputs["timestep"].expand(len(sample)),
+            encoder_hidden_states=inputs["encoder_hidden_states"],
+            pooled_projections=inputs["pooled_projections"],
+        )
+        return {"out_sample": found.sample}
+
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """diffusers' pipeline repeats the timestep for every row."""
+        return {
+            "sample": kwargs["hidden_states"],
+            "timestep": kwargs["timestep"][:1].float(),
+            "encoder_hidden_states": kwargs["encoder_hidden_states"],
+            "pooled_projections": kwargs["pooled_projections"],
+        }
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return sd3_names(keys)
+
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        """In the original layout q, k and v are one module, of which each is a third of the rows."""
+        modules = list(modules)
+        original = sd3_names(f"{module}.weight" for module in modules)
+        found: dict[str, tuple[str | Original, ...]] = {}
+        for module in modules:
+            names: list[str | Original] = [module]
+            if module.endswith(".to_out.0"):
+                names.append(module.removesuffix(".0"))
+            if (there := original.get(f"{module}.weight")) is not None and (
+                (name := there.name.removesuffix(".weight")) != module
+            ):
+                names.append(replace(there, name=name))
+            found[module] = tuple(names)
+        return found
+
+    def has_lora_module(self, module: str) -> bool:
+        return _OWN_MODULE.match(module) is not None
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        layers = config.get("num_layers")
+        if layers is not None and (block := _BLOCK.search(module)) and int(block[1]) >= layers:
+            return f"this transformer has {layers} blocks"
+        text = config.get("joint_attention_dim", width)
+        if _READS_TEXT.search(module) and width != text:
+            return f"for text embeddings {width} wide, not {text}"
+        return None
